@@ -3,7 +3,6 @@
 import dataclasses
 import fnmatch
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,14 +18,12 @@ Callback = Callable[[Mapping[str, Any]], None]
 
 
 def batches(config: Config, split: str = "train") -> Iterator[Batch]:
-    """Returns the batches of a configuration, as training reads them.
+    """Returns batches of NumPy arrays [B, T], as training reads them.
+
+    A data set that `prepare_source` describes is prepared first.
 
     Args:
-      config: names the data. A data set that `prepare_source` describes is prepared first.
       split: "train" (for as long as the run, in its order) or "eval" (one pass).
-
-    Returns:
-      An iterator of Batch with NumPy arrays [B, T].
 
     Raises:
       UserError: the data cannot be read, or there is no evaluation data.
@@ -60,16 +57,13 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
 
 
 def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
-    """Trains as train.py does, from wherever the run folder stands.
+    """Trains as train.py does and returns the run folder.
 
     Args:
       config: of `configure`. The same one again resumes, or finds that the run is complete.
       callbacks: called with each event of the run, in order: a dict with "event" ("start", "step",
         "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that kind of event has,
         as in events.jsonl. An exception ends the run.
-
-    Returns:
-      The run folder, for `load` and `metrics`.
 
     Raises:
       UserError: everything for which train.py exits with code 2.
@@ -97,20 +91,16 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     """Returns the metrics of a run as columns, one value per reported step.
 
     pandas.DataFrame(metrics(run)) makes a table of it. Numbers that a step does not have, such as
-    "eval/avg_loss" between evaluations, are NaN.
-
-    Args:
-      run: a run folder, or what `load` returned for one.
-
-    Raises:
-      UserError: the folder has no metrics.jsonl.
+    "eval/avg_loss" between evaluations, are NaN. `run` is a run folder, or what `load` returned for
+    one. Raises UserError for a folder without metrics.jsonl.
     """
+    from MaxText.metrics.json_lines import read_rows
     from MaxText.storage.paths import parse_path
 
     path = parse_path(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"
     if not path.exists():
         raise UserError(f"{path} does not exist: {path.parent} is not a run folder")
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.array([row.get(name, np.nan) for row in rows]) for name in names}
 
@@ -137,15 +127,10 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Trained weights on this machine's devices. Made by `load`.
-
-    Attributes:
-      path: what was loaded.
-      trained: model, parameters and mesh (inference.trained_model.TrainedModel).
-    """
+    """Trained weights on this machine's devices. Made by `load`."""
 
     path: str
-    trained: Any = dataclasses.field(repr=False)
+    trained: Any = dataclasses.field(repr=False)  # an inference.trained_model.TrainedModel
     tokenizer_is_typed: bool = dataclasses.field(default=False, repr=False)
 
     @property
@@ -160,21 +145,13 @@ class Run:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """Has `encode(text) -> ids` and `decode(ids) -> text`.
-
-        Raises:
-          UserError: the weights have no tokenizer.
-        """
+        """Has `encode(text) -> ids` and `decode(ids) -> text`, or UserError."""
         return self.trained.open_tokenizer(typed=self.tokenizer_is_typed)
 
     def logits(self, text_or_ids: Any) -> np.ndarray:
         """Returns the float32 logits of the next token at each position.
 
-        Args:
-          text_or_ids: a text, ids [T], or ids of several sequences of one length [B, T].
-
-        Returns:
-          [T, V], or [B, T, V] for [B, T].
+        They are [T, V] for a text or ids [T], and [B, T, V] for sequences of one length [B, T].
         """
         batch, num_rows, is_single = self._batch_of(text_or_ids)
         logits = np.asarray(self._logits(self.params, batch))
@@ -189,7 +166,8 @@ class Run:
             raise ValueError(f"ids of shape {ids.shape}; expected [T] or [B, T], not empty")
         ids_BT = np.atleast_2d(ids)
         # Devices that split a batch need rows to split.
-        batch_size = -(-len(ids_BT) // self._row_multiple) * self._row_multiple
+        multiple = self.trained.sharding.num_batch_parts
+        batch_size = -(-len(ids_BT) // multiple) * multiple
         padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], batch_size - len(ids_BT), axis=0)])
         batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
         return self.trained.sharding.to_global_batch(batch, batch_size), len(ids_BT), ids.ndim == 1
@@ -233,8 +211,7 @@ class Run:
     def loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over the targets of batches, in nats per token.
 
-        Args:
-          batches: for example itertools.islice(mt.batches(config, "eval"), 10).
+        `batches` are for example itertools.islice(mt.batches(config, "eval"), 10).
         """
         from MaxText.evaluation.validation import evaluate
 
@@ -254,16 +231,14 @@ class Run:
     ) -> Any:
         """Continues a prompt, or several in one batch.
 
+        Returns the new text without its prompt, or a list of them for several prompts.
+
         Args:
-          prompts: one text or several.
           max_new_tokens: of each; an end-of-text id ends a text earlier.
           temperature: 0 always takes the most likely token.
           seed: the same seed gives the same texts.
           stop: strings at which a text ends.
           **sampling: top_k, nucleus_p, min_p, typical_p, eta, entmax_alpha, repetition_penalty.
-
-        Returns:
-          The new text without its prompt; a list of them for several prompts.
         """
         from MaxText.inference.engine import Engine
         from MaxText.inference.generate import StoppingCriteria, generate
@@ -285,10 +260,6 @@ class Run:
         ):
             texts[number] = completion.text
         return texts[0] if isinstance(prompts, str) else texts
-
-    @property
-    def _row_multiple(self) -> int:
-        return self.trained.sharding.num_batch_parts
 
     @functools.cached_property
     def _logits(self) -> Callable[..., Any]:

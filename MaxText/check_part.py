@@ -51,9 +51,11 @@ _SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if all checks pass, 1 if not."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
+    if not arguments:
         print(USAGE.strip())
-        return 0 if arguments else exit_codes.USER_ERROR
+        return exit_codes.USER_ERROR
+    rest = [word for word in arguments if not word.endswith(".py") and ":" not in word]
+    command_line.answer_questions("check_part.py", rest, USAGE, ProgramOptions)
     with command_line.exit_on_user_error():
         _, words = read_options(ProgramOptions, arguments)
         if len(words.others) != 1:

@@ -32,17 +32,15 @@ docs/how-to/compare_architectures.md says how budgets are solved and how differe
 """
 
 _INTERRUPTED = "Interrupted. Run the same command to resume."
-_QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 
 
 def main() -> int:
     """Exit codes: 0 done, 2 user error or failed run, 130 Ctrl-C."""
     arguments = sys.argv[1:]
-    if any(argument in _QUESTIONS for argument in arguments):
-        # They are about one configuration: the first.
-        files = [word for word in arguments if YAML_PATH.fullmatch(word)]
-        rest = [word for word in arguments if word not in files[1:]]
-        command_line.parse_with_options("compare.py", rest, USAGE, CompareOptions)
+    # Questions are about one configuration: the first.
+    files = [word for word in arguments if YAML_PATH.fullmatch(word)]
+    rest = [word for word in arguments if word not in files[1:]]
+    command_line.answer_questions("compare.py", rest, USAGE, CompareOptions)
     with command_line.exit_on_user_error(_INTERRUPTED):
         args, problems = parse_args(arguments)
         try:

@@ -13,8 +13,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line
-from MaxText.config.program_options import describe
-from MaxText.conversion.request import ConvertOptions, parse_arguments
+from MaxText.conversion.request import GROW, ConvertOptions, parse_arguments
 
 USAGE = """
 usage: convert.py [grow] [CONFIG.yml] from=SOURCE to=TARGET [--verify] [key=value ...]
@@ -35,10 +34,9 @@ train_and_grow_tokenformer.md): growth.mode=..., slot_num=..., base_num_decoder_
 
 def main() -> int:
     """Exit codes: 0 done, 2 user error or unfit weights, 130 Ctrl-C."""
-    arguments = sys.argv[1:]
-    if not arguments or "--help" in arguments or "-h" in arguments:
-        print(f"{USAGE.strip()}\n\n{describe(ConvertOptions)}")
-        return exit_codes.SUCCESS
+    arguments = sys.argv[1:] or ["--help"]
+    rest = [word for word in arguments if word != GROW]
+    command_line.answer_questions("convert.py", rest, USAGE, ConvertOptions)
     with command_line.exit_on_user_error("Interrupted; nothing was written."):
         asked = parse_arguments(arguments)
         if asked.grow:

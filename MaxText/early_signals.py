@@ -18,9 +18,7 @@ _CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
 def install(importer: str, *, also_sigterm: bool = False) -> None:
     """Takes over Ctrl-C until `leave_to_python` or another handler.
 
-    Args:
-      importer: __name__ of the program; nothing is done where it is not what was started.
-      also_sigterm: SIGTERM, too, ends the program with the code of a preemption.
+    Only if the module `importer` was started; `also_sigterm` exits with a preemption's code.
     """
     if not is_program(importer):
         return

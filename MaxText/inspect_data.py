@@ -35,13 +35,11 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
 class InspectOptions(ProgramOptions):
     """Options of inspect_data.py."""
 
-    step: int | None = key(
-        None, "Show only the batch of this step (from 0), read exactly as train.py does.", ge=0
-    )
+    step: int | None = key(None, ge=0)
+    """Show only the batch of this step (from 0), read exactly as train.py does."""
     num_devices: Count = key(1, "Devices that share the batch.")
-    sample: Count = key(
-        200_000_000, "Tokens to read at most; what is more is sampled evenly.", unit="tokens"
-    )
+    sample: Count = key(200_000_000, unit="tokens")
+    """Tokens to read at most; what is more is sampled evenly."""
 
 
 def with_dataset(arguments: Sequence[str]) -> list[str]:

@@ -1,10 +1,10 @@
 """Starts a run of several processes."""
 
-import os
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
 # The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
@@ -15,14 +15,14 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.keys import Count, Natural, Parser, key
 from MaxText.config.problems import ConfigurationError, Problem
-from MaxText.config.program_options import ProgramOptions, describe, read_options
+from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import CapacityRetry, Commands, resolve_run_args, train_command
+from MaxText.launchers.commands import Commands, resolve_run_args, train_command
 from MaxText.launchers.local_processes import free_port, process_env
-from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
+from MaxText.launchers.options import PLACES, GcloudOptions, LocalOptions, SlurmOptions
+from MaxText.launchers.tpu_vm import TpuVm
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
 
@@ -39,74 +39,7 @@ ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", 
            "delete-queued")  # fmt: skip
 
 
-def log(line: str) -> None:
-    """Prints a line at once: other programs print between them."""
-    print(line, flush=True)
-
-
-def _repeated(text: str) -> tuple[str, ...]:
-    return (text,)
-
-
-Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given several times", True)]
-
-
-class LaunchOptions(ProgramOptions):
-    """Options of all places."""
-
-    RENAMED: ClassVar = {
-        "devices": "devices_per_process", "grace": "grace_period", "job": "job_id",
-        "lines": "tail", "logs": "log_dir", "tries": "max_attempts", "type": "accelerator_type",
-    }  # fmt: skip
-
-    dry_run: bool = key(False, "Print the commands.")
-    max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
-
-
-class LocalOptions(LaunchOptions):
-    """local N: processes of this machine."""
-
-    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
-    supervise: bool = key(False, "Restart after a failure.")
-    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
-    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
-    log_dir: str = key("", "Log folder.")
-
-
-class GcloudOptions(LaunchOptions):
-    """gcloud ACTION ...: Cloud TPU VMs."""
-
-    REQUIRED = ("name", "zone")
-
-    name: str = key("", "TPU VM name.")
-    zone: str = key("", "Zone of the TPU VM.")
-    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
-    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
-    version: str = key("", "Runtime version.")
-    spot: bool = key(False, "Preemptible, cheaper.")
-    gcloud: Repeated = key(
-        (), "Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."
-    )
-    max_attempts: Count = key(100, "Attempts while no capacity is available.")
-    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
-    tail: Count = key(50, "Number of log lines.")
-    follow: bool = key(False, "Stream new log lines.")
-    worker: str = key("all", "Worker to read logs from.")
-
-
-class SlurmOptions(LaunchOptions):
-    """slurm submit, status or stop: a SLURM job."""
-
-    name: str = key("", "Job name, by default run_name.")
-    nodes: Count = key(1, "Nodes of the job.")
-    processes_per_node: Count = key(1, "Processes per node.")
-    gpus_per_node: Natural = key(0, "GPUs per node.")
-    sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
-    job_id: str = key("", "Job id, for status and stop.")
-    log_dir: str = key("", "Log folder.")
-
-
-PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
+log = functools.partial(print, flush=True)  # at once: other programs print between lines
 
 
 def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
@@ -147,10 +80,8 @@ def main() -> int:
     if "--" in arguments:
         position = arguments.index("--")
         arguments, train_args = arguments[:position], arguments[position + 1 :]
-    if {"-h", "--help"} & set(arguments):
-        of_places = (f"{kind.__doc__}\n{describe(kind)}" for kind in PLACES.values())
-        print("\n\n".join([USAGE, *of_places]))
-        return 0
+    place = PLACES.get(next(iter(arguments), ""))
+    command_line.answer_about_options(arguments, USAGE, *([place] if place else PLACES.values()))
     start = {"local": _launch_local, "gcloud": _launch_gcloud, "slurm": _launch_slurm}
     with command_line.exit_on_user_error():
         place, options, operands = read_launch(arguments)
@@ -159,27 +90,21 @@ def main() -> int:
 
 
 def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
-    run = resolve_run_args(train_args)
-    logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}")
-    job = supervision.SupervisedJob(
-        [*train_command(), *run.arguments], int(operands[0]), options.devices_per_process, logs,
-        run.folder,
-    )  # fmt: skip
+    run, number = resolve_run_args(train_args), int(operands[0])
+    command = [*train_command(), *run.arguments]
     if options.dry_run:
-        commands = Commands(log, dry_run=True)
-        port = free_port()
-        for process in range(job.number):
-            environment = process_env({}, job.number, process, port, job.devices)
+        commands, port = Commands(log, dry_run=True), free_port()
+        for process in range(number):
+            environment = process_env({}, number, process, port, options.devices_per_process)
             settings = [f"{name}={value}" for name, value in environment.items()]
-            commands.run([*(["env", *settings] if settings else []), *job.command])
+            commands.run([*(["env", *settings] if settings else []), *command])
         return 0
-    policy = supervision.RestartPolicy(
-        options.max_restarts if options.supervise else 0, options.backoff, options.grace_period
-    )
-    what = "1 process" if job.number == 1 else f"{job.number} processes"
+    logs = options.log_dir or f"maxtext_output/logs/{run.run_name}"
+    options = options.model_copy(update={"log_dir": logs})
+    what = "1 process" if number == 1 else f"{number} processes"
     log(f"launch: {what}; logs are in {logs}")
     try:
-        return supervision.supervise(job, policy, log)
+        return supervision.supervise(command, number, options, run.folder, log)
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
 
@@ -187,25 +112,17 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
 def _launch_gcloud(
     options: GcloudOptions, operands: Sequence[str], train_args: Sequence[str]
 ) -> int:
-    commands = Commands(log, dry_run=options.dry_run)
-    tpu = TpuVm(
-        options.name, options.zone, options.project, options.accelerator_type, options.version,
-        options.spot, CapacityRetry(options.max_attempts, options.retry_seconds),
-        tuple(options.gcloud),
-    )  # fmt: skip
-    launch = TpuVmLaunch(tpu, commands)
     if "run" in operands and not train_args:
         raise UserError("run requires the arguments of train.py, after --.")
     if train_args and "run" not in operands:
         raise UserError("arguments of train.py, after --, are only for the action run.")
     arguments = resolve_run_args(train_args).arguments if train_args else []
+    vm = TpuVm(options, Commands(log, dry_run=options.dry_run))
     for action in operands:
         if action == "run":
-            launch.run(arguments, options.max_restarts)
-        elif action == "logs":
-            launch.logs(options.tail, options.follow, options.worker)
+            vm.run(arguments)
         else:
-            getattr(launch, action.replace("-", "_"))()
+            getattr(vm, action.replace("-", "_"))()
     return 0
 
 
@@ -213,12 +130,9 @@ def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Se
     commands = Commands(log, dry_run=options.dry_run)
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
-        job = slurm.SlurmJob(
-            options.name or run.run_name, options.nodes, options.processes_per_node,
-            options.gpus_per_node, options.sbatch, options.max_restarts,
-            Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute(),
-        )  # fmt: skip
-        slurm.submit(job, run.arguments, commands, log)
+        logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute()
+        named = {"name": options.name or run.run_name, "log_dir": str(logs)}
+        slurm.submit(options.model_copy(update=named), run.arguments, commands, log)
         return 0
     if not options.job_id:
         raise UserError(f"{operands[0]} requires --job-id=NUMBER (printed by submit).")

@@ -26,44 +26,23 @@ for other programs. Run the same command again to resume.
   python MaxText/prepare_data.py prepare_source=rows.jsonl.gz text_field=content \\
       tokenizer_path=gpt2 dataset_path=data/rows
   python MaxText/prepare_data.py prepare_source=python_stdlib dataset_path=data/stdlib
-
-More kinds of text, a tokenizer of your own, flat files of ids:
   python MaxText/prepare_data.py 'prepare_source=pile/{00..29}.jsonl.zst' prepare_num_workers=16 \\
-      tokenizer_path=tokenizer.json prepare_output_format=bin dataset_path=data/pile
-
-Token records for GPT-Neo, and windows with labels for jax-lm:
+      tokenizer_path=tokenizer.json dataset_path=data/pile
   python MaxText/prepare_data.py prepare_source=openwebtext.tar.xz tokenizer_path=gpt2 \\
-      prepare_output_format=tfrecord prepare_minimum_tokens=100 prepare_fix_text=true \\
-      dataset_path=data/openwebtext_records
-  python MaxText/prepare_data.py prepare_source=wikitext/ tokenizer_path=gpt2 \\
-      prepare_output_format=parquet records.content=strided dataset_path=data/wikitext_windows
+      prepare_output_format=tfrecord dataset_path=data/openwebtext_records
 
-The text itself as records:
-  python MaxText/prepare_data.py prepare_source=openwebtext/ \\
-      prepare_output_format=text_array_record dataset_path=data/openwebtext_text
-
-With Apache Beam:
-  python MaxText/prepare_data.py prepare_source=corpus/ tokenizer_path=gpt2 prepare_runner=beam \\
-      beam_options='--direct_running_mode=multi_processing --direct_num_workers=4' \\
-      dataset_path=data/corpus
+More kinds of text, records and Apache Beam: docs/how-to/prepare_data.md.
 """
 
 
 def main() -> int:
-    """Prepares the requested data.
-
-    Exit codes: 0 done, 2 user error, 130 Ctrl-C.
-    """
+    """Exit codes: 0 done, 2 user error, 130 Ctrl-C."""
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
         data = config.data
         preparation, path = config.preparation, data.dataset_path
-        manifest = prepare(
-            preparation,
-            path,
-            cache_dir=data.data_cache_dir,
-            max_bad_records=data.bad_records.maximum,
-        )
+        most = data.bad_records.maximum
+        manifest = prepare(preparation, path, cache_dir=data.data_cache_dir, max_bad_records=most)
         if preparation.prepare_output_format not in TEXT_FORMATS:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):

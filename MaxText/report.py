@@ -18,7 +18,7 @@ from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import Problem
-from MaxText.config.program_options import ProgramOptions, describe, read_options
+from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 
@@ -61,10 +61,7 @@ class ReportOptions(ProgramOptions):
 
 
 def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
-    """Returns the output folder of a report.
-
-    Raises UserError for a run in a bucket, where pages cannot be opened.
-    """
+    """Returns the output folder of a report; UserError for a bucket."""
     if options.output is not None:
         return options.output
     if len(runs) > 1:
@@ -77,10 +74,7 @@ def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
-    """Returns the runs and options of a command line.
-
-    Raises ConfigurationError for unknown or invalid options, or without a run.
-    """
+    """Returns the runs and options of a command line."""
     paths = [word for word in arguments if "=" in word and Path(word).exists()]
     rest = [word for word in arguments if word not in paths]
     options, words = read_options(ReportOptions, rest, takes_keys=False)
@@ -117,9 +111,7 @@ def main() -> int:
     # A path may contain characters that the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     arguments = sys.argv[1:]
-    if "--help" in arguments or "-h" in arguments:
-        print(f"{USAGE.strip()}\n\n{describe(ReportOptions)}")
-        return exit_codes.SUCCESS
+    command_line.answer_about_options(arguments, USAGE, ReportOptions)
     with command_line.exit_on_user_error():
         runs, options = parse(arguments)
         while report(runs, options) and options.watch:

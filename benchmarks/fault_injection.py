@@ -1,22 +1,16 @@
 """Kills training repeatedly; compares with an undisturbed run.
 
     python benchmarks/fault_injection.py --kills 200
-    python benchmarks/fault_injection.py --kills 20 --processes 2
 
 A small run on text of its own is killed with SIGKILL at random moments: in the first second, while
 it starts, in a step, in an evaluation, while a checkpoint is being written. The same command starts
 it again. When it is done its last checkpoint (parameters, optimizer state, position in the data),
 its metrics and its evaluations must be those of the undisturbed run, bit for bit, and each step
 must have one row. Then the next run begins, until there were as many kills as asked for.
-
-With several processes `launch.py local N --supervise` runs them, and one of them, at random, is
-ended by SIGKILL or frozen by SIGSTOP. Only the supervision restarts processes.
 """
 
 import argparse
 import collections
-import contextlib
-import dataclasses
 import json
 import os
 import pathlib
@@ -29,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -64,52 +58,35 @@ enable_tensorboard: false
 log_config: false
 """
 LAST_STEP = 59
+Popen = Callable[..., Any]  # as subprocess.Popen
 # A run that says nothing for so long is stuck, which is a failure of its own.
 _PATIENCE = 600.0
-# Of several processes: after so many seconds without progress they end, and are started again.
-_HEARTBEAT_TIMEOUT = 90
-_COMPLETED = re.compile(r"(?:\[\d+\] )?completed step: (\d+),")
+_COMPLETED = re.compile(r"completed step: (\d+),")
 
 
-@dataclasses.dataclass(frozen=True)
-class InjectedFault:
-    """One of them.
+class InjectedFault(NamedTuple):
+    """A killed process."""
 
-    Attributes:
-      moment: one of MOMENTS.
-      last_step: the last update that was reported since the last start; None for none.
-      how: "SIGKILL" or "SIGSTOP".
-    """
-
-    moment: str
-    last_step: int | None
-    how: str = "SIGKILL"
+    moment: str  # one of MOMENTS
+    last_step: int | None  # the last one reported since the last start
 
 
 class Run:
-    """One process of a run, or launch.py, with a thread for its output.
+    """One process of a run, with a thread for its output.
 
     Attributes:
-      lines: of output since the last start.
-      last_step: the last update among them; None for none.
+      lines: of output.
+      num_steps: completed steps among them.
+      last_step: the last of these; None for none.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: dict[str, str],
-        popen: Callable[..., Any] = subprocess.Popen,
-    ):
-        self._process = popen(
-            command,
-            cwd=ROOT,
-            env=environment | {"PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self._all_lines: list[str] = []
-        self.begin_again()
+    def __init__(self, command: Sequence[str], environment: dict[str, str], popen: Popen):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        environment = environment | {"PYTHONUNBUFFERED": "1"}
+        self._process = popen(command, cwd=ROOT, env=environment, **pipes)
+        self.lines: list[str] = []
+        self.last_step: int | None = None
+        self.num_steps = 0
         self._grown = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -119,27 +96,18 @@ class Run:
         with self._process.stdout as lines:
             for line in lines:
                 with self._grown:
-                    self._all_lines.append(line)
                     self.lines.append(line)
                     if found := _COMPLETED.match(line):
                         self.last_step = int(found[1])
+                        self.num_steps += 1
                     self._grown.notify_all()
-
-    @property
-    def is_started_again(self) -> bool:
-        """Whether launch.py has said so."""
-        return any("; starting all " in line for line in [*self.lines])
 
     @property
     def has_ended(self) -> bool:
         return self._process.poll() is not None
 
     def wait_for(self, condition: Callable[[], bool], poll: float = 0.05) -> bool:
-        """Waits for `condition`, at each new line and every `poll` seconds.
-
-        Returns:
-          False if the process ended first.
-        """
+        """Waits for `condition`; returns False if the process ends first."""
         until = time.monotonic() + _PATIENCE
         while not condition():
             if self.has_ended:
@@ -151,45 +119,12 @@ class Run:
                 self._grown.wait(poll)
         return True
 
-    def begin_again(self) -> None:
-        """Forgets the output so far: the processes are started again."""
-        self.lines: list[str] = []
-        self.last_step: int | None = None
-
     def send(self, number: int) -> None:
-        """Sends a signal."""
         self._process.send_signal(number)
-
-    def strike(self, number: int, draw: random.Random) -> bool:
-        """Sends a signal to one of launch.py's processes.
-
-        Returns:
-          False if there was none any more.
-        """
-        parent = self._process.pid
-        path = pathlib.Path(f"/proc/{parent}/task/{parent}/children")
-        children: list[int] = []
-
-        def is_there() -> bool:
-            with contextlib.suppress(OSError):  # launch.py has ended
-                children[:] = map(int, path.read_text().split())
-            return bool(children)
-
-        if not self.wait_for(is_there):
-            return False
-        os.kill(draw.choice(children), number)
-        return True
 
     def kill(self) -> None:
         """SIGKILL, and waits for the end."""
         self.send(signal.SIGKILL)
-        self.end()
-
-    def stop_all(self) -> None:
-        """Ends launch.py and its processes. Idempotent."""
-        while not self.has_ended:
-            self.send(signal.SIGTERM)  # the second one is SIGKILL to them all
-            time.sleep(0.5)
         self.end()
 
     def end(self) -> int:
@@ -201,60 +136,42 @@ class Run:
 
     @property
     def output(self) -> str:
-        return "".join(self._all_lines)
+        return "".join(self.lines)
 
 
-def _after_a_step(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+# Conditions that come true one after the other, and the longest time after them, in seconds.
+Moment = tuple[Sequence[Callable[[], bool]], float]
+
+
+def _in_a_step(run: Run, folder: pathlib.Path, draw: random.Random) -> Moment:
     steps = draw.randrange(1, 25)
-    first = run.wait_for(lambda: run.last_step is not None)
-    begun = run.last_step or 0
-    if not first or not run.wait_for(lambda: (run.last_step or 0) >= begun + steps):
-        return False
-    time.sleep(draw.uniform(0, 0.03))
-    return True
+    return [lambda: run.num_steps > steps], 0.03
 
 
-def _in_an_evaluation(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
-    def is_due() -> bool:
-        return run.last_step is not None and (run.last_step + 1) % 8 == 0
-
-    if not run.wait_for(is_due):
-        return False
-    time.sleep(draw.uniform(0, 0.02))
-    return True
+def _in_an_evaluation(run: Run, folder: pathlib.Path, draw: random.Random) -> Moment:
+    return [lambda: run.last_step is not None and (run.last_step + 1) % 8 == 0], 0.02
 
 
-def _in_a_save(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+def _in_a_save(run: Run, folder: pathlib.Path, draw: random.Random) -> Moment:
     def is_writing() -> bool:
         checkpoints = folder / "checkpoints"
         return checkpoints.is_dir() and any("tmp" in name for name in os.listdir(checkpoints))
 
-    saves = draw.randrange(1, 4)
-    for _ in range(saves):
-        if not run.wait_for(is_writing, poll=0.001):
-            return False
-        if not run.wait_for(lambda: not is_writing(), poll=0.001):
-            return False
-    if not run.wait_for(is_writing, poll=0.001):
-        return False
-    time.sleep(draw.uniform(0, 0.05))
-    return True
+    return [is_writing, lambda: not is_writing()] * draw.randrange(1, 4) + [is_writing], 0.05
 
 
-def _in_the_first_second(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
-    time.sleep(draw.uniform(0, 1))
-    return not run.has_ended
+def _in_the_first_second(run: Run, folder: pathlib.Path, draw: random.Random) -> Moment:
+    return [], 1.0
 
 
-def _while_starting(run: Run, folder: pathlib.Path, draw: random.Random) -> bool:
+def _while_starting(run: Run, folder: pathlib.Path, draw: random.Random) -> Moment:
     # Lines are a clock that runs alike on every machine: about 60 of them before the first step.
     lines = draw.randrange(1, 60)
-    return run.wait_for(lambda: len(run.lines) >= lines)
+    return [lambda: len(run.lines) >= lines], 0.0
 
 
-# Moment -> waits for it; False if the run was over before.
-MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], bool]] = {
-    "in a step": _after_a_step,
+MOMENTS: dict[str, Callable[[Run, pathlib.Path, random.Random], Moment]] = {
+    "in a step": _in_a_step,
     "in a save": _in_a_save,
     "in an evaluation": _in_an_evaluation,
     "in the first second": _in_the_first_second,
@@ -270,20 +187,11 @@ class FaultInjection:
         place: pathlib.Path,
         environment: dict[str, str],
         seed: int = 0,
-        processes: int = 1,
-        popen: Callable[..., Any] = subprocess.Popen,
+        popen: Popen = subprocess.Popen,
     ):
-        """Writes text and configuration into `place`, a folder.
-
-        Args:
-          environment: of the processes.
-          seed: of the moments.
-          processes: of each run; above 1 launch.py starts and supervises them.
-          popen: starts a process, as subprocess.Popen does.
-        """
+        """Writes text and configuration into `place`, a folder."""
         self._popen = popen
         self._place = place
-        self._processes = processes
         self.environment = environment
         self._draw = random.Random(seed)
         (place / "text").mkdir(parents=True)
@@ -294,14 +202,7 @@ class FaultInjection:
 
     def command(self, run_name: str, *arguments: str) -> list[str]:
         config = [str(self._place / "kills.yml"), f"run_name={run_name}", *arguments]
-        if self._processes == 1:
-            return [sys.executable, str(ROOT / "MaxText/train.py"), *config]
-        return [
-            sys.executable, str(ROOT / "MaxText/launch.py"), "local", str(self._processes),
-            "--devices-per-process=1", "--supervise", "--max-restarts=100", "--backoff=0.1",
-            "--grace-period=3", f"--log-dir={self._place}/logs/{run_name}", "--", *config,
-            f"heartbeat_timeout={_HEARTBEAT_TIMEOUT}",
-        ]  # fmt: skip
+        return [sys.executable, str(ROOT / "MaxText/train.py"), *config]
 
     def start(self, run_name: str, *arguments: str) -> Run:
         """Starts a run, or goes on with it."""
@@ -310,20 +211,10 @@ class FaultInjection:
     def folder(self, run_name: str) -> pathlib.Path:
         return self._place / "out" / run_name
 
-    def undisturbed(self) -> pathlib.Path:
-        """A run to its end; its folder."""
-        self.finish("undisturbed")
-        return self.folder("undisturbed")
-
-    def finish(self, run_name: str) -> None:
-        """Runs the command until it ends by itself.
-
-        Raises:
-          AssertionError: it did not end well.
-        """
-        run = self.start(run_name)
-        code = run.end()
-        assert code == 0, f"exit code {code}:\n{run.output}"
+    def finish(self, run_name: str) -> pathlib.Path:
+        """Runs the command until it ends by itself; returns its folder."""
+        _end(self.start(run_name))
+        return self.folder(run_name)
 
     def killed(self, kills: int, moments: Sequence[str] = tuple(MOMENTS)) -> Iterator[Any]:
         """Kills runs at moments taken in turn.
@@ -331,56 +222,30 @@ class FaultInjection:
         Yields:
           An InjectedFault after each kill, and the folder of each run that is done.
         """
-        if self._processes > 1:
-            yield from self._struck(kills, moments)
-            return
-        done = number = 0
-        begun: str | None = None
-        while done < kills:
-            if begun is None:
-                begun, number = f"killed_{number}", number + 1
-            moment = moments[done % len(moments)]
-            folder = self.folder(begun)
-            run = self.start(begun)
-            if MOMENTS[moment](run, folder, self._draw) and not run.has_ended:
-                run.kill()
-                done += 1
-                yield InjectedFault(moment, run.last_step)
-            else:
-                code = run.end()
-                assert code == 0, f"exit code {code}:\n{run.output}"
-                yield folder
-                begun = None
-        if begun is not None:
-            self.finish(begun)
-            yield self.folder(begun)
-
-    def _struck(self, kills: int, moments: Sequence[str]) -> Iterator[Any]:
-        """`killed` for several processes, with one killed or frozen."""
         done = number = 0
         while done < kills:
             name, number = f"killed_{number}", number + 1
             run = self.start(name)
-            try:
-                while done < kills:
-                    moment = moments[done % len(moments)]
-                    if not MOMENTS[moment](run, self.folder(name), self._draw):
-                        break
-                    # Freezing takes the time until the others have noticed it.
-                    how = self._draw.choice(("SIGKILL", "SIGKILL", "SIGKILL", "SIGSTOP"))
-                    last_step = run.last_step
-                    if not run.strike(getattr(signal, how), self._draw):
-                        break
-                    if not run.wait_for(lambda run=run: run.is_started_again):
-                        break  # it was done already
-                    run.begin_again()
-                    done += 1
-                    yield InjectedFault(moment, last_step, how)
-                code = run.end()
-                assert code == 0, f"exit code {code}:\n{run.output}"
-            finally:
-                run.stop_all()
+            while done < kills and self._reaches(moments[done % len(moments)], run, name):
+                run.kill()
+                yield InjectedFault(moments[done % len(moments)], run.last_step)
+                done += 1
+                run = self.start(name)
+            _end(run)
             yield self.folder(name)
+
+    def _reaches(self, moment: str, run: Run, name: str) -> bool:
+        """Waits for a moment; returns False if the run is over before."""
+        conditions, longest = MOMENTS[moment](run, self.folder(name), self._draw)
+        if not all(run.wait_for(condition, poll=0.001) for condition in conditions):
+            return False
+        time.sleep(self._draw.uniform(0, longest))
+        return not run.has_ended
+
+
+def _end(run: Run) -> None:
+    code = run.end()
+    assert code == 0, f"exit code {code}:\n{run.output}"
 
 
 def arrays_of(folder: pathlib.Path, step: int) -> dict[str, Any]:
@@ -420,14 +285,11 @@ def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
 def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     """Differences between two runs' ends; none if bitwise equal."""
     found = []
-    here, there = arrays_of(folder, LAST_STEP), arrays_of(expected, LAST_STEP)
-    if here.keys() != there.keys():
-        found.append(f"arrays: {sorted(here.keys() ^ there.keys())}")
-    found += [
-        f"array {name}"
-        for name in here.keys() & there.keys()
-        if here[name].tobytes() != there[name].tobytes()
-    ]
+    here, there = (
+        {name: array.tobytes() for name, array in arrays_of(run, LAST_STEP).items()}
+        for run in (folder, expected)
+    )
+    found += [f"array {name}" for name in here | there if here.get(name) != there.get(name)]
     position = f"checkpoints/{LAST_STEP}/iter/metadata"
     if json.loads((folder / position).read_text()) != json.loads((expected / position).read_text()):
         found.append("position in the data")
@@ -442,19 +304,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=1, help="of each run")
     options = parser.parse_args()
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     counts: collections.Counter[str] = collections.Counter()
     runs, wrong = 0, 0
     with tempfile.TemporaryDirectory() as place:
-        attack = FaultInjection(pathlib.Path(place), environment, options.seed, options.processes)
-        expected = attack.undisturbed()
+        attack = FaultInjection(pathlib.Path(place), environment, options.seed)
+        expected = attack.finish("undisturbed")
         for event in attack.killed(options.kills):
             if isinstance(event, InjectedFault):
-                counts[f"{event.how} {event.moment}"] += 1
+                counts[event.moment] += 1
                 at = "before any step" if event.last_step is None else f"at step {event.last_step}"
-                print(f"{counts.total():4d} {event.how} {event.moment}, {at}", flush=True)
+                print(f"{counts.total():4d} {event.moment}, {at}", flush=True)
                 continue
             runs += 1
             found = differences(event, expected)

@@ -1,7 +1,5 @@
 """Tokens per second on one GPU, also with PyTorch and fp8.
 
-Rows compare GPT-2 with PyTorch, attention kernels, and fp8.
-
     python benchmarks/gpu.py OUT.json                     all rows, about 7 minutes on an H100
     python benchmarks/gpu.py OUT.json gpt2 torch          chosen rows
 

@@ -18,63 +18,45 @@ sys.path.insert(0, str(ROOT))
 GB = 1e9
 
 
-class Shape(NamedTuple):
-    """A step to compile: chips of a topology, and keys."""
-
-    name: str
-    topology: str
-    chips: int
-    keys: str
-
-
-SHAPES = (
-    Shape("gpt2-124m, full", "v5p:2x2x1", 4,
-          "model_name=gpt2-124m per_device_batch_size=8 remat_policy=full attention=blocked"),
-    Shape("gpt2-124m, minimal", "v5p:2x2x1", 4,
-          "model_name=gpt2-124m per_device_batch_size=8 remat_policy=minimal "
-          "attention=dot_product"),
-    Shape("gpt2-124m, none", "v5p:2x2x1", 4,
-          "model_name=gpt2-124m per_device_batch_size=8 remat_policy=none attention=dot_product"),
-    Shape("llama3.2-1b, full", "v5p:2x2x1", 4,
-          "model_name=llama3.2-1b max_target_length=2048 per_device_batch_size=4 remat_policy=full "
-          "attention=blocked attention_block_size=1024"),
-    Shape("tokenformer-354m, full", "v5p:2x2x1", 1,
-          "model_name=tokenformer-354m per_device_batch_size=4 remat_policy=full "
-          "attention=dot_product"),
-    Shape("llama2-7b, full", "v5p:2x2x1", 4,
-          "model_name=llama2-7b max_target_length=2048 per_device_batch_size=4 remat_policy=full "
-          "attention=dot_product"),
-    Shape("8 experts on 4 chips, full", "v5p:2x2x1", 4,
-          "decoder_block=llama2 base_emb_dim=1024 base_num_query_heads=16 base_num_kv_heads=16 "
-          "head_dim=64 base_mlp_dim=2816 base_num_decoder_layers=12 vocab_size=32000 "
-          "max_target_length=1024 num_experts=8 num_experts_per_tok=2 capacity_factor=1.25 "
-          "eval_capacity_factor=2 ici_expert_parallelism=4 ici_fsdp_parallelism=1 "
-          "per_device_batch_size=4 remat_policy=full attention=dot_product"),
-    Shape("pythia-410m, save_qkv_proj", "v5p:2x2x1", 4,
-          "model_name=pythia-410m per_device_batch_size=4 remat_policy=save_qkv_proj "
-          "attention=dot_product"),
-    Shape("llama2-7b, 2-way tensor, minimal", "v5p:2x2x1", 4,
-          "model_name=llama2-7b max_target_length=2048 per_device_batch_size=2 "
-          "remat_policy=minimal ici_tensor_parallelism=2 attention=dot_product"),
-    Shape("gemma-2b, tiled head", "v5p:2x2x1", 1,
-          "model_name=gemma-2b max_target_length=2048 per_device_batch_size=4 remat_policy=full "
-          "num_vocab_tiling=8 attention=dot_product"),
-    Shape("llama3.2-1b, adafactor", "v5e:2x2", 1,
-          "model_name=llama3.2-1b max_target_length=1024 per_device_batch_size=1 "
-          "remat_policy=full opt_type=adafactor attention=dot_product"),
-    Shape("llama3.1-8b, 4 microbatches", "v5p:2x2x1", 4,
-          "model_name=llama3.1-8b max_target_length=2048 per_device_batch_size=1 "
-          "gradient_accumulation_steps=4 remat_policy=full attention=dot_product"),
-    Shape("llama2-7b, 2 copies", "v5p:2x2x1", 4,
-          "model_name=llama2-7b max_target_length=2048 per_device_batch_size=1 "
-          "remat_policy=save_out_proj ici_data_parallelism=2 ici_fsdp_parallelism=2 "
-          "attention=dot_product"),
-    Shape("5 unrolled layers, dense connections, kernel", "v5p:2x2x1", 1,
-          "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
-          "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
-          "max_target_length=2048 per_device_batch_size=8 remat_policy=full attention=dot_product "
-          "scan_layers=false dense_conn=true dense_aggregation_impl=kernel"),
-)  # fmt: skip
+# Name -> chips of v5p:2x2x1 (of v5e:2x2 with adafactor), and keys besides attention=dot_product.
+SHAPES = {
+    "gpt2-124m, full": (4, "model_name=gpt2-124m per_device_batch_size=8 remat_policy=full "
+                        "attention=blocked"),
+    "gpt2-124m, minimal": (4, "model_name=gpt2-124m per_device_batch_size=8 remat_policy=minimal"),
+    "gpt2-124m, none": (4, "model_name=gpt2-124m per_device_batch_size=8 remat_policy=none"),
+    "llama3.2-1b, full": (4, "model_name=llama3.2-1b max_target_length=2048 remat_policy=full "
+                          "per_device_batch_size=4 attention=blocked attention_block_size=1024"),
+    "tokenformer-354m, full": (1, "model_name=tokenformer-354m per_device_batch_size=4 "
+                               "remat_policy=full"),
+    "llama2-7b, full": (4, "model_name=llama2-7b max_target_length=2048 per_device_batch_size=4 "
+                        "remat_policy=full"),
+    "8 experts on 4 chips, full": (
+        4, "decoder_block=llama2 base_emb_dim=1024 base_num_query_heads=16 base_num_kv_heads=16 "
+        "head_dim=64 base_mlp_dim=2816 base_num_decoder_layers=12 vocab_size=32000 "
+        "max_target_length=1024 num_experts=8 num_experts_per_tok=2 capacity_factor=1.25 "
+        "eval_capacity_factor=2 ici_expert_parallelism=4 ici_fsdp_parallelism=1 "
+        "per_device_batch_size=4 remat_policy=full"),
+    "pythia-410m, save_qkv_proj": (4, "model_name=pythia-410m per_device_batch_size=4 "
+                                   "remat_policy=save_qkv_proj"),
+    "llama2-7b, 2-way tensor, minimal": (
+        4, "model_name=llama2-7b max_target_length=2048 per_device_batch_size=2 "
+        "remat_policy=minimal ici_tensor_parallelism=2"),
+    "gemma-2b, tiled head": (1, "model_name=gemma-2b max_target_length=2048 remat_policy=full "
+                             "per_device_batch_size=4 num_vocab_tiling=8"),
+    "llama3.2-1b, adafactor": (1, "model_name=llama3.2-1b max_target_length=1024 "
+                               "per_device_batch_size=1 remat_policy=full opt_type=adafactor"),
+    "llama3.1-8b, 4 microbatches": (
+        4, "model_name=llama3.1-8b max_target_length=2048 per_device_batch_size=1 "
+        "gradient_accumulation_steps=4 remat_policy=full"),
+    "llama2-7b, 2 copies": (
+        4, "model_name=llama2-7b max_target_length=2048 per_device_batch_size=1 "
+        "remat_policy=save_out_proj ici_data_parallelism=2 ici_fsdp_parallelism=2"),
+    "5 unrolled layers, dense connections, kernel": (
+        1, "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
+        "head_dim=128 base_mlp_dim=5504 base_num_decoder_layers=5 vocab_size=2048 "
+        "max_target_length=2048 per_device_batch_size=8 remat_policy=full scan_layers=false "
+        "dense_conn=true dense_aggregation_impl=kernel"),
+}  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -170,44 +152,24 @@ def memory(begin: str) -> None:
     from jax.experimental import topologies
 
     from MaxText.cost.abstract_step import make_program
+    from MaxText.cost.lowering import compile_lowered, lower_train_step
     from MaxText.cost.step_memory import estimate_memory
-    from MaxText.layers.batch import batch_shapes
-    from MaxText.parallelism.mesh import make_sharding_plan
-    from MaxText.runtime import compiled_steps
-    from MaxText.training.schedule import learning_rate_schedule
-    from MaxText.training.step import make_initialize, make_train_step
+    from MaxText.runtime.compiled_steps import memory_stats
 
     print("| shape | chips | state GB | compiler | temporaries GB | compiler | total | error |")
     print("|---|---|---|---|---|---|---|---|")
-    for shape in SHAPES:
-        if not shape.name.startswith(begin):
+    for name, (chips, keys) in SHAPES.items():
+        if not name.startswith(begin):
             continue
-        devices: list[Any] = list(
-            topologies.get_topology_desc(platform="tpu", topology_name=shape.topology).devices
-        )[: shape.chips]
-        config = configured(shape.keys)
-        program = make_program(config, shape.chips, "tpu", devices[0].device_kind)
-        planned = estimate_memory(program)
-        sharding, batch = make_sharding_plan(config.mesh, devices), program.config.batch
-        state = sharding.abstract_state(
-            make_initialize(program.model, program.optimizer, config.guard),
-            program.model.parameters,
-        )
-        step = make_train_step(
-            program.model,
-            program.optimizer,
-            learning_rate_schedule(config.schedule),
-            num_microbatches=batch.gradient_accumulation_steps,
-            dropout_seed=0,
-            guard=config.guard,
-        )
-        rows = program.rows * batch.gradient_accumulation_steps
-        shapes = batch_shapes(rows, program.length, with_documents=False)
-        compiled: Any = sharding.compile_step(step, state, sharding.abstract_batch(shapes))[0]
-        found = compiled_steps.memory_stats(compiled)
+        topology = "v5e:2x2" if "adafactor" in name else "v5p:2x2x1"
+        target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        devices = target.devices[:chips]
+        config = configured(keys if "attention=" in keys else f"{keys} attention=dot_product")
+        planned = estimate_memory(make_program(config, chips, "tpu", devices[0].device_kind))
+        found = memory_stats(compile_lowered(lower_train_step(config, devices))[0])
         given, temporaries = found["arguments"], found["temporaries"]
         print(
-            f"| {shape.name} | {shape.chips} | {planned.state / GB:.3f} | {given / GB:.3f} | "
+            f"| {name} | {chips} | {planned.state / GB:.3f} | {given / GB:.3f} | "
             f"{planned.temporaries / GB:.2f} | {temporaries / GB:.2f} | {planned.total / GB:.2f} | "
             f"{planned.total / (given + temporaries) - 1:+.1%} |",
             flush=True,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 
 class Size(NamedTuple):
@@ -24,7 +25,9 @@ class Size(NamedTuple):
     batch: int
 
 
-LEARNING_RATE, BETA1, BETA2, EPSILON, DECAY, CLIP = 3e-4, 0.9, 0.95, 1e-8, 0.1, 1.0
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(3e-4, 0.9, 0.95, 1e-8, weight_decay=0.1)
+)
 QUERY_BLOCK = 128
 
 
@@ -37,22 +40,13 @@ def initialize(size: Size, key: jax.Array) -> dict:
         return 0.02 * jax.random.normal(next(keys), shape)
 
     norm = {"scale": jnp.ones((L, D)), "bias": jnp.zeros((L, D))}
-    layers = {
-        "norm1": norm,
-        "norm2": norm,
-        "qkv": normal(L, D, 3 * D),
-        "qkv_bias": jnp.zeros((L, 3 * D)),
-        "out": normal(L, D, D),
-        "out_bias": jnp.zeros((L, D)),
-        "wi": normal(L, D, 4 * D),
-        "wi_bias": jnp.zeros((L, 4 * D)),
-        "wo": normal(L, 4 * D, D),
-        "wo_bias": jnp.zeros((L, D)),
-    }
+    shapes = {"qkv": (D, 3 * D), "out": (D, D), "wi": (D, 4 * D), "wo": (4 * D, D)}
+    layers = {name: normal(L, *shape) for name, shape in shapes.items()}
+    layers |= {f"{name}_bias": jnp.zeros((L, shape[1])) for name, shape in shapes.items()}
     return {
         "tokens": normal(V, D),
         "positions": normal(T, D),
-        "layers": layers,
+        "layers": {"norm1": norm, "norm2": norm, **layers},
         "norm": {"scale": jnp.ones(D), "bias": jnp.zeros(D)},
     }
 
@@ -102,46 +96,30 @@ def loss_function(params, tokens_BT, targets_BT, size: Size, scan: bool):
 
 
 def make_step(size: Size, *, scan: bool):
-    """(params, moments, count, batch) -> the next, loss, and norm.
+    """(params, moments, batch) -> the next, loss, and norm.
 
     With scan=False `params["layers"]` is a list of one dict per layer.
     """
 
-    def step(params, moments, count, tokens_BT, targets_BT):
+    def step(params, moments, tokens_BT, targets_BT):
         loss, gradients = jax.value_and_grad(loss_function)(
             params, tokens_BT, targets_BT, size, scan
         )
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(gradients)))
-        factor = jnp.minimum(1.0, CLIP / norm)
-        count = count + 1
-        correction1 = 1 - BETA1**count
-        correction2 = 1 - BETA2**count
+        norm = optax.tree.norm(gradients)
+        updates, moments = OPTIMIZER.update(gradients, moments, params)
+        return optax.apply_updates(params, updates), moments, loss, norm
 
-        def update(p, g, m, v):
-            g = g * factor
-            m = BETA1 * m + (1 - BETA1) * g
-            v = BETA2 * v + (1 - BETA2) * g * g
-            direction = (m / correction1) / (jnp.sqrt(v / correction2) + EPSILON)
-            return p - LEARNING_RATE * (direction + DECAY * p), m, v
-
-        out = jax.tree.map(update, params, gradients, moments[0], moments[1])
-        pick = lambda i: jax.tree.map(lambda t: t[i], out, is_leaf=lambda t: isinstance(t, tuple))  # noqa: E731
-        return pick(0), (pick(1), pick(2)), count, loss, norm
-
-    return jax.jit(step, donate_argnums=(0, 1, 2))
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def init_state(size: Size, *, scan: bool):
-    """(params, moments, count) to start from."""
+    """(params, moments) to start from."""
     params = jax.jit(initialize, static_argnums=0)(size, jax.random.key(0))
     if not scan:
         layers = params["layers"]
-        params["layers"] = [
-            jax.tree.map(lambda x: x[i], layers)  # noqa: B023
-            for i in range(size.num_layers)
-        ]
-    zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # noqa: E731
-    return params, (zeros(), zeros()), jnp.zeros((), jnp.int32)
+        layer = lambda i: jax.tree.map(lambda x: x[i], layers)  # noqa: E731
+        params["layers"] = list(map(layer, range(size.num_layers)))
+    return params, OPTIMIZER.init(params)
 
 
 def flops(size: Size) -> float:

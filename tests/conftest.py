@@ -29,12 +29,13 @@ gc.disable()  # until all tests are collected: imports leave little behind
 
 
 def pytest_configure(config):
-    """What is kept from run to run lies in pytest's own cache."""
+    """What is kept from run to run, also what programs keep at home, lies in pytest's own cache."""
     from hypothesis.configuration import set_hypothesis_home_dir
 
     if not hasattr(config, "cache"):
         return
     set_hypothesis_home_dir(config.cache.mkdir("hypothesis"))
+    os.environ["HOME"] = str(config.cache.mkdir("home"))
     if sys.dont_write_bytecode:
         # Who wants none beside the sources: rewriting asserts is half the time of a collection.
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))

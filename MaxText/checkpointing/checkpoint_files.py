@@ -61,8 +61,7 @@ class StoredCheckpoint:
     def metadata(self) -> CheckpointMetadata:
         """The metadata, read once; empty if the checkpoint has none.
 
-        Raises CheckpointCorruptedError if damaged, UserError if a newer version of this program
-        wrote it.
+        Raises CheckpointCorruptedError for damage, UserError for a newer version's checkpoint.
         """
         try:
             values = self._read_json(METADATA)
@@ -179,10 +178,8 @@ def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int
 
 
 def list_dir(folder: epath.Path) -> list[epath.Path]:
-    """Returns the contents of a folder, empty if it does not exist.
-
-    Checking existence first would race: a bucket folder vanishes with its last object.
-    """
+    """Returns the contents of a folder, empty if it does not exist."""
+    # Checking existence first would race: a bucket folder vanishes with its last object.
     try:
         return list(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -204,10 +201,7 @@ def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
 
 
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
-    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint.
-
-    Raises UserError, which lists nearby steps, if nothing is there or storage fails.
-    """
+    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint."""
     given = parse_path(path, key)
     if "://" not in path:
         given = given.absolute()  # Orbax requires absolute paths
@@ -225,17 +219,15 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
 
 
 def _nothing_found(given: epath.Path, key: str) -> str:
-    lines = [
-        f"{key}: no checkpoint at {given}"
-        + ("" if given.exists() else ", which does not exist")
-        + ".",
+    absent = "" if given.exists() else ", which does not exist"
+    text = (
+        f"{key}: no checkpoint at {given}{absent}.\n"
         "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
-        "step folder, or its items.",
-    ]
+        "step folder, or its items."
+    )
     for folder in (given.parent, given.parent.parent):
         if steps := finalized_steps(folder):
             shown = ", ".join(map(str, steps[-10:]))
             more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
-            lines.append(f"  Steps in {folder}: {shown}{more}.")
-            break
-    return "\n".join(lines)
+            return f"{text}\n  Steps in {folder}: {shown}{more}."
+    return text

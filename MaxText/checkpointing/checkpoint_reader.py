@@ -11,8 +11,8 @@ import numpy as np
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
 from MaxText.checkpointing.compatibility import (
+    Casts,
     ConfigDiff,
-    DtypeCast,
     array_specs,
     check_compatible,
     describe_casts,
@@ -51,14 +51,11 @@ def restore_state(
     Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
     """
-    wanted = as_dict(abstract_state)
-    tree = _verified_tree(stored)
+    wanted, tree, fresh = as_dict(abstract_state), _verified_tree(stored), {}
     stored_guard = tree.pop(_GUARD, None)
-    if _GUARD not in wanted:
-        fresh: dict[str, Any] = {}
-    elif array_specs(stored_guard) == array_specs(wanted[_GUARD]):
-        tree[_GUARD], fresh = stored_guard, {}
-    else:
+    if _GUARD in wanted and array_specs(stored_guard) == array_specs(wanted[_GUARD]):
+        tree[_GUARD] = stored_guard
+    elif _GUARD in wanted:
         fresh = {_GUARD: wanted.pop(_GUARD).reset()}
     arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
@@ -108,7 +105,7 @@ def _plan(
     wanted: dict[str, Any],
     config_flat: Mapping[str, Any],
     is_same_run: bool = False,
-) -> tuple[dict[str, Any], LayerPlan | None, list[DtypeCast]]:
+) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
     """Returns the tree to request, the layers to stack or None, and the casts."""
     unstacked = None
     if is_unstacked(tree.get("params", {}), wanted["params"]):
@@ -142,19 +139,18 @@ def _restore_matching(
 def _restore_arrays(
     stored: StoredCheckpoint,
     wanted: dict[str, Any],
-    casts: list[DtypeCast],
+    casts: Casts,
     storage: CheckpointStorage,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Reads, verifies and casts arrays, in groups of bounded memory."""
     import orbax.checkpoint as ocp
 
-    checksums = stored.metadata.checksums
     first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
-    names = [leaf_path(path) for path, _ in paths]
-    leaves = [leaf for _, leaf in paths]
-    dtypes = {cast.path: cast.stored for cast in casts}
+    names, leaves = [leaf_path(path) for path, _ in paths], [leaf for _, leaf in paths]
+    dtypes = {path: old for path, (old, _) in casts.items()}
+    checksums = stored.metadata.checksums
     limits: dict[str, Any] = {"restore_concurrent_gb": storage.concurrent_gb}
     restore_args = ocp.ArrayRestoreArgs
     if storage.single_replica_restore:
@@ -164,14 +160,10 @@ def _restore_arrays(
         else:
             restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
             limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
-    arguments = [
-        restore_args(
-            sharding=leaf.sharding or first,
-            global_shape=leaf.shape,
-            dtype=dtypes.get(name, leaf.dtype),
-        )
-        for name, leaf in zip(names, leaves, strict=True)
-    ]
+    arguments = []
+    for name, leaf in zip(names, leaves, strict=True):
+        dtype, sharding = dtypes.get(name, leaf.dtype), leaf.sharding or first
+        arguments.append(restore_args(sharding=sharding, global_shape=leaf.shape, dtype=dtype))
     arrays: list[Any] = [None] * len(leaves)
     for group in _groups(names, leaves, dtypes):
         items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]

@@ -31,17 +31,12 @@ _CHUNK = 1 << 16  # elements per NumPy call, so that temporaries stay in cache
 
 def array_checksums(tree: Any) -> dict[str, str]:
     """Returns `host_checksum` strings by path; a collective call."""
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    arrays = {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     # Dispatches all programs before blocking on the first result.
-    sums = [
-        None if _is_small(array) else _program(_mesh_of(array), array.sharding.memory_kind)(array)
-        for _, array in paths
-    ]
+    sums = {path: _device_sums(array) for path, array in arrays.items() if not _is_small(array)}
     return {
-        leaf_path(path): host_checksum(np.asarray(array))
-        if pair is None
-        else _format(array, np.asarray(pair))
-        for (path, array), pair in zip(paths, sums, strict=True)
+        path: _format(array, np.asarray(sums[path])) if path in sums else host_checksum(array)
+        for path, array in arrays.items()
     }
 
 
@@ -91,11 +86,9 @@ def _is_small(array: Any) -> bool:
     return array.size <= _CHUNK and (array.is_fully_addressable or array.is_fully_replicated)
 
 
-def _mesh_of(array: jax.Array) -> Mesh | None:
-    sharding = array.sharding
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return sharding.mesh
-    return None
+def _device_sums(array: jax.Array) -> jax.Array:
+    mesh = getattr(array.sharding, "mesh", None)
+    return _program(mesh if isinstance(mesh, Mesh) else None, array.sharding.memory_kind)(array)
 
 
 @functools.cache
@@ -114,21 +107,18 @@ def _program(mesh: Mesh | None, memory_kind: str | None) -> Any:
 
 def _sums(array: jax.Array) -> jax.Array:
     words = _as_uint32(array)
+    dimensions, zero = tuple(range(words.ndim)), np.uint32(0)
     # Indices per dimension, because flattening would reshard.
     index = jnp.zeros(words.shape, jnp.uint32)
-    for dimension in range(words.ndim):
-        stride = math.prod(words.shape[dimension + 1 :]) % 2**32
-        iota = jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
-        index += iota * np.uint32(stride)
-    zero = np.uint32(0)
-    # One variadic reduce: two sums would make XLA on CPU materialize their shared input (25x as
-    # long).
-    dimensions = tuple(range(words.ndim))
-    return jnp.stack(
-        jax.lax.reduce(
-            _hash(words, index), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), dimensions
-        )
-    )
+    for dimension in dimensions:
+        stride = np.uint32(math.prod(words.shape[dimension + 1 :]) % 2**32)
+        index += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
+
+    def add(x: Any, y: Any) -> Any:
+        return x[0] + y[0], x[1] + y[1]
+
+    # One reduce: two sums would make XLA on CPU materialize their shared input (25x as long).
+    return jnp.stack(jax.lax.reduce(_hash(words, index), (zero, zero), add, dimensions))
 
 
 def _as_uint32(array: jax.Array) -> jax.Array:

@@ -47,12 +47,8 @@ class ArraySpec(NamedTuple):
         return bool(jax.numpy.issubdtype(self.dtype, jax.numpy.floating))
 
 
-class DtypeCast(NamedTuple):
-    """An array to cast on load."""
-
-    path: str
-    stored: np.dtype
-    wanted: np.dtype
+# Stored and wanted format of each array to cast on load, by path.
+Casts = Mapping[str, tuple[np.dtype, np.dtype]]
 
 
 def array_specs(tree: Any) -> dict[str, ArraySpec]:
@@ -63,18 +59,13 @@ def array_specs(tree: Any) -> dict[str, ArraySpec]:
     }
 
 
-def check_compatible(
-    stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff
-) -> list[DtypeCast]:
+def check_compatible(stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff) -> Casts:
     """Returns the float arrays to cast on load; UserError on a mismatch."""
     stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
     if problems := mismatches(stored, wanted):
         raise UserError(format_mismatches(problems, config_diff, _MAX_LINES))
-    return [
-        DtypeCast(path, stored[path].dtype, spec.dtype)
-        for path, spec in wanted.items()
-        if stored[path].dtype != spec.dtype
-    ]
+    dtypes = {path: (stored[path].dtype, spec.dtype) for path, spec in wanted.items()}
+    return {path: (old, new) for path, (old, new) in dtypes.items() if old != new}
 
 
 def mismatches(
@@ -106,13 +97,11 @@ def mismatches(
     return problems
 
 
-def describe_casts(casts: Sequence[DtypeCast]) -> list[str]:
+def describe_casts(casts: Casts) -> list[str]:
     """Returns log lines about dtype casts on load."""
-    counts = collections.Counter(
-        (cast.path.split("/")[0], cast.stored.name, cast.wanted.name) for cast in casts
-    )
+    counts = collections.Counter((path.split("/")[0], *casts[path]) for path in casts)
     return [
-        f"  {count} arrays of {branch} are cast on load: {stored} -> {wanted}"
+        f"  {count} arrays of {branch} are cast on load: {stored.name} -> {wanted.name}"
         for (branch, stored, wanted), count in counts.items()
     ]
 
@@ -135,17 +124,13 @@ def format_mismatches(
         for name, (old, new) in diff_configs(hint.stored, hint.current).items()
         if name in shaping
     ]
-    if changed:
-        lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
-        lines += changed
-        # If a key names the weights, a new run_name would load the same ones.
-        other = "start another run_name" if hint.is_same_run else "load other weights"
-        lines.append(f"Set them back, or {other}.")
-    else:
-        lines.append(
-            "  No key of the model or the optimizer differs, so the program itself changed."
-        )
-    return "\n".join(lines)
+    if not changed:
+        changed = ["  No key of the model or the optimizer differs, so the program itself changed."]
+        return "\n".join(lines + changed)
+    lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
+    # If a key names the weights, a new run_name would load the same ones.
+    other = "start another run_name" if hint.is_same_run else "load other weights"
+    return "\n".join([*lines, *changed, f"Set them back, or {other}."])
 
 
 def parameter_hash(params: Any) -> str:

@@ -14,8 +14,12 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.healthy import HealthyCheckpoints
-from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks, write_rollbacks
+from MaxText.checkpointing.history import (
+    HealthyCheckpoints,
+    Rollback,
+    read_rollbacks,
+    write_rollbacks,
+)
 from MaxText.checkpointing.run_folder import check_writable
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
@@ -45,7 +49,6 @@ class CheckpointManager:
     ):
         """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
         self.directory = epath.Path(directory)
-        self.healthy_after_steps = healthy_after_steps
         self.log = log
         self._config = config
         self._healthy = HealthyCheckpoints(
@@ -123,14 +126,11 @@ class CheckpointManager:
             saved = manager.save(
                 step,
                 args=ocp.args.Composite(
-                    **{
-                        checkpoint_files.ITEMS: ocp.args.PyTreeSave(
-                            items,
-                            ocdbt_target_data_file_size=storage.target_data_file_size_bytes,
-                        ),
-                        checkpoint_files.POSITION: ocp.args.JsonSave(stored_position),
-                        checkpoint_files.METADATA: ocp.args.JsonSave(metadata),
-                    }
+                    items=ocp.args.PyTreeSave(
+                        items, ocdbt_target_data_file_size=storage.target_data_file_size_bytes
+                    ),
+                    iter=ocp.args.JsonSave(stored_position),
+                    metadata=ocp.args.JsonSave(metadata),
                 ),
                 force=True,  # should_save already decided
             )
@@ -147,8 +147,8 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Blocks until the background save completes; UserError if it failed."""
-        if error := self._wait():
-            raise error
+        if failure := self._wait():
+            raise self._user_error(failure) from failure
 
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed."""
@@ -159,10 +159,11 @@ class CheckpointManager:
 
     def _finish(self) -> None:
         """Waits for the save in progress; `save` documents failures."""
-        if error := self._wait():
-            self._report(error)
+        if failure := self._wait():
+            self._report(failure)
 
-    def _wait(self) -> "_SaveError | None":
+    def _wait(self) -> OSError | None:
+        """Waits for the save in progress; returns its failure."""
         if self._saving is None:
             return None
         try:
@@ -216,7 +217,7 @@ class CheckpointManager:
     def _ask_finalized(self, step: int) -> bool:
         return step in self._finalized or checkpoint_files.is_finalized(self.directory / str(step))
 
-    def _failed(self, error: Exception) -> "_SaveError":
+    def _failed(self, error: Exception) -> OSError:
         step, self._saving = self._saving, None
         self._failures += 1
         self._healthy.forget(lambda saved: saved == step)
@@ -225,12 +226,25 @@ class CheckpointManager:
         with contextlib.suppress(OSError):  # if storage fails, the last listing counts
             self._remove_partial(f"{step}.")
             self.steps()
-        return _SaveError(step, self.directory, max(self._finalized, default=None), error)
+        newest = max(self._finalized, default=None)
+        kept = "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
+        failure = OSError(
+            f"the checkpoint of step {step} could not be written to {self.directory}: {error}\n"
+            f"  {kept} is on disk"
+        )
+        failure.__cause__ = error
+        return failure
 
-    def _report(self, error: "_SaveError") -> None:
+    def _report(self, failure: OSError) -> None:
         if self._failures >= 2 or not self._finalized:
-            raise error
-        self.log(f"WARNING: {error.summary}. Training continues; retrying at the next save.")
+            raise self._user_error(failure) from failure
+        self.log(f"WARNING: {failure}. Training continues; retrying at the next save.")
+
+    def _user_error(self, failure: OSError) -> UserError:
+        return UserError(
+            f"{failure}. Free space or fix the folder (base_output_directory), then rerun the "
+            "command with the same run_name."
+        )
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
@@ -331,8 +345,7 @@ class CheckpointManager:
     ) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
         """Restores (state, data position or None, metadata), verified.
 
-        `config_flat` explains a mismatch. Raises UserError if names or shapes differ, and
-        CheckpointCorruptedError if files are damaged.
+        Raises UserError for other names or shapes, CheckpointCorruptedError for damage.
         """
         stored = self.stored(step)
         metadata, checksums, _ = stored.metadata
@@ -353,10 +366,7 @@ class CheckpointManager:
     def try_restore(
         self, step: int, *arguments: Any, **keywords: Any
     ) -> tuple[tuple[Any, dict[str, Any] | None, dict[str, Any]] | None, str]:
-        """Returns what `restore` does and "", or None and the reason. Collective.
-
-        A checkpoint that any process cannot read is marked as corrupted on all.
-        """
+        """Returns what `restore` does and "", or None and the reason. Collective."""
         restored, reason = None, "another process could not read it"
         try:
             restored = self.restore(step, *arguments, **keywords)
@@ -510,21 +520,3 @@ class CheckpointManager:
         if self._orbax_manager is not None:
             manager, self._orbax_manager = self._orbax_manager, None
             manager.close()
-
-
-class _SaveError(UserError):
-    """A failed save; `summary` is its message without the remedy."""
-
-    def __init__(
-        self, step: int | None, directory: epath.Path, newest: int | None, cause: Exception
-    ):
-        kept = "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
-        self.summary = (
-            f"the checkpoint of step {step} could not be written to {directory}: {cause}\n"
-            f"  {kept} is on disk"
-        )
-        super().__init__(
-            f"{self.summary}. Free space or fix the folder (base_output_directory), then rerun the "
-            "command with the same run_name."
-        )
-        self.__cause__ = cause

@@ -1,7 +1,4 @@
-"""Creates a run folder and locks it for one process at a time.
-
-The kernel drops the lock of a dead process, so a leftover lock file is free.
-"""
+"""Creates a run folder and locks it for one process at a time."""
 
 import contextlib
 import datetime
@@ -27,11 +24,7 @@ _locks: list[Lease | BaseFileLock] = []
 
 
 def create_run_folder(path: epath.PathLike) -> epath.Path:
-    """Creates a writable run folder and returns its absolute path.
-
-    Runs before anything expensive and before jax.distributed: each process writes its own probe
-    file.
-    """
+    """Creates a writable run folder and returns its absolute path."""
     # Orbax requires absolute paths.
     folder = parse_path(str(path), "base_output_directory")
     if not is_object_store_path(path):

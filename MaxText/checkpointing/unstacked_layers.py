@@ -1,7 +1,4 @@
-"""Reads older checkpoints with repeated layers stored one by one.
-
-Now it is stacked by runs of like layers as layers/cycle/<run> (layers/stack.py).
-"""
+"""Reads older checkpoints with repeated layers stored one by one."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -18,17 +18,11 @@ _PAIRS = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 
 def size_key(axis: str, network: str = "ici") -> str:
-    """Returns the key with the size of a mesh axis."""
     return f"{network}_{'pipeline' if axis == 'stage' else axis}_parallelism"
 
 
 def parse(value: Any) -> Rules:
-    """Parses MaxText's list of [name, axis], [name, [axes]], [name, null].
-
-    Raises:
-      values.InvalidValueError: Another form, an unknown logical name or mesh axis, or an axis
-        twice.
-    """
+    """Parses MaxText's list of [name, axis], [name, [axes]], [name, null]."""
     known_names = tuple(dict.fromkeys(name for name, _ in default_rules()))
     rules = []
     for name, given in values.convert(value, _PAIRS):
@@ -37,9 +31,8 @@ def parse(value: Any) -> Rules:
             close = ", ".join(close_matches(name, known_names) or known_names)
             raise values.InvalidValueError(f"unknown logical name {name!r}; nearest: {close}")
         if unknown := [axis for axis in axes if axis not in MESH_AXES]:
-            raise values.InvalidValueError(
-                f"{name}: unknown mesh axis {unknown[0]!r}; known: {', '.join(MESH_AXES)}"
-            )
+            what = f"{name}: unknown mesh axis {unknown[0]!r}; known: {', '.join(MESH_AXES)}"
+            raise values.InvalidValueError(what)
         if len(set(axes)) != len(axes):
             raise values.InvalidValueError(f"{name}: a mesh axis is named twice in {list(axes)}")
         rules.append((name, axes))

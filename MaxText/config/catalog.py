@@ -9,7 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from MaxText.config import values
-from MaxText.config.keys import Options, OtherThan, Parser, Section, condition_values
+from MaxText.config.keys import (
+    Options,
+    OtherThan,
+    Parser,
+    Section,
+    condition_values,
+    field_docstrings,
+)
 from MaxText.config.registry import Name, Parts, on_change
 from MaxText.config.schema import Config
 
@@ -24,20 +31,25 @@ _BOUNDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of the schema."""
-
     name: str  # what users type
     section: tuple[str, ...]  # path of the section that owns it, for example ("model", "attention")
     title: str  # first sentence of the section's docstring
     annotation: Any  # Python type of the value
     default: Any  # value unless a layer sets it
-    help: str  # one line
+    owner: type[Section | Options]  # class that declares it
+    short_help: str  # empty if it is below the field
     unit: str  # for example "steps", or empty
     bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
     # other keys -> the values under which this one has an effect; one per group must hold
     conditions: tuple[dict[str, Any], ...]
     entries: dict[str, "Key"]  # of a key with Options
     parser: Parser | None = None
+
+    @property
+    def help(self) -> str:
+        """One line."""
+        own = self.name.rpartition(".")[2]
+        return self.short_help or field_docstrings(self.owner).get(own, "")
 
     def violates_bounds(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -85,8 +97,9 @@ def _key(
     name: str, field: FieldInfo, path: tuple[str, ...], section: type[Section | Options]
 ) -> Key:
     extra: Any = field.json_schema_extra
-    annotation = _annotation(field)
     assert isinstance(extra, dict), f"{name} is not declared with key()"
+    part = next((one for one in field.metadata if isinstance(one, Name)), None)
+    annotation: Any = field.annotation if part is None else Literal[part.choices]
     bounds = tuple(
         (kind, getattr(constraint, kind))
         for constraint in field.metadata
@@ -106,7 +119,8 @@ def _key(
         title=(section.__doc__ or "").strip().splitlines()[0],
         annotation=annotation,
         default=field.default,
-        help=field.description or "",
+        owner=section,
+        short_help=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
         conditions=tuple(group for group in groups if group),
@@ -118,14 +132,6 @@ def _key(
         else {},
         parser=next((one for one in field.metadata if isinstance(one, Parser)), None),
     )
-
-
-def _annotation(field: FieldInfo) -> Any:
-    """Returns the type of a key; for the name of a part, the choices."""
-    for fact in field.metadata:
-        if isinstance(fact, Name):
-            return Literal[fact.choices]
-    return field.annotation
 
 
 def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
@@ -159,15 +165,11 @@ def keys_of(section: type[Section]) -> dict[str, Key]:
 
 
 def all_names() -> list[str]:
-    """Returns the names of all keys and entries."""
     return [name for key in all_keys().values() for name in (key.name, *key.entry_names)]
 
 
 def split_entry(name: str) -> tuple[str, str]:
-    """Splits a name such as adafactor.momentum into its key and entry.
-
-    The entry of any other name is empty.
-    """
+    """Splits a name such as adafactor.momentum into its key and entry."""
     key, _, entry = name.partition(".")
     return (key, entry) if entry and key in all_keys() and all_keys()[key].entries else (name, "")
 
@@ -183,7 +185,6 @@ _OF_ALL_LAYERS = (
 
 
 def is_of_layer(key: Key) -> bool:
-    """Returns whether layer_kinds may set a key."""
     if key.name in _ALSO_OF_LAYERS:
         return True
     if key.section[:2] == ("model", "parts"):
@@ -217,10 +218,7 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
-    """Returns flat values with entries added under dotted names.
-
-    These are names such as adafactor.momentum.
-    """
+    """Returns flat values with entries added, such as adafactor.momentum."""
     return flat | {
         f"{key.name}.{name}": flat[key.name][name]
         for key in all_keys().values()
@@ -229,10 +227,7 @@ def with_entries(flat: dict[str, Any]) -> dict[str, Any]:
 
 
 def unflatten(flat: dict[str, Any]) -> Config:
-    """Builds the tree of sections from flat values.
-
-    Entries may have dotted names. Absent keys keep their defaults.
-    """
+    """Builds the tree of sections from flat values, or dotted entries."""
     keys = all_keys()
     tree: dict[str, Any] = {}
     for name, value in flat.items():

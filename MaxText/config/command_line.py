@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from MaxText import early_signals, exit_codes
-from MaxText.config import import_modules, maxtext_report, serialization, values
+from MaxText.config import config_files, import_modules, serialization, sources, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
-from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
+from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError
-from MaxText.config.program_options import OptionsT, Words, describe, read_options
-from MaxText.config.sources import Setting, Source
+from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
+from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
 _OPTIONS = """
@@ -32,6 +32,7 @@ M_<KEY>, key=value arguments.
 """
 
 
+QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 Load = Callable[..., LoadedConfig]
 
 
@@ -41,9 +42,6 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
     Args:
       program: Name as typed, such as "train.py", which selects its rules.
       load: (arguments, program or nothing) -> the configuration.
-
-    Raises:
-      SystemExit: 0 after an option was answered, 2 after mistakes were printed on stderr.
     """
     remaining = list(arguments)
     try:
@@ -72,12 +70,52 @@ def parse_with_options(
         found[1].check()
         return loaded
 
-    for word, name in itertools.pairwise(arguments):
-        if word in ("-h", "--help") and name in (options := keys_of(kind)):
-            sys.stdout.write(f"{name}\n  {options[name].help}\n")
-            raise SystemExit(0)
-    loaded = parse(program, arguments, f"{usage.strip()}\n\n{describe(kind)}", load_rest)
+    _answer_about_option(arguments, kind)
+    if {"-h", "--help"} & set(arguments):
+        usage = _with_options(usage, kind)
+    loaded = parse(program, arguments, usage, load_rest)
     return loaded, found[0], found[1]
+
+
+def answer_questions(
+    program: str, arguments: Sequence[str], usage: str, kind: type[ProgramOptions]
+) -> None:
+    """Answers a question to a program with a command line of its own."""
+    if any(word in QUESTIONS for word in arguments):
+        parse_with_options(program, arguments, usage, kind)
+
+
+def answer_about_options(
+    arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
+) -> None:
+    """Answers --help and --why in a program without configuration."""
+    for kind in kinds:
+        _answer_about_option(arguments, kind)
+    if {"-h", "--help"} & set(arguments):
+        sys.stdout.write(_with_options(usage, *kinds) + "\n")
+        raise SystemExit(0)
+
+
+def _with_options(usage: str, *kinds: type[ProgramOptions]) -> str:
+    described = [describe(kind) for kind in kinds if kind.model_fields]
+    return "\n\n".join([usage.strip(), *described])
+
+
+def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -> None:
+    """Answers --help NAME or --why NAME about an option, and exits."""
+    options = {name.rstrip("_"): option for name, option in keys_of(kind).items()}
+    for index, (word, name) in enumerate(itertools.pairwise(arguments)):
+        if word not in ("-h", "--help", "--why") or name not in options:
+            continue
+        text = f"{name}\n  {options[name].help}\n"
+        if word == "--why":
+            rest = [*arguments[:index], *arguments[index + 2 :]]
+            given, words = read_options(kind, rest, requires=False)
+            value = values.to_yaml(getattr(given, options[name].name))
+            source = Source.COMMAND_LINE if name in words.given else Source.DEFAULT
+            text = f"{name}={value}\n  set by: {source.value}\n"
+        sys.stdout.write(text)
+        raise SystemExit(0)
 
 
 def program_command(name: str) -> str:
@@ -158,7 +196,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
                 what = "a key" if argument == "--why" else "a YAML file"
                 raise UserError(f"{argument} needs {what} after it")
             if argument == "--from-maxtext":
-                return maxtext_report.report(name)
+                return _maxtext_report(name)
             key = _known(name)
             return explain_value(_loaded(program, remaining, load), key.name)
     return ""
@@ -194,7 +232,10 @@ def _known(name: str) -> Key:
 
 
 def _help(program: str, usage: str) -> str:
-    lines = [f"usage: {program} [config.yml] [key=value ...]", "", usage.strip(), _OPTIONS]
+    usage = usage.strip()
+    if not usage.startswith("usage:"):
+        usage = f"usage: {program} [config.yml] [key=value ...]\n\n{usage}"
+    lines = [usage, _OPTIONS]
     for section, keys in keys_by_section().items():
         lines.append(f"{'.'.join(section)}: {keys[0].title}")
         for key in keys:
@@ -236,23 +277,44 @@ def _show_config(loaded: LoadedConfig) -> str:
     return serialization.resolved_yaml(loaded.config, comment)
 
 
+def _maxtext_report(path: str) -> str:
+    """Returns supported keys, keys accepted with a note, and wrong ones."""
+    file = config_files.find_config(path)
+    entries, problems = config_files.read(file)
+    given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
+    result = sources.CollectedSettings(problems=problems)
+    supported = merge(sources.distinct(given, result), result.problems).kept
+    groups = {
+        "Supported": [f"{one.name}: {one.origin.raw}" for one in supported],
+        "Accepted under another name or value, or without effect": result.notices,
+        "Not supported: change or remove these": list(map(_problem_line, result.problems)),
+    }
+    lines = [f"{config_files.short_path(file)}, {len(entries)} keys"]
+    for heading, found in groups.items():
+        lines += ["", f"{heading} ({len(found)}):", *(f"  {line}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _problem_line(problem: Problem) -> str:
+    shown = ("accepted", "nearest", "note")
+    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
+    return "; ".join([problem.what, *facts])
+
+
 def explain_value(loaded: LoadedConfig, name: str) -> str:
     """Returns the value of a key and its origins, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
     default = f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"
-    places = [_described(setting) for setting in loaded.settings if setting.name == name]
-    places = [default, *places]
+    places = [default]
+    for setting in loaded.settings:
+        if setting.name == name:
+            source = f"{setting.origin.source.value}, " if setting.origin.file else ""
+            places.append(f"{source}{setting.place}")
     if origin.source is Source.DERIVED:
-        places.append(f"{origin.place}")
+        places.append(origin.place)
     winner, *beaten = reversed(places)
     value = values.to_yaml(serialization.flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
     lines += [f"  over:   {place}" for place in beaten]
     return "\n".join(lines) + "\n"
-
-
-def _described(setting: Setting) -> str:
-    if setting.origin.file is None:
-        return setting.place
-    return f"{setting.origin.source.value}, {setting.place}"

@@ -1,6 +1,7 @@
 """YAML files: search, and reading with line numbers."""
 
 import dataclasses
+import enum
 import os
 import textwrap
 from pathlib import Path
@@ -28,12 +29,59 @@ _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 _BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
 
 
+class Source(enum.Enum):
+    """Sources of values, weakest first; DERIVED ones are computed."""
+
+    DEFAULT = "schema default"
+    DECODER_BLOCK = "decoder_block"
+    BASE_CONFIG = "base_config"
+    SAVED_CONFIG = "saved config"
+    CONFIG_FILE = "config file"
+    PRESET = "model_name preset"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+    ARGUMENT = "argument of configure()"
+    DERIVED = "derived"
+
+    @property
+    def rank(self) -> int:
+        return list(Source).index(self)
+
+
 @dataclasses.dataclass(frozen=True)
-class YamlEntry:
+class Origin:
+    source: Source
+    file: Path | None = None  # YAML file, or None
+    line: int | None = None  # line in that file, or None
+    raw: str = ""  # the value as it was written
+    note: str = ""  # environment variable, or the origin of a derived value
+
+    @property
+    def place(self) -> str:
+        """For example "configs/gpt2.yml:12"."""
+        if self.file is not None:
+            return f"{short_path(self.file)}:{self.line}"
+        if self.source is Source.ENVIRONMENT:
+            return f"environment variable {self.note}"
+        return f"{self.source.value} {self.note}" if self.note else self.source.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One `key = value` with its origin; `written` is the user's spelling."""
+
     name: str
     value: Any
-    raw: str
-    line: int
+    origin: Origin
+    written: str
+
+    @property
+    def place(self) -> str:
+        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
+        if self.origin.source is Source.ENVIRONMENT:
+            return f"{self.origin.place}={raw}"
+        between = ": " if self.origin.file else "="
+        return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
 class ConfigFileError(ConfigurationError):
@@ -58,15 +106,14 @@ def shipped_names(folder: Path = SHIPPED) -> list[str]:
 
 
 def preset_names(folder: Path) -> list[str]:
-    """Returns the file names in configs/models or configs/decoder_blocks."""
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
-    Looks next to the file that names it (in `next_to`), then as given, then by its name among the
-    shipped configs: configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
+    Looks in `next_to`, then as given, then by its name among the shipped configs:
+    configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
     """
     given = Path(os.path.expanduser(name))  # unlike Path.expanduser, takes unknown users
     candidates = [next_to / given] if next_to else []
@@ -82,16 +129,14 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
             what = f"config file {shown!r} cannot be looked for: {error.strerror}"
             raise ConfigFileError(Problem(what)) from error
     known = shipped_names()
-    if given.parent == Path("."):
-        same_name = [path for path in known if Path(path).name == given.name]
-        if len(same_name) == 1:
-            return SHIPPED / same_name[0]
-    facts = [("searched", ", ".join(str(candidate) for candidate in candidates))]
+    same_name = [path for path in known if Path(path).name == str(given)]
+    if len(same_name) == 1:
+        return SHIPPED / same_name[0]
+    searched = ("searched", ", ".join(map(str, candidates)))
     short = {Path(path).name: path for path in known}
-    close = close_matches(given.name, short)
-    if close:
-        facts.append(("nearest", ", ".join(f"configs/{short[found]}" for found in close)))
-    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=tuple(facts)))
+    close = (f"configs/{short[found]}" for found in close_matches(given.name, short))
+    facts = searched, ("nearest", ", ".join(close))
+    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=facts))
 
 
 def _inside_shipped(given: Path) -> Path | None:
@@ -106,7 +151,7 @@ def _inside_shipped(given: Path) -> Path | None:
     return given
 
 
-def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
+def read(path: Path, source: Source = Source.CONFIG_FILE) -> tuple[list[Setting], list[Problem]]:
     """Returns the top-level entries of a YAML file, and problems by key."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
@@ -125,13 +170,7 @@ def read(path: Path) -> tuple[list[YamlEntry], list[Problem]]:
         return [], []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigFileError(Problem(f"{short_path(path)} holds no `key: value` lines"))
-    return _entries(root, text, path)
-
-
-def _entries(
-    root: yaml.MappingNode, text: str, path: Path
-) -> tuple[list[YamlEntry], list[Problem]]:
-    entries: list[YamlEntry] = []
+    entries: list[Setting] = []
     problems: list[Problem] = []
     first_line: dict[str, int] = {}
     for name_node, value_node in root.value:
@@ -145,7 +184,8 @@ def _entries(
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
-            entries.append(YamlEntry(name, values.from_node(value_node), raw, line))
+            value, origin = values.from_node(value_node), Origin(source, path, line, raw)
+            entries.append(Setting(name, value, origin, name))
         except values.InvalidValueError as error:
             problems.append(Problem(f"{name}: {error}", (place,)))
     return entries, problems

@@ -15,6 +15,11 @@ from MaxText.config.keys import (
     options,
 )
 
+FileType = Literal[
+    "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
+    "text",
+]  # fmt: skip
+PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
 _STORED = {"dataset_type": "grain"}
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
@@ -25,57 +30,42 @@ class TokenRecords(Options):
     """Token records of other programs."""
 
     field: str = key("", "Record field with the token ids. Empty: input_ids, text or tokens.")
-    eos_id: int = key(
-        -1, "Id appended to each record that is a document without one; -1 appends none.", ge=-1
-    )
+    eos_id: int = key(-1, ge=-1)
+    """Id appended to each record that is a document without one; -1 appends none."""
 
 
 class MegatronOptions(Options):
     """Order and split of Megatron data."""
 
-    order: Literal["stored", "gpt_neox"] = key(
-        "stored",
-        "Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample "
-        "index that GPT-NeoX builds from data_shuffle_seed).",
-    )
-    split: str = key(
-        "",
-        "Shares of training, validation and test documents in the order gpt_neox: 969,30,1. "
-        "Empty: all train.",
-    )
+    order: Literal["stored", "gpt_neox"] = key("stored")
+    """Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample index
+    that GPT-NeoX builds from data_shuffle_seed)."""
+    split: str = key("")
+    """Shares of training, validation and test documents in the order gpt_neox: 969,30,1. Empty: all
+    train."""
 
 
 class BadRecordOptions(Options):
     """Handling of unreadable records."""
 
-    action: Literal["fail", "skip"] = key(
-        "fail",
-        "Action on a record with a wrong checksum during import: fail the run, or skip the "
-        "record. Corrupted text always fails.",
-    )
-    maximum: Natural = key(
-        100,
-        "Unreadable records after which a run with bad_records.action=skip fails too; also the "
-        "rows and files of text that preparation skips because they cannot be read, 0 for none.",
-    )
+    action: Literal["fail", "skip"] = key("fail")
+    """Action on a record with a wrong checksum during import: fail the run, or skip the record.
+    Corrupted text always fails."""
+    maximum: Natural = key(100)
+    """Unreadable records after which a run with bad_records.action=skip fails too; also the rows
+    and files of text that preparation skips because they cannot be read, 0 for none."""
 
 
 class DataRetryOptions(Options):
     """Retries of failed data reads."""
 
-    attempts: Natural = key(
-        5,
-        "Retries of a failed data read (a missing file, an I/O error, a hanging read) before the "
-        "run stops.",
-    )
-    delay: NonNegative = key(
-        1.0, "Delay before the first retry, doubled for each further one up to 60 s.",
-        unit="seconds",
-    )  # fmt: skip
-    timeout: NonNegative = key(
-        60.0, "Seconds without a batch that count as a failed read; 0 waits forever.",
-        unit="seconds",
-    )  # fmt: skip
+    attempts: Natural = key(5)
+    """Retries of a failed data read (a missing file, an I/O error, a hanging read) before the run
+    stops."""
+    delay: NonNegative = key(1.0, unit="seconds")
+    """Delay before the first retry, doubled for each further one up to 60 s."""
+    timeout: NonNegative = key(60.0, unit="seconds")
+    """Seconds without a batch that count as a failed read; 0 waits forever."""
 
 
 class DataConfig(Section):
@@ -83,93 +73,59 @@ class DataConfig(Section):
 
     ONLY_IF = _STORED
 
-    dataset_type: Literal["grain", "synthetic"] = key(
-        "grain", "grain: data at dataset_path. synthetic: random tokens."
-    )
-    dataset_path: str = key(
-        "",
-        "Data to read: a folder that prepare_data.py wrote, or token records (tfrecord, Megatron "
-        ".bin and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * or "
-        "{000..127}, or @FILE with one name per line. Local or a URL such as gs://.",
-    )
-    grain_train_files: str = key(
-        "",
-        "Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. "
-        "Text records are tokenized with tokenizer_path.",
-    )
-    grain_eval_files: str = key(
-        "", "Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."
-    )
-    grain_file_type: Literal[
-        "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
-        "text",
-    ] = key(
-        "auto", "Format of the files; auto detects it by name and content.", only_if=_STORED
-    )  # fmt: skip
-    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(
-        (),
-        "Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,"
-        " weight], where sampling is chunks, documents_random or documents_fixed.",
-    )
-    mixture_temperature: NonNegative = key(
-        0.0,
-        "Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is "
-        "proportional to size, larger is more even. 0 uses the weights unchanged.",
-    )
-    data_cache_dir: str = key(
-        "~/maxtext_data_cache",
-        "Cache folder for imports of record files, text tokenized while reading, and packing "
-        "plans. Entries unused for half a year are deleted.",
-    )
+    dataset_type: Literal["grain", "synthetic"] = key("grain")
+    """grain: data at dataset_path. synthetic: random tokens."""
+    dataset_path: str = key("")
+    """Data to read: a folder that prepare_data.py wrote, or token records (tfrecord, Megatron .bin
+    and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * or {000..127}, or @FILE
+    with one name per line. Local or a URL such as gs://."""
+    grain_train_files: str = key("")
+    """Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. Text
+    records are tokenized with tokenizer_path."""
+    grain_eval_files: str = key("")
+    """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
+    grain_file_type: FileType = key("auto", only_if=_STORED)
+    """Format of the files; auto detects it by name and content."""
+    data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
+    """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
+    weight], where sampling is chunks, documents_random or documents_fixed."""
+    mixture_temperature: NonNegative = key(0.0)
+    """Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is
+    proportional to size, larger is more even. 0 uses the weights unchanged."""
+    data_cache_dir: str = key("~/maxtext_data_cache")
+    """Cache folder for imports of record files, text tokenized while reading, and packing plans.
+    Entries unused for half a year are deleted."""
     train_split: str = key("train", "Split to train on.")
-    eval_split: str = key(
-        "validation",
-        "Split to evaluate on; of plain record files, those with this word in their name.",
-    )
+    eval_split: str = key("validation")
+    """Split to evaluate on; of plain record files, those with this word in their name."""
     token_records: TokenRecords = options(TokenRecords)
-    enable_data_shuffling: bool = key(
-        True, "Visit sequences in a random order, a new one each epoch."
-    )
-    data_shuffle_seed: Natural = key(
-        0, "Seed of the shuffle order (and of synthetic tokens).", only_if={}
-    )
-    iter_file_nums: Natural = key(
-        0, "Shuffle within groups of this many files, visited in order; 0 shuffles globally."
-    )
+    enable_data_shuffling: bool = key(True)
+    """Visit sequences in a random order, a new one each epoch."""
+    data_shuffle_seed: Natural = key(0, only_if={})
+    """Seed of the shuffle order (and of synthetic tokens)."""
+    iter_file_nums: Natural = key(0)
+    """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
     megatron: MegatronOptions = options(MegatronOptions)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
-    packing: bool = key(
-        True,
-        "Pack several documents into a sequence; false starts each document in a new padded "
-        "sequence.",
-    )
-    grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"] = key(
-        "concat_then_split",
-        "concat_then_split: concatenate documents and split every max_target_length tokens. "
-        "first_fit, best_fit: keep documents whole if they fit.",
-        only_if="packing",
-    )
-    use_truncation: bool = key(
-        False, "Truncate documents that are longer than a sequence instead of splitting them.",
-        only_if={"packing": False},
-    )  # fmt: skip
-    cross_document_attention: bool = key(
-        False, "Let attention, positions and loss cross document boundaries within a sequence."
-    )
-    zero_loss: bool = key(
-        True, "Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."
-    )
+    packing: bool = key(True)
+    """Pack several documents into a sequence; false starts each document in a new padded
+    sequence."""
+    grain_packing_type: PackingType = key("concat_then_split", only_if="packing")
+    """concat_then_split: concatenate documents and split every max_target_length tokens. first_fit,
+    best_fit: keep documents whole if they fit."""
+    use_truncation: bool = key(False, only_if={"packing": False})
+    """Truncate documents that are longer than a sequence instead of splitting them."""
+    cross_document_attention: bool = key(False)
+    """Let attention, positions and loss cross document boundaries within a sequence."""
+    zero_loss: bool = key(True)
+    """Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."""
     bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
     data_retry: DataRetryOptions = options(DataRetryOptions)
-    excluded_samples: tuple[tuple[int, int], ...] = key(
-        (),
-        "Pairs [first, end] of sample numbers to exclude from the training data, as a rollback "
-        "does; later samples move up.",
-        only_if={},
-    )
-    grain_worker_count: Natural = key(
-        0, "Reader processes; 0 reads in a thread of the main process."
-    )
+    excluded_samples: tuple[tuple[int, int], ...] = key((), only_if={})
+    """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
+    later samples move up."""
+    grain_worker_count: Natural = key(0)
+    """Reader processes; 0 reads in a thread of the main process."""
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
 
 
@@ -177,17 +133,14 @@ class MaskedTokens(Options):
     """Masked tokens."""
 
     mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
-    cls_token_id: int = key(
-        -1, "Id prepended to each sequence and never masked; -1 prepends none.", ge=-1
-    )
+    cls_token_id: int = key(-1, ge=-1)
+    """Id prepended to each sequence and never masked; -1 prepends none."""
     mask_prob: float = key(0.15, "Fraction of tokens that are predicted.", gt=0, le=1)
     same_token_prob: Share = key(0.1, "Fraction of predicted tokens that stay unchanged.")
-    random_token_prob: Share = key(
-        0.1, "Fraction of predicted tokens that are replaced by a random token."
-    )
-    mask_ignore_ids: tuple[int, ...] = key(
-        (), "Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."
-    )
+    random_token_prob: Share = key(0.1)
+    """Fraction of predicted tokens that are replaced by a random token."""
+    mask_ignore_ids: tuple[int, ...] = key(())
+    """Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."""
 
 
 class MaskingConfig(Section):
@@ -195,101 +148,78 @@ class MaskingConfig(Section):
 
     ONLY_IF = _MASKED
 
-    mlm_training: bool = key(
-        False, "Predict masked tokens from both sides instead of the next token."
-    )
+    mlm_training: bool = key(False)
+    """Predict masked tokens from both sides instead of the next token."""
     mlm: MaskedTokens = options(MaskedTokens)
 
 
+TokenizerType = Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"]
+_TRAINED = {"tokenizer_path": ""}
+OutputFormat = Literal[
+    "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
+]
 _OF_TOKENS = {"prepare_output_format": ["tfrecord", "parquet"]}
+_RECORDS = {"prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]}
 
 
 class ExportedRecords(Options):
     """Records for other programs."""
 
-    content: Literal["documents", "chunks", "strided"] = key(
-        "documents",
-        "Content of a tfrecord or parquet record: a document; chunks of chunk_length tokens from "
-        "concatenated documents; or jax_lm's strided windows with labels.",
-        only_if=_OF_TOKENS,
-    )
-    field: str = key(
-        "", "Field of the token ids. Empty: text in tfrecord, input_ids in parquet.",
-        only_if=_OF_TOKENS,
-    )  # fmt: skip
-    chunk_length: int = key(
-        2049, "Tokens per chunk; the next chunk repeats its last token.", unit="tokens", ge=2
-    )
+    content: Literal["documents", "chunks", "strided"] = key("documents", only_if=_OF_TOKENS)
+    """Content of a tfrecord or parquet record: a document; chunks of chunk_length tokens from
+    concatenated documents; or jax_lm's strided windows with labels."""
+    field: str = key("", only_if=_OF_TOKENS)
+    """Field of the token ids. Empty: text in tfrecord, input_ids in parquet."""
+    chunk_length: int = key(2049, unit="tokens", ge=2)
+    """Tokens per chunk; the next chunk repeats its last token."""
     num_shards: Natural = key(0, "Number of record files; 0 is one per 256 MB of text.")
     name: str = key("", "Prefix of record file names. Empty: the split's name.")
     min_length: Count = key(128, "Shortest strided window, BOS and EOS included.", unit="tokens")
-    max_length: int = key(
-        256, "Tokens of a strided window, BOS and EOS included.", unit="tokens", ge=3
-    )
+    max_length: int = key(256, unit="tokens", ge=3)
+    """Tokens of a strided window, BOS and EOS included."""
     stride: Count = key(128, "Tokens between the starts of strided windows.", unit="tokens")
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
+
+
+class RunnerOptions(Options):
+    """Runner."""
+
+    runner: Literal["local", "beam"] = key("local", "Local processes, or Apache Beam.")
+    beam_options: str = key("", "Options of the Beam runner, as on its command line.")
 
 
 class PreparationConfig(Section):
     """Tokenization of text: prepare_data.py, or train.py with prepare_source."""
 
-    prepare_source: str = key(
-        "",
-        "Text to prepare: files, folders or patterns, comma separated (.txt, .jsonl, .zst, .tar, "
-        "parquet, arrow ...), or python_stdlib for the source code of the running interpreter.",
-    )
+    prepare_source: str = key("")
+    """Text to prepare: files, folders or patterns, comma separated (.txt, .jsonl, .zst, .tar,
+    parquet, arrow ...), or python_stdlib for the source code of the running interpreter."""
     text_field: str = key("text", "Field of a row or record that contains the text.")
-    tokenizer_path: str = key(
-        "",
-        "Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes "
-        "for one id per byte. Empty: train a BPE.",
-    )
-    tokenizer_type: Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"] = key(
-        "auto", "Type of tokenizer_path; auto detects it by the file."
-    )
-    tokenizer_vocab_size: int = key(
-        4096, "Vocabulary size of the byte-level BPE trained on the text.",
-        only_if={"tokenizer_path": ""}, ge=257,
-    )  # fmt: skip
-    tokenizer_special_tokens: tuple[str, ...] = key(
-        ("<|endoftext|>",),
-        "Special tokens of the trained BPE, with ids from 0; the first ends documents.",
-        only_if={"tokenizer_path": ""},
-    )
+    tokenizer_path: str = key("")
+    """Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes for
+    one id per byte. Empty: train a BPE."""
+    tokenizer_type: TokenizerType = key("auto")
+    """Type of tokenizer_path; auto detects it by the file."""
+    tokenizer_vocab_size: int = key(4096, only_if=_TRAINED, ge=257)
+    """Vocabulary size of the byte-level BPE trained on the text."""
+    tokenizer_special_tokens: tuple[str, ...] = key(("<|endoftext|>",), only_if=_TRAINED)
+    """Special tokens of the trained BPE, with ids from 0; the first ends documents."""
     add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
     add_eos: bool = key(True, "End each document with the end-of-text id.")
-    validation_fraction: Fraction = key(
-        0.01, "Fraction of documents held out as the validation split."
-    )
+    validation_fraction: Fraction = key(0.01)
+    """Fraction of documents held out as the validation split."""
     prepare_seed: Natural = key(0, "Seed of the choice of held-out documents.")
     prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenizing.")
-    prepare_minimum_tokens: Natural = key(
-        0, "Skip documents with fewer tokens (they are counted).", unit="tokens"
-    )
+    prepare_minimum_tokens: Natural = key(0, unit="tokens")
+    """Skip documents with fewer tokens (they are counted)."""
     prepare_num_workers: Natural = key(0, "Tokenizer processes; 0 is one per core.")
-    prepare_output_format: Literal[
-        "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
-    ] = key(
-        "bin",
-        "bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token "
-        "records in the format of other programs. text_tfrecord, text_array_record: text records.",
-    )
-    records: ExportedRecords = options(
-        ExportedRecords,
-        only_if={
-            "prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]
-        },
-    )
-    prepare_separator_id: int = key(
-        -1, "Id between documents instead of the tokenizer's end of text; -1 uses that.", ge=-1
-    )
-    prepare_runner: Literal["local", "beam"] = key(
-        "local", "Runner: local processes, or Apache Beam."
-    )
-    beam_options: str = key(
-        "", "Options of the Beam runner, as on its command line.",
-        only_if={"prepare_runner": "beam"},
-    )  # fmt: skip
+    prepare_output_format: OutputFormat = key("bin")
+    """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token
+    records in the format of other programs. text_tfrecord, text_array_record: text records."""
+    records: ExportedRecords = options(ExportedRecords, only_if=_RECORDS)
+    prepare_separator_id: int = key(-1, ge=-1)
+    """Id between documents instead of the tokenizer's end of text; -1 uses that."""
+    prepare: RunnerOptions = options(RunnerOptions)
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:

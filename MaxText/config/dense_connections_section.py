@@ -13,19 +13,13 @@ Way = Literal["q", "k", "v", "r"]
 class DenseSelection(Options):
     """Numbers of dense_sparsity."""
 
-    dilation: Count = key(
-        2, "Distance between summed outputs.", unit="layers", only_if={"dense_sparsity": "dilated"}
-    )
-    window: Count = key(
-        8, "Number of summed outputs besides the embedding.", unit="layers",
-        only_if={"dense_sparsity": "window"},
-    )  # fmt: skip
-    outputs: tuple[int, ...] = key(
-        (),
-        "Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later "
-        "layers are skipped.",
-        only_if={"dense_sparsity": "list"},
-    )
+    dilation: Count = key(2, unit="layers", only_if={"dense_sparsity": "dilated"})
+    """Distance between summed outputs."""
+    window: Count = key(8, unit="layers", only_if={"dense_sparsity": "window"})
+    """Number of summed outputs besides the embedding."""
+    outputs: tuple[int, ...] = key((), only_if={"dense_sparsity": "list"})
+    """Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later layers
+    are skipped."""
 
 
 class DenseConfig(Section):
@@ -37,70 +31,44 @@ class DenseConfig(Section):
 
     ONLY_IF = _DENSE
 
-    dense_conn: bool = key(
-        False,
-        "Dense connections (MUDDFormer): layers read weighted sums of the embedding and all "
-        "previous layer outputs instead of the last output alone.",
-    )
-    dense_streams: tuple[Way, ...] = key(
-        ("q", "k", "v", "r"),
-        "Streams with their own depth-wise sum: any of q, k, v, r. A missing stream uses the sum "
-        "of r, or the last output if r is missing.",
-    )
+    dense_conn: bool = key(False)
+    """Dense connections (MUDDFormer): layers read weighted sums of the embedding and all previous
+    layer outputs instead of the last output alone."""
+    dense_streams: tuple[Way, ...] = key(("q", "k", "v", "r"))
+    """Streams with their own depth-wise sum: any of q, k, v, r. A missing stream uses the sum of r,
+    or the last output if r is missing."""
     dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")
-    dense_sparsity: Literal["all", "dilated", "window", "list"] = key(
-        "all",
-        "Outputs that are summed besides the last one. dilated: every dilation-th, counted "
-        "back from it. window: the last outputs and the embedding. list: those of "
-        "dense_selection.",
-    )
+    dense_sparsity: Literal["all", "dilated", "window", "list"] = key("all")
+    """Outputs that are summed besides the last one. dilated: every dilation-th, counted back from
+    it. window: the last outputs and the embedding. list: those of dense_selection."""
     dense_selection: DenseSelection = options(DenseSelection)
-    dense_period: Count = key(
-        1, "Layers from one sum to the next; other layers read the last output.", unit="layers"
-    )
-    dense_target_layers: tuple[int, ...] | None = key(
-        None,
-        "Layers, counted from 1, that are followed by a sum; null follows dense_period.",
-        only_if={"dense_period": 1},
-    )
-    mudd_prenorm: bool = key(
-        False, "Add a sum of normalized outputs, each with a learned scale, to the last output."
-    )
-    mudd_postnorm: Literal["none", "residual", "all"] = key(
-        "none",
-        "Add a normalized sum, with a learned scale that starts at 0.001, to the last output: on "
-        "stream r only (MUDDFormer's JAX code) or on all streams (its paper).",
-    )
-    dynamic_dense_act_cls: Activation = key(
-        "gelu",
-        "Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's"
-        " JAX code; gelu_erf as in the released models.",
-        only_if=_DYNAMIC,
-    )
-    dense_hidden_rounding: Literal["none", "ceil", "reference"] = key(
-        "reference",
-        "Hidden width of dynamic weights, streams * sources: unchanged, or rounded up to a "
-        "multiple of 64. reference always adds 64 to a multiple of 64, as MUDDFormer's code does.",
-        only_if=_DYNAMIC,
-    )
-    dynamic_dense_last_layer_expand: Count = key(
-        4, "Factor of that width after the last layer, which has one stream.", only_if=_DYNAMIC
-    )
-    dense_first_layer_norms: Literal["one", "each"] = key(
-        "each",
-        "Norms of the first layer's queries, keys and values, which all read the embedding: one "
-        "(the released models), or one each as in later layers (MUDDFormer's JAX code).",
-    )
-    dense_aggregation_impl: Literal["auto", "sum", "kernel"] = key(
-        "auto", "Implementation of the sums. Does not change the result."
-    )
-    dense_saved_aggregates: Natural = key(
-        0,
-        "Sums, counted back from the last layer's, whose results are saved for the backward pass "
-        "instead of recomputed. Each takes a hidden state's memory for each way, and spares a read "
-        "of its sources (docs/explanation/dense_connections.md). No effect on the result.",
-    )
+    dense_period: Count = key(1, unit="layers")
+    """Layers from one sum to the next; other layers read the last output."""
+    dense_target_layers: tuple[int, ...] | None = key(None, only_if={"dense_period": 1})
+    """Layers, counted from 1, that are followed by a sum; null follows dense_period."""
+    mudd_prenorm: bool = key(False)
+    """Add a sum of normalized outputs, each with a learned scale, to the last output."""
+    mudd_postnorm: Literal["none", "residual", "all"] = key("none")
+    """Add a normalized sum, with a learned scale that starts at 0.001, to the last output: on
+    stream r only (MUDDFormer's JAX code) or on all streams (its paper)."""
+    dynamic_dense_act_cls: Activation = key("gelu", only_if=_DYNAMIC)
+    """Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's JAX
+    code; gelu_erf as in the released models."""
+    dense_hidden_rounding: Literal["none", "ceil", "reference"] = key("reference", only_if=_DYNAMIC)
+    """Hidden width of dynamic weights, streams * sources: unchanged, or rounded up to a multiple of
+    64. reference always adds 64 to a multiple of 64, as MUDDFormer's code does."""
+    dynamic_dense_last_layer_expand: Count = key(4, only_if=_DYNAMIC)
+    """Factor of that width after the last layer, which has one stream."""
+    dense_first_layer_norms: Literal["one", "each"] = key("each")
+    """Norms of the first layer's queries, keys and values, which all read the embedding: one (the
+    released models), or one each as in later layers (MUDDFormer's JAX code)."""
+    dense_aggregation_impl: Literal["auto", "sum", "kernel"] = key("auto")
+    """Implementation of the sums. Does not change the result."""
+    dense_saved_aggregates: Natural = key(0)
+    """Sums, counted back from the last layer's, whose results are saved for the backward pass
+    instead of recomputed. Each takes a hidden state's memory for each way, and spares a read of its
+    sources (docs/explanation/dense_connections.md). No effect on the result."""
 
     @property
     def mixes_attention_inputs(self) -> bool:
@@ -113,7 +81,6 @@ class DenseConfig(Section):
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
-        """Returns whether there is an aggregation after `depth` layers."""
         if not self.dense_conn:
             return False
         if self.dense_target_layers is not None:

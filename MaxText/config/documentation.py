@@ -31,6 +31,9 @@ _BASE_HEADER = f"""\
 # this file under another name is an ordinary config file, whose every line counts.
 """
 
+_COMMENTS = textwrap.TextWrapper(
+    100, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False, break_long_words=False
+)
 # The page before its tables: {layers} is filled in.
 _MD_HEADER = Path(__file__).with_name("configuration_header.md").read_text(encoding="utf-8")
 
@@ -58,14 +61,7 @@ def _comment(key: Key) -> list[str]:
     facts += [f"Unit: {key.unit}."] if key.unit else []
     facts += [f"Bounds: {key.bounds_text}."] if key.bounds_text else []
     facts += [f"Only if {_condition(key)}."] if key.conditions else []
-    return textwrap.wrap(
-        " ".join(facts),
-        width=100,
-        initial_indent="# ",
-        subsequent_indent="# ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    return _COMMENTS.wrap(" ".join(facts))
 
 
 def _condition(key: Key) -> str:

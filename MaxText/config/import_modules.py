@@ -34,10 +34,8 @@ def collect(
 ) -> CollectedSettings:
     """Imports the modules named by the settings, then calls sources.collect.
 
-    Modules that were imported before and have not changed stay.
-
-    Raises:
-      ConfigurationError: A module cannot be imported.
+    Raises ConfigurationError for one that cannot be imported. One that was imported before and has
+    not changed stays.
     """
     collected = sources.collect(arguments, overrides, environment, own)
     setting = collected.last(KEY)
@@ -47,8 +45,6 @@ def collect(
         names = names_in(setting)
     except values.InvalidValueError:
         return collected  # said where all types are checked
-    if not names:
-        return collected
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
@@ -56,11 +52,7 @@ def collect(
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
-    """Returns the modules in `import_modules`; files from the current folder.
-
-    Raises:
-      values.InvalidValueError: It is not a list of names.
-    """
+    """Returns the modules in `import_modules`; files from the current folder."""
     next_to = setting.origin.file.parent if setting.origin.file else None
     names = values.convert(as_list(setting.value), tuple[str, ...])
     return tuple(_from_here(name, next_to) if name.endswith(".py") else name for name in names)
@@ -81,15 +73,7 @@ def as_list(value: Any) -> Any:
 
 
 def check_named(config_flat: Mapping[str, Any], place: str) -> None:
-    """Checks that a checkpoint's modules are named by the user.
-
-    Args:
-      config_flat: The configuration that the checkpoint recorded.
-      place: Of the checkpoint, for the message.
-
-    Raises:
-      ConfigurationError: Some are not imported.
-    """
+    """Raises ConfigurationError if a checkpoint's modules are not imported."""
     named = {Path(name).name for name in _hashes}
     missing = [name for name in config_flat.get(KEY) or () if Path(name).name not in named]
     if missing:

@@ -31,27 +31,21 @@ def _hashable(value: Any) -> Any:
 
 
 def parse(value: Any, annotations: Any) -> LayerKinds:
-    """Parses {letter: {key: value}}; `annotations` has the types by key.
-
-    Raises:
-      values.InvalidValueError: Another form, an unknown key, or a value of another type.
-    """
+    """Parses {letter: {key: value}}; `annotations` has the types by key."""
     if values.is_null(value) or value in ((), []):
         return LayerKinds()
     if isinstance(value, LayerKinds):
         return value
     if not isinstance(value, dict):
-        raise values.InvalidValueError(
-            f"{values.format_value(value)} is not {{letter: {{key: value}}}}"
-        )
+        what = f"{values.format_value(value)} is not {{letter: {{key: value}}}}"
+        raise values.InvalidValueError(what)
     kinds = []
     for letter, keys in value.items():
         if len(str(letter)) != 1 or str(letter) in "() ":
             raise values.InvalidValueError(f"{values.format_value(letter)} is not one letter")
         if not isinstance(keys, dict):
-            raise values.InvalidValueError(
-                f"{letter}: {values.format_value(keys)} is not {{key: value}}"
-            )
+            what = f"{letter}: {values.format_value(keys)} is not {{key: value}}"
+            raise values.InvalidValueError(what)
         typed = []
         for name, given in keys.items():
             if name not in annotations:
@@ -65,12 +59,7 @@ def parse(value: Any, annotations: Any) -> LayerKinds:
 
 
 def letters(pattern: str, num_layers: int) -> str:
-    """Returns the letter of each layer.
-
-    Args:
-      pattern: prefix(cycle)suffix, where the cycle is repeated to fill the layers, or a cycle
-        alone.
-    """
+    """Returns the letter of each layer, by prefix(cycle)suffix or a cycle."""
     found = _PATTERN.fullmatch(pattern)
     if found is None:
         raise ValueError(f"layer_pattern={pattern}: letters, with one repeated part in parentheses")

@@ -8,21 +8,15 @@ _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 
 
 class LayerPlan(NamedTuple):
-    """Layers `prefix` to `prefix + repeats * cycle` repeat one cycle.
-
-    Attributes:
-      runs: Lengths of the cycle's runs of like layers: (3, 1) is GGG*; () if none repeats.
-      repeats: 0 or at least 2.
-    """
+    """Layers `prefix` to `prefix + repeats * cycle` repeat one cycle."""
 
     num_layers: int
     prefix: int
-    runs: tuple[int, ...]
-    repeats: int
+    runs: tuple[int, ...]  # lengths of the cycle's runs of like layers: (3, 1) is GGG*
+    repeats: int  # 0, or at least 2
 
     @property
     def cycle(self) -> int:
-        """Layers of the cycle."""
         return sum(self.runs)
 
     @property
@@ -32,7 +26,6 @@ class LayerPlan(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all layers are repeats of the cycle."""
         return self.cycle * self.repeats == self.num_layers
 
     def singles(self) -> Iterator[int]:
@@ -67,10 +60,8 @@ class LayerPlan(NamedTuple):
 def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     """Returns the plan with the fewest different layers to compile.
 
-    A cycle that saves only one layer is not worth arrays of its own, unless all layers are alike.
-
-    Args:
-      kinds: One value per layer; equal ones are interchangeable.
+    Layers of equal kinds are interchangeable. A cycle that saves only one layer is not worth arrays
+    of its own, unless all layers are alike.
     """
     num_layers = len(kinds)
     if num_layers > 1 and len(set(kinds)) == 1:

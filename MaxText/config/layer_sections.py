@@ -53,76 +53,45 @@ class Dimensions(NamedTuple):
 class BlockConfig(Section):
     """Layer structure: mixer, norms and residual arrangement."""
 
-    mixer: Annotated[str, Name("mixer")] = key(
-        "attention",
-        "Token mixer of a layer, by the name of a registered part. attention_types and "
-        "layer_kinds set it per layer.",
-    )
-    layer_pattern: str = key(
-        "",
-        'One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and'
-        ' a suffix ("DD(EE*)D"). Empty: all layers are alike.',
-    )
-    layer_kinds: Annotated[LayerKinds, PlainValidator(LayerKinds.of)] = key(
-        LayerKinds(),
-        "Meaning of the letters of layer_pattern: {letter: {key: value}}, with any keys of a "
-        'layer\'s parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}.',
-    )
-    block_arrangement: Literal["sequential", "parallel"] = key(
-        "sequential",
-        "sequential: x + attn(norm(x)), then x + mlp(norm(x)). "
-        "parallel: x + attn(norm1(x)) + mlp(norm2(x)), as GPT-NeoX.",
-    )
-    parallel_residual_shared_norm: bool = key(
-        False,
-        "Share one norm between both branches of a parallel layer (GPT-J, fused residuals of "
-        "fattorib/transformer).",
-        only_if={"block_arrangement": "parallel"},
-    )
-    normalization_type: Annotated[str, Name("norm")] = key(
-        "rms_norm",
-        "Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar "
-        "2019). scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's "
-        "scalenorm).",
-    )
-    normalization_bias: bool = key(
-        True, "Whether LayerNorm has a bias.", only_if={"normalization_type": "layer_norm"}
-    )
+    mixer: Annotated[str, Name("mixer")] = key("attention")
+    """Token mixer of a layer, by the name of a registered part. attention_types and layer_kinds set
+    it per layer."""
+    layer_pattern: str = key("")
+    """One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and a
+    suffix ("DD(EE*)D"). Empty: all layers are alike."""
+    layer_kinds: Annotated[LayerKinds, PlainValidator(LayerKinds.of)] = key(LayerKinds())
+    """Meaning of the letters of layer_pattern: {letter: {key: value}}, with any keys of a layer's
+    parts: {G: {mixer: linear_attention}, "*": {mixer: attention}}."""
+    block_arrangement: Literal["sequential", "parallel"] = key("sequential")
+    """sequential: x + attn(norm(x)), then x + mlp(norm(x)). parallel: x + attn(norm1(x)) +
+    mlp(norm2(x)), as GPT-NeoX."""
+    parallel_residual_shared_norm: bool = key(False, only_if={"block_arrangement": "parallel"})
+    """Share one norm between both branches of a parallel layer (GPT-J, fused residuals of
+    fattorib/transformer)."""
+    normalization_type: Annotated[str, Name("norm")] = key("rms_norm")
+    """Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar 2019).
+    scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's scalenorm)."""
+    normalization_bias: bool = key(True, only_if={"normalization_type": "layer_norm"})
+    """Whether LayerNorm has a bias."""
     normalization_layer_epsilon: Positive = key(1e-5, "Epsilon added to the variance in norms.")
-    normalization_zero_centered: bool = key(
-        False,
-        "Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay "
-        "pulls them to 1.",
-    )
-    block_norm_parametric: bool = key(
-        True,
-        "Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has"
-        " them.",
-        only_if={"use_rezero": False},
-    )
-    use_rezero: bool = key(
-        False,
-        "ReZero: multiply each branch by a learned scalar that starts at 0, without norms before "
-        "branches.",
-    )
-    use_macaron: bool = key(
-        False,
-        "Macaron: half a feed-forward before attention and half after it.",
-        only_if={"block_arrangement": "sequential"},
-    )
-    macaron_prenorm: bool = key(
-        True,
-        "Give the first half a norm and a gate like other branches; GPT-Neo has neither.",
-        only_if="use_macaron",
-    )
-    connection_type: Annotated[str, Name("connection", "auto")] = key(
-        "auto",
-        "Input of a layer. residual: the previous output. dense: sums of all previous outputs. "
-        "auto: dense if dense_conn=true, else residual.",
-    )
-    share_layer_params: bool = key(
-        False, "Share one set of parameters between all layers (ALBERT)."
-    )
+    normalization_zero_centered: bool = key(False)
+    """Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay pulls
+    them to 1."""
+    block_norm_parametric: bool = key(True, only_if={"use_rezero": False})
+    """Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has
+    them."""
+    use_rezero: bool = key(False)
+    """ReZero: multiply each branch by a learned scalar that starts at 0, without norms before
+    branches."""
+    use_macaron: bool = key(False, only_if={"block_arrangement": "sequential"})
+    """Macaron: half a feed-forward before attention and half after it."""
+    macaron_prenorm: bool = key(True, only_if="use_macaron")
+    """Give the first half a norm and a gate like other branches; GPT-Neo has neither."""
+    connection_type: Annotated[str, Name("connection", "auto")] = key("auto")
+    """Input of a layer. residual: the previous output. dense: sums of all previous outputs. auto:
+    dense if dense_conn=true, else residual."""
+    share_layer_params: bool = key(False)
+    """Share one set of parameters between all layers (ALBERT)."""
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -136,86 +105,50 @@ SOFTMAX_MIXERS = ("attention", "local_attention")
 ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
 
 _ROTARY = {"position_embedding": "rotary"}
+_SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]}
+_EXTENDED = _ROTARY | {"rope_type": ["llama3.1", "yarn"]}
+_LLAMA = _ROTARY | {"rope_type": "llama3.1"}
+_YARN = _ROTARY | {"rope_type": "yarn"}
+_LEARNED = {"position_embedding": "learned"}
 
 
 class PositionConfig(Section):
     """Position encoding."""
 
-    position_embedding: Annotated[str, Name("position")] = key(
-        "rotary",
-        "rotary rotates queries and keys; learned adds a table to the embedding, axial the mean "
-        "of two smaller tables; alibi penalizes scores by distance.",
-    )
-    axial_pos_shape: tuple[int, ...] = key(
-        (),
-        "Rows (a, b) of the two tables; position p uses row p // b of the first and p % b of the "
-        "second (GPT-Neo: axial_pos_emb).",
-        only_if={"position_embedding": "axial"},
-    )
-    alibi_max_bias: Positive = key(
-        8.0,
-        "ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022).",
-        only_if={"position_embedding": "alibi"},
-    )
-    trainable_position_size: int = key(
-        -1,
-        "Rows of the learned position table; -1 is max_target_length.",
-        unit="tokens",
-        only_if={"position_embedding": "learned"},
-        ge=-1,
-    )
+    position_embedding: Annotated[str, Name("position")] = key("rotary")
+    """rotary rotates queries and keys; learned adds a table to the embedding, axial the mean of two
+    smaller tables; alibi penalizes scores by distance."""
+    axial_pos_shape: tuple[int, ...] = key((), only_if={"position_embedding": "axial"})
+    """Rows (a, b) of the two tables; position p uses row p // b of the first and p % b of the
+    second (GPT-Neo: axial_pos_emb)."""
+    alibi_max_bias: Positive = key(8.0, only_if={"position_embedding": "alibi"})
+    """ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022)."""
+    trainable_position_size: int = key(-1, unit="tokens", only_if=_LEARNED, ge=-1)
+    """Rows of the learned position table; -1 is max_target_length."""
     rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
-    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key(
-        "default",
-        "Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:"
-        " divide low frequencies. yarn: the same with another transition, and scaled scores.",
-        only_if=_ROTARY,
-    )
-    rope_factor: float = key(
-        8.0,
-        "Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32).",
-        only_if=_ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]},
-        ge=1,
-    )
-    original_max_position_embeddings: Count = key(
-        8192,
-        "Context length before frequencies were scaled.",
-        unit="tokens",
-        only_if=_ROTARY | {"rope_type": ["llama3.1", "yarn"]},
-    )
-    low_freq_factor: Positive = key(
-        1.0,
-        "Rotations within the original length up to which a frequency is fully divided.",
-        only_if=_ROTARY | {"rope_type": "llama3.1"},
-    )
-    high_freq_factor: Positive = key(
-        4.0,
-        "Rotations within the original length from which a frequency is unchanged.",
-        only_if=_ROTARY | {"rope_type": "llama3.1"},
-    )
-    beta_fast: Positive = key(
-        32.0,
-        "Rotations within the original length from which a frequency is unchanged.",
-        only_if=_ROTARY | {"rope_type": "yarn"},
-    )
-    beta_slow: Positive = key(
-        1.0,
-        "Rotations within the original length up to which a frequency is fully divided.",
-        only_if=_ROTARY | {"rope_type": "yarn"},
-    )
-    rotary_pct: float = key(
-        1.0,
-        "Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25).",
-        only_if=_ROTARY,
-        gt=0,
-        le=1,
-    )
-    rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key(
-        "float32",
-        "Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with "
-        "bfloat16, MUDDPythia with float16.",
-        only_if=_ROTARY,
-    )
+    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key("default", only_if=_ROTARY)
+    """Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:
+    divide low frequencies. yarn: the same with another transition, and scaled scores."""
+    rope_factor: float = key(8.0, only_if=_SCALED, ge=1)
+    """Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32)."""
+    original_max_position_embeddings: Count = key(8192, unit="tokens", only_if=_EXTENDED)
+    """Context length before frequencies were scaled."""
+    low_freq_factor: Positive = key(1.0, only_if=_LLAMA)
+    """Rotations within the original length up to which a frequency is fully divided."""
+    high_freq_factor: Positive = key(4.0, only_if=_LLAMA)
+    """Rotations within the original length from which a frequency is unchanged."""
+    beta_fast: Positive = key(32.0, only_if=_YARN)
+    """Rotations within the original length from which a frequency is unchanged."""
+    beta_slow: Positive = key(1.0, only_if=_YARN)
+    """Rotations within the original length up to which a frequency is fully divided."""
+    rotary_pct: float = key(1.0, only_if=_ROTARY, gt=0, le=1)
+    """Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25)."""
+    rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", only_if=_ROTARY)
+    """Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with
+    bfloat16, MUDDPythia with float16."""
+
+
+_BLOCKED = {"attention": ["autoselected", "blocked"]}
 
 
 class LinearAttentionOptions(Options):
@@ -228,78 +161,54 @@ class LinearAttentionOptions(Options):
 class AttentionConfig(Section):
     """The attention mixer."""
 
-    attention_projections: Annotated[str, Name("projection")] = key(
-        "dense",
-        "Projections to queries, keys, values and output: dense matrices, or Pattention over "
-        "slots (TokenFormer).",
-    )
-    attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key(
-        "autoselected",
-        "Attention backend. blocked: causal in blocks of query rows, half the FLOPs of "
-        "dot_product. flash: a kernel that keeps scores out of memory, splash attention on TPU, "
-        "cuDNN on GPU. autoselected: flash if supported, else blocked.",
-    )
-    attention_block_size: Count = key(
-        128, "Query rows per block.", unit="tokens",
-        only_if={"attention": ["autoselected", "blocked"]},
-    )  # fmt: skip
-    context_parallel_strategy: Literal["all_gather", "ring"] = key(
-        "all_gather",
-        "How queries meet keys of other devices where *_context_parallelism splits sequences. "
-        "all_gather: every device gathers all keys and values of its sequences. ring: they go from "
-        "device to device, and each keeps one part at a time (docs/how-to/shard_a_model.md).",
-    )
-    context_parallel_load_balance: bool = key(
-        True,
-        "Give each device of the ring tokens from both ends of the sequence, which halves the "
-        "time of causal attention. Does not change the result.",
-        only_if={"context_parallel_strategy": "ring"},
-    )
+    attention_projections: Annotated[str, Name("projection")] = key("dense")
+    """Projections to queries, keys, values and output: dense matrices, or Pattention over slots
+    (TokenFormer)."""
+    attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key("autoselected")
+    """Attention backend. blocked: causal in blocks of query rows, half the FLOPs of dot_product.
+    flash: a kernel that keeps scores out of memory, splash attention on TPU, cuDNN on GPU.
+    autoselected: flash if supported, else blocked."""
+    attention_block_size: Count = key(128, unit="tokens", only_if=_BLOCKED)
+    """Query rows per block."""
+    context_parallel_strategy: Literal["all_gather", "ring"] = key("all_gather")
+    """How queries meet keys of other devices where *_context_parallelism splits sequences.
+    all_gather: every device gathers all keys and values of its sequences. ring: they go from device
+    to device, and each keeps one part at a time (docs/how-to/shard_a_model.md)."""
+    context_parallel_load_balance: bool = key(True, only_if={"context_parallel_strategy": "ring"})
+    """Give each device of the ring tokens from both ends of the sequence, which halves the time of
+    causal attention. Does not change the result."""
     causal: bool = key(True, "Mask later tokens. mlm_training=true turns it off.")
     qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
     proj_bias: bool = key(False, "Bias of the attention output projection.")
     use_qk_norm: bool = key(False, "RMSNorm with scale on each head of q and k, before rotary.")
-    attn_logits_soft_cap: NonNegative = key(
-        0.0, "Soft cap c of attention scores: c * tanh(score / c); 0 disables."
-    )
-    attention_scale: float | None = key(
-        None, "Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1.", gt=0
-    )
-    attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(
-        (),
-        "Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24 "
-        "alternating layers. local attends to sliding_window_size tokens; linear has constant "
-        "cost per token (except with causal=false and several documents); none is a feed-forward "
-        "alone. Empty: all global.",
-    )
-    sliding_window_size: Count = key(
-        256,
-        "Tokens that a query of a local layer sees, itself included; without a causal mask also "
-        "as many after it.",
-        unit="tokens",
-    )
+    attn_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
+    attention_scale: float | None = key(None, gt=0)
+    """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
+    attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
+    """Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24
+    alternating layers. local attends to sliding_window_size tokens; linear has constant cost per
+    token (except with causal=false and several documents); none is a feed-forward alone. Empty: all
+    global."""
+    sliding_window_size: Count = key(256, unit="tokens")
+    """Tokens that a query of a local layer sees, itself included; without a causal mask also as
+    many after it."""
     linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
-    num_mem_kv: Natural = key(
-        0, "Learned keys and values that every token of a global layer also attends to."
-    )
-    gpt_neo_none_attention_bug: bool = key(
-        False, "Double the residual stream in layers of kind none, as a bug of GPT-Neo does."
-    )
-    static_sgu: bool = key(
-        False,
-        "Static SGU: half of the channels skip attention and are summed over earlier tokens with "
-        "fixed weights 1 / (distance + 2) (fattorib/transformer).",
-    )
-    static_sgu_kernel: Natural = key(
-        128, "Largest distance of the static SGU sum.", unit="tokens", only_if="static_sgu"
-    )
+    num_mem_kv: Natural = key(0)
+    """Learned keys and values that every token of a global layer also attends to."""
+    gpt_neo_none_attention_bug: bool = key(False)
+    """Double the residual stream in layers of kind none, as a bug of GPT-Neo does."""
+    static_sgu: bool = key(False)
+    """Static SGU: half of the channels skip attention and are summed over earlier tokens with fixed
+    weights 1 / (distance + 2) (fattorib/transformer)."""
+    static_sgu_kernel: Natural = key(128, unit="tokens", only_if="static_sgu")
+    """Largest distance of the static SGU sum."""
 
     @property
     def num_kinds(self) -> int:
         return sum(len(pattern) * times for pattern, times in self.attention_types)
 
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
-        """Returns the kind of attention of each layer."""
         if not self.attention_types:
             return ("global",) * num_layers
         kinds: list[AttentionKind] = []
@@ -309,31 +218,25 @@ class AttentionConfig(Section):
         return tuple(kinds)
 
 
+_MLP = {"feed_forward_type": "mlp"}
+
+
 class FeedForwardConfig(Section):
     """The feed-forward part."""
 
-    feed_forward_type: Annotated[str, Name("feed_forward")] = key(
-        "mlp",
-        "mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name "
-        "of a registered part.",
-    )
-    mlp_activations: tuple[MLPActivation, ...] = key(
-        ("silu", "linear"),
-        'One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is '
-        "the tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and "
-        "proottanh have learned scalars.",
-        only_if={"feed_forward_type": "mlp"},
-    )
+    feed_forward_type: Annotated[str, Name("feed_forward")] = key("mlp")
+    """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name of a
+    registered part."""
+    mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
+    """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
+    tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and proottanh have
+    learned scalars."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
-    dynamic_mlp_dim: bool = key(
-        False,
-        "Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the"
-        " first to 1.5 mlp_dim in the last, in multiples of mlp_dim_multiple.",
-        only_if={"feed_forward_type": "mlp"},
-    )
-    mlp_dim_multiple: Count = key(
-        128, "Multiple to which widths of dynamic_mlp_dim are rounded.", only_if="dynamic_mlp_dim"
-    )
+    dynamic_mlp_dim: bool = key(False, only_if=_MLP)
+    """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the
+    first to 1.5 mlp_dim in the last, in multiples of mlp_dim_multiple."""
+    mlp_dim_multiple: Count = key(128, only_if="dynamic_mlp_dim")
+    """Multiple to which widths of dynamic_mlp_dim are rounded."""
 
     @property
     def is_random(self) -> bool:
@@ -350,18 +253,15 @@ class FeedForwardConfig(Section):
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
 
 
-_EXPERTS = {"feed_forward_type": "mlp"}
 _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
 class SecondExpert(Options):
     """A token's second expert."""
 
-    policy: Literal["all", "none", "threshold", "random"] = key(
-        "all",
-        "Its use in training. threshold: if its gate exceeds the threshold. random: with "
-        "probability gate / threshold (GPT-Neo).",
-    )
+    policy: Literal["all", "none", "threshold", "random"] = key("all")
+    """Its use in training. threshold: if its gate exceeds the threshold. random: with probability
+    gate / threshold (GPT-Neo)."""
     policy_eval: Literal["all", "none", "threshold"] = key("all", "As policy, outside training.")
     threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
@@ -371,41 +271,34 @@ class MoEConfig(Section):
 
     ONLY_IF = _SEVERAL_EXPERTS
 
-    num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_EXPERTS)
+    num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
-    moe_layers: tuple[int, ...] | None = key(
-        None, "Layers with experts, counted from 0; null is all."
-    )
+    moe_layers: tuple[int, ...] | None = key(None)
+    """Layers with experts, counted from 0; null is all."""
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
-    moe_activations: tuple[Activation, ...] | None = key(
-        None,
-        "Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu]).",
-    )
-    capacity_factor: float = key(
-        -1.0,
-        "Expert capacity in training: this factor times tokens / experts of a group; -1 is "
-        "dropless.",
-        ge=-1,
-    )
-    eval_capacity_factor: float = key(
-        -1.0, "Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens.", ge=-1
-    )
-    moe_group_size: CountOrAuto = key(
-        -1,
-        "Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole "
-        "sequence.",
-        unit="tokens",
-    )
+    moe_activations: tuple[Activation, ...] | None = key(None)
+    """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
+    capacity_factor: float = key(-1.0, ge=-1)
+    """Expert capacity in training: this factor times tokens / experts of a group; -1 is
+    dropless."""
+    eval_capacity_factor: float = key(-1.0, ge=-1)
+    """Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens."""
+    moe_group_size: CountOrAuto = key(-1, unit="tokens")
+    """Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole
+    sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
-    router_z_loss_weight: NonNegative = key(
-        0.0, "Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."
-    )
+    router_z_loss_weight: NonNegative = key(0.0)
+    """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
     moe_second: SecondExpert = options(SecondExpert, only_if={"num_experts_per_tok": 2})
 
 
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}
 _FEED_FORWARD = {"feed_forward_type": "pattention"}
 _ANYWHERE = _QKV_AND_OUTPUT | _FEED_FORWARD
+SlotNormalization = Literal[
+    "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
+]
+_GELU = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]}
 _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
 
@@ -413,15 +306,12 @@ SlotPlace = Literal["qkv", "proj", "ffn"]
 class ZoomDims(Options):
     """zoom_dim of single places."""
 
-    qkv: float = key(
-        -1.0, "zoom_dim of query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1
-    )
-    proj: float = key(
-        -1.0, "zoom_dim of the output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1
-    )
-    ffn: float = key(
-        -1.0, "zoom_dim of the feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD, ge=-1
-    )
+    qkv: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
+    """zoom_dim of query, key and value; -1 is zoom_dim."""
+    proj: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
+    """zoom_dim of the output projection; -1 is zoom_dim."""
+    ffn: float = key(-1.0, only_if=_FEED_FORWARD, ge=-1)
+    """zoom_dim of the feed-forward; -1 is 4 * zoom_dim."""
 
 
 class ScaleFactors(Options):
@@ -435,54 +325,28 @@ class ScaleFactors(Options):
 class PattentionConfig(Section):
     """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
-    slot_num: CountOrAuto = key(
-        -1,
-        "Slots of each query, key, value and output projection; the feed-forward has 4 times as "
-        "many. -1 is emb_dim.",
-        only_if_any=_ANYWHERE,
-    )
-    qkv_slot_num: CountOrAuto = key(
-        -1,
-        "Slots of each query, key and value projection; -1 is slot_num.",
-        only_if=_QKV_AND_OUTPUT,
-    )
-    proj_slot_num: CountOrAuto = key(
-        -1, "Slots of the output projection; -1 is slot_num.", only_if=_QKV_AND_OUTPUT
-    )
-    ffn_slot_num: CountOrAuto = key(
-        -1, "Slots of the feed-forward; -1 is 4 * slot_num.", only_if=_FEED_FORWARD
-    )
-    normalize_type: Literal[
-        "l2_norm_gelu", "gelu_l2_norm", "l2_norm", "softmax", "gelu", "gelu_layer_norm"
-    ] = key(
-        "l2_norm_gelu",
-        "Theta over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm "
-        "applies gelu first, l2_norm has no gelu; softmax is n times softmax; gelu_layer_norm is "
-        "a LayerNorm of gelu. n is the number of slots.",
-        only_if_any=_ANYWHERE,
-    )
-    gelu_approximate: bool = key(
-        True,
-        "Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch"
-        " code).",
-        only_if={"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "gelu", "gelu_layer_norm"]},
-        only_if_any=_ANYWHERE,
-    )
-    score_norm_epsilon: float | None = key(
-        None,
-        "Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with "
-        "l2_norm_gelu, else 1e-8. TokenFormer's PyTorch code has 0.",
-        only_if=_L2,
-        only_if_any=_ANYWHERE,
-        ge=0,
-    )
-    zoom_dim: NonNegative = key(
-        0.0,
-        "Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 "
-        "times as much in the feed-forward. 0 is the number of slots.",
-        only_if=_L2,
-        only_if_any=_ANYWHERE,
-    )
+    slot_num: CountOrAuto = key(-1, only_if_any=_ANYWHERE)
+    """Slots of each query, key, value and output projection; the feed-forward has 4 times as many.
+    -1 is emb_dim."""
+    qkv_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
+    """Slots of each query, key and value projection; -1 is slot_num."""
+    proj_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
+    """Slots of the output projection; -1 is slot_num."""
+    ffn_slot_num: CountOrAuto = key(-1, only_if=_FEED_FORWARD)
+    """Slots of the feed-forward; -1 is 4 * slot_num."""
+    normalize_type: SlotNormalization = key("l2_norm_gelu", only_if_any=_ANYWHERE)
+    """Theta over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm applies
+    gelu first, l2_norm has no gelu; softmax is n times softmax; gelu_layer_norm is a LayerNorm of
+    gelu. n is the number of slots."""
+    gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
+    """Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch
+    code)."""
+    score_norm_epsilon: float | None = key(None, only_if=_L2, only_if_any=_ANYWHERE, ge=0)
+    """Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with l2_norm_gelu,
+    else 1e-8. TokenFormer's PyTorch code has 0."""
+    zoom_dim: NonNegative = key(0.0, only_if=_L2, only_if_any=_ANYWHERE)
+    """Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 times
+    as much in the feed-forward. 0 is the number of slots."""
     zoom_dims: ZoomDims = options(ZoomDims, only_if=_L2)
     scale_factors: ScaleFactors = options(ScaleFactors)
 

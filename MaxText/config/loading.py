@@ -18,13 +18,7 @@ from MaxText.config import axis_rules, config_files, import_modules, layer_kinds
 from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
-from MaxText.config.problems import (
-    ConfigurationError,
-    Problem,
-    close_matches,
-    close_matches_fact,
-    nearest_fact,
-)
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
@@ -46,11 +40,7 @@ class LoadedConfig:
 
     def typed(self, name: str) -> bool:
         """Returns whether a key was set for this start, outside of files."""
-        return self.origins[name].source in (
-            Source.ENVIRONMENT,
-            Source.COMMAND_LINE,
-            Source.ARGUMENT,
-        )
+        return self.origins[name].source in _SET_BY_USER[1:]
 
 
 def load(
@@ -67,9 +57,6 @@ def load(
       program: Such as "train.py"; adds the rules of that program.
       for_compare: Leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
       own: Configuration that weights record, below a config file.
-
-    Raises:
-      ConfigurationError: A UserError that lists every problem.
     """
     collected = import_modules.collect(arguments, {}, os.environ, own)
     if for_compare:
@@ -84,8 +71,6 @@ def configure(config_file: str | Path | None = None, **overrides: Any) -> Config
 
 
 class _Merged(NamedTuple):
-    """The winning settings."""
-
     typed: dict[str, Any]  # values by key
     origins: dict[str, Origin]
     kept: list[Setting]  # that took part, weakest first
@@ -177,11 +162,7 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 
 def converted_value(value: Any, key: Key) -> Any:
-    """Converts a value to a key's type.
-
-    Raises:
-      values.InvalidValueError: It has another type, or is out of bounds.
-    """
+    """Converts a value to a key's type, or raises values.InvalidValueError."""
     if key.parser is not None and isinstance(value, str):
         return key.parser.read(value)
     if key.entries:
@@ -224,11 +205,10 @@ def _unknown(setting: Setting) -> Problem:
 
 
 def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
-    """Returns the problem of an unknown key."""
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
         return Problem(f"{name}: not a key here: {reason.sentence}", places)
-    facts = (*nearest_fact(close), ("all keys", "configs/base.yml, or --help"))
+    facts = ("nearest", ", ".join(close)), ("all keys", "configs/base.yml, or --help")
     return Problem(f"{name}: unknown key", places, facts)
 
 
@@ -252,29 +232,25 @@ def _type_error(setting: Setting, key: Key, message: str) -> Problem:
         key, value = key.entries[entry], value[entry]
     facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(value, str):
-        facts += close_matches_fact(value, [str(choice) for choice in key.choices if choice])
-        if note := VALUE_NOTES.get((key.name, value)):
-            facts.append(("note", note))
+        facts.append(nearest_fact(value, filter(None, key.choices)))
+        facts.append(("note", VALUE_NOTES.get((key.name, value), "")))
     if dict(key.bounds).get("ne") is not None:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
-    return Problem(f"{name}: {message}", (setting.place,), tuple(facts))
+    return Problem(f"{name}: {message}", (setting.place,), facts)
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
-    """Sets derived keys."""
-
     def set_derived(name: str, value: Any, note: str) -> None:
         typed[name] = value
         origins[name] = Origin(Source.DERIVED, raw=values.to_yaml(value), note=note)
 
-    if typed["steps"] == -1 and typed["learning_rate_schedule_steps"] != -1:
-        set_derived(
-            "steps", typed["learning_rate_schedule_steps"], "from learning_rate_schedule_steps"
-        )
-    elif typed["learning_rate_schedule_steps"] == -1:
+    schedule = typed["learning_rate_schedule_steps"]
+    if schedule == -1:
         set_derived("learning_rate_schedule_steps", typed["steps"], "from steps")
+    elif typed["steps"] == -1:
+        set_derived("steps", schedule, "from learning_rate_schedule_steps")
 
     if typed["mlm_training"] and origins["causal"].source == Source.DEFAULT:
         set_derived("causal", False, "from mlm_training")
@@ -290,13 +266,13 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         set_derived("eval_interval", -1, "without records to evaluate on")
 
     # What to train on is one choice: the key that was set last beats the others.
-    for name in ("dataset_path", "grain_train_files") if typed["data_mixture_weights"] else ():
-        if typed[name] and origins[name].source.rank < origins["data_mixture_weights"].source.rank:
-            set_derived(name, "", "because of data_mixture_weights")
-        elif (
-            typed[name] and origins[name].source.rank > origins["data_mixture_weights"].source.rank
-        ):
-            set_derived("data_mixture_weights", (), f"because of {name}")
+    for name in ("dataset_path", "grain_train_files"):
+        if typed[name] and typed["data_mixture_weights"]:
+            rank, other = (origins[one].source.rank for one in (name, "data_mixture_weights"))
+            if rank < other:
+                set_derived(name, "", "because of data_mixture_weights")
+            elif rank > other:
+                set_derived("data_mixture_weights", (), f"because of {name}")
 
     sizes = typed["ici_expert_parallelism"], typed["dcn_expert_parallelism"]
     if typed["num_experts"] > 1 and any(size not in (0, 1) for size in sizes):
@@ -399,8 +375,13 @@ def _check_rules(
             used = [name for name in named if name in last] or rule.keys
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
-            facts = tuple(("try", remedy) for remedy in remedies)
-            facts += _defaults(named or rule.keys, origins)
+            facts = [("try", remedy) for remedy in remedies]
+            unset = [
+                f"{name}={origins[name].raw}"
+                for name in named or rule.keys
+                if origins[name].source is Source.DEFAULT
+            ]
+            facts.append(("default", ", ".join(unset)))
             problem = Problem(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
@@ -412,10 +393,3 @@ def _check_rules(
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
     return problems, idle
-
-
-def _defaults(names: Sequence[str], origins: Mapping[str, Origin]) -> tuple[tuple[str, str], ...]:
-    defaults = [
-        f"{name}={origins[name].raw}" for name in names if origins[name].source is Source.DEFAULT
-    ]
-    return (("default", ", ".join(defaults)),) if defaults else ()

@@ -18,8 +18,7 @@ class UnsupportedKey(NamedTuple):
 
     why: str  # the reason, as a phrase
     replacement: str = ""  # the key here that serves its purpose, if one does
-    # values that are ignored with a note: those that switch the thing off, any because none would
-    # change a result here, or nothing
+    # values ignored with a note: those that switch it off, any (none changes a result), or nothing
     accepts: Literal["off", "any", "nothing"] = "off"
 
     @property
@@ -41,7 +40,6 @@ class KeyMapping(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The text of the note."""
         if self.name:
             return f"is {self.name}={self.text} here"
         return f"has no effect here: {self.why}"
@@ -98,11 +96,7 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
 
 
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
-    """Returns why another program's key is refused, else None.
-
-    Args:
-      known: Names close to it among our keys.
-    """
+    """Returns why another program's key is refused, or None."""
     if name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:

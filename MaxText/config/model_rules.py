@@ -18,10 +18,7 @@ from MaxText.config.rule import rule
 @rule()
 def _kv_heads(base_num_query_heads, base_num_kv_heads):
     if base_num_query_heads % base_num_kv_heads:
-        return (
-            f"base_num_query_heads={base_num_query_heads} is not a multiple of "
-            f"base_num_kv_heads={base_num_kv_heads}"
-        )
+        return f"{base_num_query_heads=} is not a multiple of {base_num_kv_heads=}"
 
 
 @rule("base_emb_dim", "base_num_query_heads")
@@ -45,10 +42,11 @@ def _rotary(rotary_pct, model, dimensions):
 
 @rule("low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
 def _rotary_bands(rope_type, model, **bands):
-    low, high = {
+    pairs = {
         "llama3.1": ("low_freq_factor", "high_freq_factor"),
         "yarn": ("beta_slow", "beta_fast"),
-    }.get(rope_type, ("", ""))
+    }
+    low, high = pairs.get(rope_type, ("", ""))
     if low and model.position.position_embedding == "rotary" and bands[low] >= bands[high]:
         return (
             f"{low}={bands[low]:g} must be below {high}={bands[high]:g}: "
@@ -59,19 +57,14 @@ def _rotary_bands(rope_type, model, **bands):
 @rule()
 def _scale(global_parameter_scale):
     if global_parameter_scale & (global_parameter_scale - 1):
-        return (
-            f"global_parameter_scale={global_parameter_scale} is not a power of two (1, 2, 4, ...)"
-        )
+        return f"{global_parameter_scale=} is not a power of two (1, 2, 4, ...)"
 
 
 @rule()
 def _learned_positions(trainable_position_size, max_target_length, model):
     is_learned = model.position.position_embedding == "learned"
     if is_learned and -1 != trainable_position_size < max_target_length:
-        return (
-            f"trainable_position_size={trainable_position_size} is less than "
-            f"max_target_length={max_target_length}"
-        )
+        return f"{trainable_position_size=} is less than {max_target_length=}"
 
 
 @rule()
@@ -90,19 +83,16 @@ def _undivided(what: str, number: int, length: int, stages: Iterable) -> Iterato
 
 @rule()
 def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
-    found = _undivided(
-        "num_vocab_tiling", num_vocab_tiling, max_target_length, sequence_length_stages
-    )
-    return next(found, None)
+    sizes = num_vocab_tiling, max_target_length, sequence_length_stages
+    return next(_undivided("num_vocab_tiling", *sizes), None)
 
 
 @rule()
 def _zooms(zoom_dims):
     for place, zoom in zoom_dims:
         if -1 < zoom < 0:
-            return (
-                f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 for zoom_dim"
-            )
+            what = f"zoom_dims.{place}={zoom:g} has no square root"
+            return f"{what}; use 0 or more, or -1 for zoom_dim"
 
 
 @rule("base_emb_dim", "base_num_query_heads")
@@ -126,7 +116,7 @@ def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
     if min(own.mlp_dims(dimensions)) < 1:
         return (
             f"dynamic_mlp_dim=true: half of base_mlp_dim ({dimensions.mlp_dim}), the width of the "
-            f"first layer, is rounded to 0 by mlp_dim_multiple={mlp_dim_multiple}\n"
+            f"first layer, is rounded to 0 by {mlp_dim_multiple=}\n"
             f"mlp_dim_multiple={max(dimensions.mlp_dim // 8, 1)}"
         )
 
@@ -195,7 +185,7 @@ def _dense_connection(connection_type, dense_conn):
     if connection_type == "dense" and not dense_conn:
         return "connection_type=dense needs dense_conn=true"
     if dense_conn and connection_type not in ("auto", "dense"):
-        return f"dense_conn=true and connection_type={connection_type} exclude each other"
+        return f"dense_conn=true and {connection_type=!s} exclude each other"
 
 
 @rule("mixer", programs="decode")
@@ -274,7 +264,7 @@ def _axial(axial_pos_shape, position_embedding, max_target_length):
     if rows * columns < max_target_length:
         return (
             f"axial_pos_shape: {rows} * {columns} are {rows * columns} positions, fewer "
-            f"than max_target_length={max_target_length}"
+            f"than {max_target_length=}"
         )
 
 
@@ -397,7 +387,7 @@ def _expert_axis(num_experts, capacity_factor, model, **sizes):
             continue
         devices *= max(size, 1)
         if num_experts % devices:
-            return f"{name}={size} does not divide num_experts={num_experts}"
+            return f"{name}={size} does not divide {num_experts=}"
         if capacity_factor < 0 or model.mixture_of_experts.eval_capacity_factor < 0:
             return (
                 f"{name}: experts on several devices need capacity_factor and "
@@ -431,7 +421,7 @@ def _dense_places(dense_target_layers, dense_selection, dense_period, model, dim
     if not dense.dense_conn:
         return None
     if dense_period > num_layers:
-        return f"dense_period={dense_period} is more than there are layers ({num_layers})"
+        return f"{dense_period=} is more than there are layers ({num_layers})"
     beyond = [layer for layer in dense_target_layers or () if not 1 <= layer <= num_layers]
     if beyond or dense_target_layers == ():
         what = f"{beyond[0]} is none of them" if beyond else "the list is empty"

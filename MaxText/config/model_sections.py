@@ -51,34 +51,24 @@ NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 class ShapeConfig(Section):
     """Model sizes."""
 
-    decoder_block: str = key(
-        "llama2", "Model family that sets default part choices: a file of configs/decoder_blocks/."
-    )
+    decoder_block: str = key("llama2")
+    """Model family that sets default part choices: a file of configs/decoder_blocks/."""
     # Upper bounds are far beyond any model: they catch typos before shapes exhaust memory.
-    global_parameter_scale: int = key(
-        1, "Power of two that scales the base_* sizes to multiply the parameters.",
-        ge=1, le=2**20,
-    )  # fmt: skip
-    base_emb_dim: int = key(
-        2048, "Width of the residual stream before scaling.", ge=1, le=1_000_000
-    )
+    global_parameter_scale: int = key(1, ge=1, le=2**20)
+    """Power of two that scales the base_* sizes to multiply the parameters."""
+    base_emb_dim: int = key(2048, ge=1, le=1_000_000)
+    """Width of the residual stream before scaling."""
     base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1, le=100_000)
-    base_num_kv_heads: int = key(
-        16, "Key/value heads before scaling; fewer than query heads is grouped-query attention.",
-        ge=1, le=100_000,
-    )  # fmt: skip
-    base_mlp_dim: int = key(
-        7168, "Hidden width of the feed-forward before scaling.", ge=1, le=10_000_000,
-        only_if={"feed_forward_type": "mlp"},
-    )  # fmt: skip
+    base_num_kv_heads: int = key(16, ge=1, le=100_000)
+    """Key/value heads before scaling; fewer than query heads is grouped-query attention."""
+    base_mlp_dim: int = key(7168, ge=1, le=10_000_000, only_if={"feed_forward_type": "mlp"})
+    """Hidden width of the feed-forward before scaling."""
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
     head_dim: CountOrAuto = key(128, "Width of a head; -1 is emb_dim / query heads.", le=1_000_000)
-    vocab_size: int = key(
-        32_000, "Rows of the token table, including padding rows.", ge=1, le=2**31 - 1
-    )
-    max_target_length: int = key(
-        2048, "Sequence length in training.", unit="tokens", ge=1, le=2**31 - 1
-    )
+    vocab_size: int = key(32_000, ge=1, le=2**31 - 1)
+    """Rows of the token table, including padding rows."""
+    max_target_length: int = key(2048, unit="tokens", ge=1, le=2**31 - 1)
+    """Sequence length in training."""
 
     @property
     def dimensions(self) -> Dimensions:
@@ -104,58 +94,44 @@ class ShapeConfig(Section):
 class EmbeddingConfig(Section):
     """Token embedding."""
 
-    scale_embedding: bool = key(
-        False,
-        "Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with "
-        "it.",
-    )
+    scale_embedding: bool = key(False)
+    """Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with
+    it."""
+
+
+_TIED = "logits_via_embedding"
 
 
 class HeadConfig(Section):
     """Output head."""
 
-    head_type: Annotated[str, Name("head", "auto")] = key(
-        "auto",
-        "linear: a matrix or the tied token table. auto: linear, or head_qk if head_qk=true.",
-    )
+    head_type: Annotated[str, Name("head", "auto")] = key("auto")
+    """linear: a matrix or the tied token table. auto: linear, or head_qk if head_qk=true."""
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
-    logits_bias: bool = key(
-        False, "Bias of an untied output head.", only_if={"logits_via_embedding": False}
-    )
+    logits_bias: bool = key(False, only_if={"logits_via_embedding": False})
+    """Bias of an untied output head."""
     final_norm: bool = key(True, "Norm after the last layer.")
     final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
-        "auto", "Type of the final norm; auto is normalization_type.", only_if="final_norm"
+        "auto", only_if="final_norm"
     )
-    head_qk: bool = key(
-        False,
-        "Head-QK: add to the logit of each id the scores between the current token and earlier "
-        "tokens with that id (fattorib/transformer).",
-        only_if={"head_type": ["auto", "head_qk"]},
-    )
-    head_qk_dim: Count = key(
-        256,
-        "Width of the queries and keys of Head-QK.",
-        only_if_any={"head_qk": [True], "head_type": ["head_qk"]},
-    )
-    normalize_embedding_logits: bool = key(
-        True, "Divide tied logits by sqrt(emb_dim).", only_if="logits_via_embedding"
-    )
-    logits_embedding_dtype: Literal["auto", "bfloat16"] = key(
-        "auto",
-        "Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches "
-        "TokenFormer's JAX program, whatever dtype is.",
-        only_if="logits_via_embedding",
-    )
-    logits_dot_in_fp32: bool = key(
-        False, "Compute the head's matmul in float32, whatever dtype is."
-    )
-    final_logits_soft_cap: NonNegative = key(
-        0.0, "Soft cap c of logits: c * tanh(logit / c); 0 disables."
-    )
+    """Type of the final norm; auto is normalization_type."""
+    head_qk: bool = key(False, only_if={"head_type": ["auto", "head_qk"]})
+    """Head-QK: add to the logit of each id the scores between the current token and earlier tokens
+    with that id (fattorib/transformer)."""
+    head_qk_dim: Count = key(256, only_if_any={"head_qk": [True], "head_type": ["head_qk"]})
+    """Width of the queries and keys of Head-QK."""
+    normalize_embedding_logits: bool = key(True, only_if=_TIED)
+    """Divide tied logits by sqrt(emb_dim)."""
+    logits_embedding_dtype: Literal["auto", "bfloat16"] = key("auto", only_if=_TIED)
+    """Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches
+    TokenFormer's JAX program, whatever dtype is."""
+    logits_dot_in_fp32: bool = key(False)
+    """Compute the head's matmul in float32, whatever dtype is."""
+    final_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c of logits: c * tanh(logit / c); 0 disables."""
 
     @property
     def name(self) -> str:
-        """The registered head."""
         if self.head_type != "auto":
             return self.head_type
         return "head_qk" if self.head_qk else "linear"
@@ -164,47 +140,33 @@ class HeadConfig(Section):
 class ObjectiveConfig(Section):
     """Training objective."""
 
-    loss_type: Annotated[str, Name("objective")] = key(
-        "cross_entropy",
-        "entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; "
-        "GPT-Neo: entmax_loss). It has no perplexity; decode with decode_filters.entmax_alpha.",
-    )
-    entmax_alpha: float = key(
-        1.3, "Alpha, from 1 (softmax) to 2 (sparsemax).", ge=1, le=2,
-        only_if={"loss_type": "entmax"},
-    )  # fmt: skip
-    z_loss_multiplier: NonNegative = key(
-        0.0,
-        "Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section "
-        "5). Entmax has no normalizer.",
-        only_if={"loss_type": "cross_entropy"},
-    )
-    num_vocab_tiling: Count = key(
-        1,
-        "Sequence chunks in which logits and loss are computed, so that [B,T,V] is never "
-        "materialized.",
-    )
+    loss_type: Annotated[str, Name("objective")] = key("cross_entropy")
+    """entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; GPT-Neo:
+    entmax_loss). It has no perplexity; decode with decode_filters.entmax_alpha."""
+    entmax_alpha: float = key(1.3, ge=1, le=2, only_if={"loss_type": "entmax"})
+    """Alpha, from 1 (softmax) to 2 (sparsemax)."""
+    z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": "cross_entropy"})
+    """Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section 5).
+    Entmax has no normalizer."""
+    num_vocab_tiling: Count = key(1)
+    """Sequence chunks in which logits and loss are computed, so that [B,T,V] is never
+    materialized."""
     parts: ObjectiveParts = ObjectiveParts()
 
 
+_DROPS_PATHS = {"drop_path": OtherThan((0,))}
 DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 
 
 class DropoutRates(Options):
     """Dropout rates of single places."""
 
-    embedding: float | None = key(
-        None, "Dropout rate of the embedding output; null is dropout_rate.", ge=0, lt=1
-    )
-    attention: float | None = key(
-        None, "Dropout rate of attention probabilities; null is dropout_rate.", ge=0, lt=1
-    )
-    residual: float | None = key(
-        None,
-        "Dropout rate of branch outputs before the residual addition; null is dropout_rate.",
-        ge=0,
-        lt=1,
-    )
+    embedding: float | None = key(None, ge=0, lt=1)
+    """Dropout rate of the embedding output; null is dropout_rate."""
+    attention: float | None = key(None, ge=0, lt=1)
+    """Dropout rate of attention probabilities; null is dropout_rate."""
+    residual: float | None = key(None, ge=0, lt=1)
+    """Dropout rate of branch outputs before the residual addition; null is dropout_rate."""
 
 
 class DropoutConfig(Section):
@@ -213,14 +175,10 @@ class DropoutConfig(Section):
     enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
     dropout_rate: Fraction = key(0.0, "Default dropout rate.")
     dropout_rates: DropoutRates = options(DropoutRates)
-    drop_path: Fraction = key(
-        0.0, "Probability that a sequence skips a branch of a layer (stochastic depth)."
-    )
-    drop_path_schedule: Literal["constant", "linear"] = key(
-        "constant",
-        "linear: increase from 0 in the first layer to drop_path in the last.",
-        only_if={"drop_path": OtherThan((0,))},
-    )
+    drop_path: Fraction = key(0.0)
+    """Probability that a sequence skips a branch of a layer (stochastic depth)."""
+    drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
+    """linear: increase from 0 in the first layer to drop_path in the last."""
 
     def rate(self, place: str) -> float:
         """Returns the rate at one of DROPOUT_PLACES; 0 if dropout is disabled."""
@@ -235,39 +193,27 @@ class DropoutConfig(Section):
 class InitScale(Options):
     """Divisors of the standard deviation."""
 
-    depth: bool = key(
-        False,
-        "Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward"
-        " only).",
-    )
-    fan_in: bool = key(
-        False, "Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only)."
-    )
+    depth: bool = key(False)
+    """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward
+    only)."""
+    fan_in: bool = key(False)
+    """Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only)."""
 
 
 class InitConfig(Section):
     """Weight initialization."""
 
-    weight_init: WeightInit = key(
-        "fan_in",
-        "fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). "
-        "neox: small init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). "
-        "tokenformer: fan_in, not truncated in attention. wang: N(0, init_std), outputs and value "
-        "slots 2/(layers sqrt(d)). gpt_neo: N(0, init_std), attention 1/sqrt(d), its queries "
-        "1/sqrt(d head_dim).",
-    )
-    init_std: Positive = key(
-        0.02,
-        "Standard deviation of the initial weights.",
-        only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]},
-    )
+    weight_init: WeightInit = key("fan_in")
+    """fan_in: N(0, 1/fan_in) truncated. gpt2: N(0, init_std), outputs / sqrt(2 layers). neox: small
+    init sqrt(2/5d), outputs 2/(layers sqrt(d)). xavier: 2/(fan_in+fan_out). tokenformer: fan_in,
+    not truncated in attention. wang: N(0, init_std), outputs and value slots 2/(layers sqrt(d)).
+    gpt_neo: N(0, init_std), attention 1/sqrt(d), its queries 1/sqrt(d head_dim)."""
+    init_std: Positive = key(0.02, only_if={"weight_init": ["gpt2", "normal", "wang", "gpt_neo"]})
+    """Standard deviation of the initial weights."""
     init_scale_by: InitScale = options(InitScale, only_if={"weight_init": ["normal", "gpt_neo"]})
-    embedding_init_std: float | None = key(
-        None,
-        "Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and "
-        "xavier, else that of weight_init.",
-        gt=0,
-    )
+    embedding_init_std: float | None = key(None, gt=0)
+    """Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and xavier,
+    else that of weight_init."""
     init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
@@ -277,30 +223,21 @@ Quantization = Literal["", "int8", "fp8"]
 class NumericsConfig(Section):
     """Dtypes and matmul precision."""
 
-    dtype: Literal["auto", "bfloat16", "float32", "float16"] = key(
-        "auto",
-        "Dtype of activations. auto: float32 on CPU, where bfloat16 is half as fast; else "
-        "bfloat16.",
-    )
+    dtype: Literal["auto", "bfloat16", "float32", "float16"] = key("auto")
+    """Dtype of activations. auto: float32 on CPU, where bfloat16 is half as fast; else bfloat16."""
     weight_dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of parameters.")
-    matmul_precision: Literal["default", "high", "highest"] = key(
-        "default", "Precision of matmuls with float32 inputs on accelerators."
-    )
-    quantization: Quantization = key(
-        "",
-        "Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with "
-        "compute capability 8.9 or newer). Embeddings, head, attention scores, norms and expert "
-        "routers are not quantized.",
-    )
-    quantization_rules: tuple[tuple[str, Quantization], ...] = key(
-        (),
-        "Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a "
-        "layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins,"
-        " and the others follow `quantization`.",
-    )
+    matmul_precision: Literal["default", "high", "highest"] = key("default")
+    """Precision of matmuls with float32 inputs on accelerators."""
+    quantization: Quantization = key("")
+    """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with compute
+    capability 8.9 or newer). Embeddings, head, attention scores, norms and expert routers are not
+    quantized."""
+    quantization_rules: tuple[tuple[str, Quantization], ...] = key(())
+    """Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a
+    layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins, and
+    the others follow `quantization`."""
 
     def quantization_of(self, path: str) -> Quantization:
-        """Returns the quantization of the module at a path in a layer."""
         for pattern, kind in self.quantization_rules:
             if re.fullmatch(pattern, path):
                 return kind
@@ -310,16 +247,12 @@ class NumericsConfig(Section):
 class MemoryConfig(Section):
     """Layer scan and rematerialization. They do not change the result."""
 
-    scan_layers: Literal["auto"] | bool = key(
-        "auto",
-        "Scan over one compiled layer (true) or unroll all layers (false). auto: unroll few small"
-        " layers on CPU, layers that differ, and with dense_conn; else scan.",
-    )
-    remat_policy: RematPolicy = key(
-        "auto",
-        "Rematerialization in the backward pass. full: recompute whole layers; minimal: all but "
-        "matmuls; none: nothing. auto: none for unrolled layers on CPU, else full.",
-    )
+    scan_layers: Literal["auto"] | bool = key("auto")
+    """Scan over one compiled layer (true) or unroll all layers (false). auto: unroll few small
+    layers on CPU, layers that differ, and with dense_conn; else scan."""
+    remat_policy: RematPolicy = key("auto")
+    """Rematerialization in the backward pass. full: recompute whole layers; minimal: all but
+    matmuls; none: nothing. auto: none for unrolled layers on CPU, else full."""
 
 
 _STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("ici", "dcn")}
@@ -328,30 +261,19 @@ _STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("i
 class PipelineConfig(Section):
     """Pipeline schedule on a mesh with several stages."""
 
-    num_pipeline_microbatches: CountOrAuto = key(
-        -1,
-        "Microbatches that flow through the stages, split from a microbatch of gradient "
-        "accumulation; -1: number of stages. More of them shrink the pipeline bubble.",
-        only_if_any=_STAGES,
-    )
-    num_pipeline_repeats: CountOrAuto = key(
-        -1,
-        "Passes of a sequence through all stages (circular schedule); -1: derived from "
-        "num_layers_per_pipeline_stage. More of them shrink the pipeline bubble.",
-        only_if_any=_STAGES,
-    )
-    num_layers_per_pipeline_stage: CountOrAuto = key(
-        -1,
-        "Layers that a stage computes before the next stage; -1: derived from "
-        "num_pipeline_repeats, or one cycle of layer kinds if that is -1 too.",
-        only_if_any=_STAGES,
-    )
+    num_pipeline_microbatches: CountOrAuto = key(-1, only_if_any=_STAGES)
+    """Microbatches that flow through the stages, split from a microbatch of gradient accumulation;
+    -1: number of stages. More of them shrink the pipeline bubble."""
+    num_pipeline_repeats: CountOrAuto = key(-1, only_if_any=_STAGES)
+    """Passes of a sequence through all stages (circular schedule); -1: derived from
+    num_layers_per_pipeline_stage. More of them shrink the pipeline bubble."""
+    num_layers_per_pipeline_stage: CountOrAuto = key(-1, only_if_any=_STAGES)
+    """Layers that a stage computes before the next stage; -1: derived from num_pipeline_repeats, or
+    one cycle of layer kinds if that is -1 too."""
 
     def microbatches(self, num_stages: int) -> int:
-        """Returns the microbatches for a number of stages."""
-        if self.num_pipeline_microbatches == -1:
-            return num_stages
-        return self.num_pipeline_microbatches
+        given = self.num_pipeline_microbatches
+        return num_stages if given == -1 else given
 
 
 class ModelConfig(Section):
@@ -379,6 +301,7 @@ class ModelConfig(Section):
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
+        has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         letters = self._layer_kinds
         try:
             pattern = self.block.layer_pattern
@@ -394,11 +317,7 @@ class ModelConfig(Section):
                 own["mixture_of_experts", "num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
                 own["", "mlp_dim"] = widths[index]
-            if (
-                index == 0
-                and dense.mixes_attention_inputs
-                and dense.dense_first_layer_norms == "one"
-            ):
+            if index == 0 and has_one_norm:
                 own["dense_connections", "dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
@@ -437,13 +356,12 @@ class ModelConfig(Section):
         }
         section = self.model_copy(update=sections)
         dimensions = section.shape.dimensions
-        return LayerConfig(
-            section, dimensions if width is None else dimensions._replace(mlp_dim=width)
-        )
+        if width is not None:
+            dimensions = dimensions._replace(mlp_dim=width)
+        return LayerConfig(section, dimensions)
 
     @property
     def connection(self) -> str:
-        """The registered connection between layers."""
         name = self.block.connection_type
         if name == "auto":
             return "dense" if self.dense_connections.dense_conn else "residual"
@@ -457,26 +375,23 @@ class ModelConfig(Section):
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """The name of each layer's mixer."""
         return tuple(layer.config.block.mixer for layer in self.layers)
 
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
         routing = self.mixture_of_experts
-        if self.feed_forward.is_random:
-            return True
-        return any(self.dropout.rate(place) for place in DROPOUT_PLACES) or (
-            routing.num_experts > 1
-            and routing.num_experts_per_tok == 2
-            and routing.moe_second.policy == "random"
+        draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
+        return (
+            self.feed_forward.is_random
+            or any(map(self.dropout.rate, DROPOUT_PLACES))
+            or (draws_experts and routing.moe_second.policy == "random")
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
         """Returns the pipeline schedule of the layers."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
-        unlike = self._unfit_for_stages()
-        if unlike:
+        if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
         period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats

@@ -13,11 +13,13 @@ _LEAST_SIMILARITY = 0.6
 class Problem:
     what: str  # key and what is wrong with it, one sentence
     where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
-    # labeled lines that help to fix it: accepted values, nearest names, default
-    facts: tuple[tuple[str, str], ...] = ()
+    # labeled lines that help to fix it: accepted values, nearest names, default; not empty ones
+    facts: Sequence[tuple[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "facts", tuple(fact for fact in self.facts if fact[1]))
 
     def lines(self) -> list[str]:
-        """Returns the message, first line first."""
         labeled = [("set", place) for place in self.where] + list(self.facts)
         return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
@@ -61,17 +63,9 @@ def _similarity(a: str, b: str) -> float:
     return found
 
 
-def close_matches_fact(
-    name: str, known: Iterable[str], form: str = "{}"
-) -> tuple[tuple[str, str], ...]:
-    """Returns the nearest names as a fact of a problem, if any."""
-    return nearest_fact(close_matches(name, known), form)
-
-
-def nearest_fact(close: Iterable[str], form: str = "{}") -> tuple[tuple[str, str], ...]:
-    """Returns names as a fact of a problem, if any."""
-    names = ", ".join(map(form.format, close))
-    return (("nearest", names),) if names else ()
+def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[str, str]:
+    """Returns the nearest names as a fact of a problem."""
+    return "nearest", ", ".join(map(form.format, close_matches(name, known)))
 
 
 def _sorted_words(name: str) -> str:

@@ -13,7 +13,7 @@ from MaxText.config.catalog import Key, all_names, keys_of
 from MaxText.config.keys import Section
 from MaxText.config.loading import converted_value, format_accepted
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, close_matches_fact
+from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_dashes
 
 
@@ -41,11 +41,9 @@ class Words(NamedTuple):
 
     @property
     def configuration(self) -> list[str]:
-        """The arguments of the configuration."""
         return [*self.files, *self.others, *self.keys]
 
     def check(self) -> None:
-        """Raises ConfigurationError if there are problems."""
         if self.problems:
             raise ConfigurationError(self.problems)
 
@@ -59,11 +57,8 @@ def read_options(
 ) -> tuple[OptionsT, Words]:
     """Takes a program's own options out of a command line.
 
-    Options with a problem have their default.
-
-    Args:
-      takes_keys: Whether other key=value are those of a configuration, which judges them.
-      requires: Whether a missing option is a problem, unlike when only keys are shown.
+    Those with a problem have their default. `takes_keys`: other key=value are those of a
+    configuration, which judges them. `requires`: a missing option is a problem.
     """
     options = {name.rstrip("_"): key for name, key in keys_of(kind).items()}
     switches = [name for name, key in options.items() if key.annotation is bool]
@@ -85,8 +80,8 @@ def read_options(
                 value = converted_value(text if option.parser else values.from_text(text), option)
                 found[option.name] = earlier + value if adds and earlier else value
             except ValueError as error:
-                facts = (("accepted", format_accepted(option)),)
-                facts += close_matches_fact(text, [str(one) for one in option.choices if one])
+                nearest = nearest_fact(text, filter(None, option.choices))
+                facts = ("accepted", format_accepted(option)), nearest
                 place = f"command line, {name}={text}"
                 words.problems.append(Problem(f"{name}: {error}", (place,), facts))
         elif problem := _unknown(name, argument, options, takes_keys):
@@ -104,10 +99,7 @@ def read_options(
 
 
 def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool) -> Problem | None:
-    """Returns the problem of a misspelled option, or None.
-
-    Loading the configuration reports misspelled keys.
-    """
+    """Returns the problem of a misspelled option; keys are for `load`."""
     if not name and not argument.startswith("-"):
         return None
     if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):
@@ -122,8 +114,7 @@ def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool
 
 
 def describe(kind: type[ProgramOptions]) -> str:
-    """Returns the help of a program's options."""
-    lines = ["Options:", ""]
+    lines = [(kind.__doc__ or "").strip(), ""]
     for name, option in keys_of(kind).items():
         choices = "|".join(str(choice) for choice in option.choices if choice)
         value = choices if 0 < len(choices) < 16 else option.unit.upper() or "VALUE"

@@ -39,21 +39,11 @@ class RegistrationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """A registered part.
-
-    Attributes:
-      kind: One of KINDS.
-      target: The class or function; of a built-in part "module:name", imported when it is needed.
-      keys: Keys of the part's own, which join the configuration. A built-in part imports them from
-        a module without jax.
-      place: File and line of the registration.
-    """
-
-    kind: str
+    kind: str  # one of KINDS
     name: str
-    target: Any
-    keys: type[Section] | None
-    place: str
+    target: Any  # class or function; of a built-in part "module:name", imported when it is needed
+    keys: type[Section] | None  # of its own, from a module without jax if it is built in
+    place: str  # file and line
 
     @property
     def is_built_in(self) -> bool:
@@ -112,9 +102,6 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
       kind: One of KINDS.
       name: Lower-case letters, digits and underscores.
       keys: A Section with keys of the part's own.
-
-    Raises:
-      RegistrationError: The kind is unknown, the name is taken or invalid, or a key exists.
     """
     frame = sys._getframe(1)
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -185,7 +172,6 @@ def lookup(kind: str, name: str) -> Any:
 
 
 def registrations() -> list[Registration]:
-    """Returns all parts, built-in ones first."""
     return list(_all().values())
 
 
@@ -197,7 +183,6 @@ def forget(module_file: str) -> None:
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
-    """Removes all parts but these."""
     kept = {(one.kind, one.name): one for one in parts}
     if kept != _registered:
         _registered.clear()

@@ -32,7 +32,6 @@ class Rule(NamedTuple):
     finds_unused: bool
 
     def check(self, config: Config) -> str | None:
-        """Returns the problem of a configuration, or None."""
         return self.function(**{name: _getter(name)(config) for name in self.arguments})
 
 
@@ -45,9 +44,7 @@ def _getter(name: str) -> Callable[[Config], Any]:
 def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
     """Registers a function of keys to check, or of names of _OBJECTS.
 
-    Args:
-      more: Other keys to blame; a function that takes **keys gets their values as well.
-      programs: Names separated by blanks.
+    `more` are other keys to blame; a function that takes **keys gets their values as well.
     """
 
     def register(function: _Check) -> _Check:

@@ -36,10 +36,8 @@ def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, con
             f"{length} steps of the schedule together"
         )
     if warmup_steps == -1 and warmup_steps_fraction + decay > 1 + 1e-9:
-        return (
-            f"warmup_steps_fraction={warmup_steps_fraction:g} and "
-            f"wsd_decay_steps_fraction={decay:g} are more than 1 together"
-        )
+        both = f"{warmup_steps_fraction=:g} and wsd_decay_steps_fraction={decay:g}"
+        return f"{both} are more than 1 together"
 
 
 @rule("warmup_steps", finds_unused=True)
@@ -58,9 +56,8 @@ def _rampup(
     is_whole = 1 - 1e-6 <= count < math.inf and abs(count - round(count)) <= 1e-6
     if config.batch.enable_rampup_batch_size and not is_whole:
         return (
-            f"per_device_batch_size_start={per_device_batch_size_start:g} plus a number of "
-            f"increments of {per_device_batch_size_increment:g} does not make "
-            f"per_device_batch_size={per_device_batch_size:g}"
+            f"{per_device_batch_size_start=:g} plus a number of increments of "
+            f"{per_device_batch_size_increment:g} does not make {per_device_batch_size=:g}"
         )
 
 
@@ -83,7 +80,7 @@ def _length_stages(sequence_length_stages, max_target_length, mlm_training):
 def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
     # What -1 fills is known where the devices are.
     parts = math.prod(max(size, 1) for size in sizes.values())
-    lengths = {f"max_target_length={max_target_length}": max_target_length} | {
+    lengths = {f"{max_target_length=}": max_target_length} | {
         f"a stage of {length} in sequence_length_stages": length
         for _, length in sequence_length_stages
     }
@@ -112,7 +109,7 @@ def _tokenizer_fits(tokenizer_vocab_size, vocab_size, config):
     preparation = config.preparation
     reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
     if reads_text and not preparation.tokenizer_path and tokenizer_vocab_size > vocab_size:
-        return f"tokenizer_vocab_size={tokenizer_vocab_size} is larger than vocab_size={vocab_size}"
+        return f"{tokenizer_vocab_size=} is larger than {vocab_size=}"
 
 
 @rule()
@@ -140,7 +137,7 @@ def _mixture(data_mixture_weights, num_epoch):
         return f"data_mixture_weights: {twice[0]} is named twice; give it one weight"
     if len(data_mixture_weights) > 1 and num_epoch != -1:
         return (
-            f"num_epoch={num_epoch}: a mixture repeats its sources without end, as their lengths "
+            f"{num_epoch=}: a mixture repeats its sources without end, as their lengths "
             "differ\nleave num_epoch=-1 and set steps"
         )
 
@@ -199,10 +196,7 @@ def _causal(causal, mlm_training):
 @rule()
 def _masked_shares(mlm, mlm_training):
     if mlm_training and mlm.same_token_prob + mlm.random_token_prob > 1 + 1e-9:
-        return (
-            f"mlm.same_token_prob={mlm.same_token_prob:g} and "
-            f"mlm.random_token_prob={mlm.random_token_prob:g} are more than 1 together"
-        )
+        return f"{mlm.same_token_prob=:g} and {mlm.random_token_prob=:g} are more than 1 together"
 
 
 # ---- Scores
@@ -229,8 +223,8 @@ def _something_to_score(dataset_path, grain_eval_files, data_mixture_weights, da
 def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatron):
     if eval_stride > max_target_length:
         return (
-            f"eval_stride={eval_stride} is above max_target_length={max_target_length}: the tokens "
-            f"between two windows would not be scored\neval_stride={max_target_length} or less"
+            f"{eval_stride=} is above {max_target_length=}: the tokens between two windows would "
+            f"not be scored\neval_stride={max_target_length} or less"
         )
     if eval_stride == -1:
         return None
@@ -351,7 +345,7 @@ def _profile(profiler, profiler_window, steps):
     if profiler and 0 < steps <= profiler_window.skip:
         return (
             f"the profiler waits {profiler_window.skip} steps (profiler_window.skip), but the run "
-            f"has steps={steps}"
+            f"has {steps=}"
         )
 
 

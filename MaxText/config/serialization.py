@@ -16,12 +16,9 @@ _LINE = 100
 
 
 def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
-    """Returns all keys by section; loads to the same configuration.
+    """Returns all keys by section, with comments at the ends of lines.
 
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
-
-    Args:
-      comment: Returns a comment for the end of a key's line, or an empty string.
     """
     return section_lines([f"schema_version: {SCHEMA_VERSION}"], flatten(config), comment)
 
@@ -67,10 +64,7 @@ def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
-    """Returns the YAML lines of one key.
-
-    Items too long for one line take a line each.
-    """
+    """Returns the YAML lines of one key; long items take a line each."""
     line = f"{name}: {to_yaml(value)}"
     end = f"  # {comment}" if comment else ""
     value = value.as_dict() if isinstance(value, Options) else value
@@ -82,10 +76,7 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
 
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns {key: (old, new)} as YAML for two flat configurations.
-
-    A list equals a tuple of the same items, because storage turns one into the other.
-    """
+    """Returns {key: (old, new)} as YAML for two flat configurations."""
     old, new = renamed(old), renamed(new)
     changed = {}
     for name in dict.fromkeys([*new, *old]):

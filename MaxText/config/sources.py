@@ -1,20 +1,18 @@
 """Layers of settings, from weakest to strongest."""
 
 import dataclasses
-import enum
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
 from MaxText.config.catalog import all_keys, split_entry
-from MaxText.config.config_files import ConfigFileError, short_path
+from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
-from MaxText.config.problems import Problem, close_matches, close_matches_fact
+from MaxText.config.problems import Problem, close_matches, nearest_fact
 from MaxText.config.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -29,61 +27,6 @@ FILE_KEYS = ("base_config", "schema_version", *SWEEP_KEYS)
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-\d.*", re.DOTALL)
 YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
-
-
-class Source(enum.Enum):
-    """Sources of values, weakest first; DERIVED ones are computed."""
-
-    DEFAULT = "schema default"
-    DECODER_BLOCK = "decoder_block"
-    BASE_CONFIG = "base_config"
-    SAVED_CONFIG = "saved config"
-    CONFIG_FILE = "config file"
-    PRESET = "model_name preset"
-    ENVIRONMENT = "environment"
-    COMMAND_LINE = "command line"
-    ARGUMENT = "argument of configure()"
-    DERIVED = "derived"
-
-    @property
-    def rank(self) -> int:
-        return list(Source).index(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Origin:
-    source: Source
-    file: Path | None = None  # YAML file, or None
-    line: int | None = None  # line in that file, or None
-    raw: str = ""  # the value as it was written
-    note: str = ""  # environment variable, or the origin of a derived value
-
-    @property
-    def place(self) -> str:
-        """For example "configs/gpt2.yml:12"."""
-        if self.file is not None:
-            return f"{short_path(self.file)}:{self.line}"
-        if self.source is Source.ENVIRONMENT:
-            return f"environment variable {self.note}"
-        return f"{self.source.value} {self.note}" if self.note else self.source.value
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """One `key = value` with its origin; `written` is the user's spelling."""
-
-    name: str
-    value: Any
-    origin: Origin
-    written: str
-
-    @property
-    def place(self) -> str:
-        raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
-        if self.origin.source is Source.ENVIRONMENT:
-            return f"{self.origin.place}={raw}"
-        between = ": " if self.origin.file else "="
-        return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,18 +126,15 @@ def _read_arguments(
             what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
             if argument.startswith("-"):
                 what = f"argument {argument!r} has no value: write {name}=VALUE"
-            facts = close_matches_fact(name, all_keys(), "{}=...")
-            if os.path.exists(os.path.expanduser(argument)):
-                facts = (("write", f"dataset_path={argument}, if it is a data set"), *facts)
+            is_path = os.path.exists(os.path.expanduser(argument))
+            remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
+            facts = ("write", remedy), nearest_fact(name, all_keys(), "{}=...")
             result.problems.append(Problem(what, ("command line",), facts))
     return paths, distinct(settings, result, last_wins=True)
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
-    """Rewrites arguments with dashes as key=value.
-
-    These are `--key=value`, `--key value`, and `--switch` (switch=true).
-    """
+    """Rewrites --key=value, --key value and --switch as key=value."""
     joined: list[str] = []
     for argument in arguments:
         if argument.startswith("--") and argument[2:].replace("-", "_") in switches:
@@ -238,55 +178,52 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
     here = layer
     while True:
         seen.append(path)
-        entries, problems = config_files.read(path)
+        entries, problems = config_files.read(path, layer)
         result.problems += problems
         special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
         if "schema_version" in special:
-            _check_version(special["schema_version"], path, result)
+            _check_version(special["schema_version"], result)
             here = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else here
         settings = [
-            Setting(e.name, e.value, Origin(here, path, e.line, e.raw), e.name)
-            for e in entries
-            if e.name not in FILE_KEYS
+            dataclasses.replace(entry, origin=dataclasses.replace(entry.origin, source=here))
+            for entry in entries
+            if entry.name not in FILE_KEYS
         ]
         chain.append(distinct(settings, result))
         for name in SWEEP_KEYS:
             if name not in result.sweep_blocks and (entry := special.get(name)):
-                place = f"{short_path(path)}:{entry.line}"
-                result.sweep_blocks[name] = SweepBlock(entry.value, place)
+                result.sweep_blocks[name] = SweepBlock(entry.value, entry.origin.place)
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
-        place = f"{short_path(path)}:{base.line}, base_config: {base.raw}"
         try:
             if not isinstance(base.value, str):
-                what = f"base_config: {base.raw} is not the path of one YAML file"
+                what = f"base_config: {base.origin.raw} is not the path of one YAML file"
                 raise ConfigFileError(Problem(what))
             path = config_files.find_config(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
                 raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
         except ConfigFileError as error:
-            result.problems.append(dataclasses.replace(error.problem, where=(place,)))
+            result.problems.append(dataclasses.replace(error.problem, where=(base.place,)))
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
     return [setting for settings in reversed(chain) for setting in settings]
 
 
-def _check_version(entry: config_files.YamlEntry, path: Path, result: CollectedSettings) -> None:
-    place = f"{short_path(path)}:{entry.line}, schema_version: {entry.raw}"
+def _check_version(entry: Setting, result: CollectedSettings) -> None:
     try:
         version = values.convert(entry.value, int)
     except values.InvalidValueError as error:
-        result.problems.append(Problem(f"schema_version: {error}", (place,)))
+        result.problems.append(Problem(f"schema_version: {error}", (entry.place,)))
         return
     if version > SCHEMA_VERSION:
         what = (
             f"schema_version: {version} was written by a newer version of this program, "
             f"which reads up to {SCHEMA_VERSION}"
         )
-        result.problems.append(Problem(what, (place,), (("instead", "update the program"),)))
+        result.problems.append(Problem(what, (entry.place,), [("instead", "update the program")]))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
@@ -303,21 +240,17 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         return []
     known = config_files.preset_names(folder)
     place = (setting.place,) if setting else ()
-    path_setting = setting if setting is not None and YAML_PATH.fullmatch(chosen) else None
-    if path_setting is None and chosen not in known:
-        facts = (
-            *close_matches_fact(str(chosen), known),
-            ("known", ", ".join(known)),
-            ("default", default),
-        )
+    origin, is_path = setting.origin if setting else None, YAML_PATH.fullmatch(chosen)
+    if not is_path and chosen not in known:
+        nearest = nearest_fact(str(chosen), known)
+        facts = nearest, ("known", ", ".join(known)), ("default", default)
         what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
         result.problems.append(Problem(what, place, facts))
         return []
     try:
-        file = folder / f"{chosen}.yml"
-        if path_setting is not None:
-            origin = path_setting.origin.file
-            file = config_files.find_config(chosen, next_to=origin.parent if origin else None)
+        next_to = origin.file.parent if origin and origin.file else None
+        preset = folder / f"{chosen}.yml"
+        file = config_files.find_config(chosen, next_to) if is_path else preset
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
@@ -336,20 +269,15 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
 
 def sweep_not_supported(name: str, place: str) -> Problem:
     """Returns the problem of a file for several runs in a single-run program."""
-    return Problem(
-        f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands",
-        (place,),
-        (("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
-    )
+    what = f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands"
+    remedy = f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"
+    return Problem(what, (place,), (("run", remedy),))
 
 
 def distinct(
     settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
-    """Returns the settings of one source under our names.
-
-    With `last_wins` a key may be set twice; otherwise that is a problem.
-    """
+    """Returns the settings of one source under our names, once each."""
     kept: dict[str, Setting] = {}
     for setting in settings:
         name, value = ALIASES.get(setting.name, setting.name), setting.value

@@ -1,6 +1,6 @@
 """Keys of the run: batches, optimizer, mesh, checkpoints, logging, guard."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from MaxText.config.keys import (
     Count,
@@ -22,77 +22,56 @@ from MaxText.config.registry import Name, OptimizerParts
 class RunConfig(Section):
     """Name, folder and length of the run."""
 
-    run_name: str = key(
-        "",
-        "Run folder under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else"
-        " model_name or config name with date and time. May be a full path: /folder/run or "
-        "gs://bucket/run.",
-    )
-    base_output_directory: str = key(
-        "", "Root of all outputs, a folder or gs://. Empty: ./maxtext_output."
-    )
+    run_name: str = key("")
+    """Run folder under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else
+    model_name or config name with date and time. May be a full path: /folder/run or
+    gs://bucket/run."""
+    base_output_directory: str = key("")
+    """Root of all outputs, a folder or gs://. Empty: ./maxtext_output."""
     model_name: str = key("default", "Preset of configs/models/, applied over the config file.")
-    import_modules: tuple[str, ...] = key(
-        (),
-        "Modules, or paths of .py files, that register parts of your own. Imported before anything "
-        "else is read (docs/tutorials/add_an_architecture.md).",
-    )
-    steps: CountOrAuto = key(
-        150_001, "Training steps; -1 is learning_rate_schedule_steps.", unit="steps"
-    )
-    hardware: Literal["auto", "cpu", "gpu", "tpu"] = key(
-        "auto", "Device type; auto takes the best that jax finds."
-    )
-    jax_cache_dir: str = key(
-        "auto",
-        "Folder or gs:// for compiled programs, where restarts and other runs find them. auto: "
-        "jax_cache in base_output_directory; empty switches it off.",
-    )
+    import_modules: tuple[str, ...] = key(())
+    """Modules, or paths of .py files, that register parts of your own. Imported before anything
+    else is read (docs/tutorials/add_an_architecture.md)."""
+    steps: CountOrAuto = key(150_001, unit="steps")
+    """Training steps; -1 is learning_rate_schedule_steps."""
+    hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto")
+    """Device type; auto takes the best that jax finds."""
+    jax_cache_dir: str = key("auto")
+    """Folder or gs:// for compiled programs, where restarts and other runs find them. auto:
+    jax_cache in base_output_directory; empty switches it off."""
     compile_topology: str = key("", "Target of train_compile.py, such as v5e-16, v5p-8 or h100-8.")
-    compile_topology_num_slices: CountOrAuto = key(
-        -1, "Slices of the compile topology, connected by the data center network (TPU); -1 is one."
-    )
-    compiled_trainstep_file: str = key(
-        "",
-        "File or gs:// to which train_compile.py writes its compiled step and from which train.py"
-        " loads it; accepted only if signed with the user's key and made for this configuration.",
-    )
+    compile_topology_num_slices: CountOrAuto = key(-1)
+    """Slices of the compile topology, connected by the data center network (TPU); -1 is one."""
+    compiled_trainstep_file: str = key("")
+    """File or gs:// to which train_compile.py writes its compiled step and from which train.py
+    loads it; accepted only if signed with the user's key and made for this configuration."""
     log_config: bool = key(False, "Print every resolved key at start; config.yml also has them.")
-    strict_config: bool = key(
-        False, "Reject keys that have no effect, instead of a warning (model) or note (others)."
-    )
+    strict_config: bool = key(False)
+    """Reject keys that have no effect, instead of a warning (model) or note (others)."""
+
+
+_RAMPS = "enable_rampup_batch_size"
 
 
 class BatchConfig(Section):
     """Batch size: per_device_batch_size x devices x accumulation steps."""
 
-    per_device_batch_size: Positive = key(
-        12.0, "Sequences per device and microbatch; may be a fraction.", unit="sequences"
-    )
-    gradient_accumulation_steps: Count = key(
-        1, "Microbatches per step, accumulated inside one compiled step."
-    )
-    enable_rampup_batch_size: bool = key(
-        False, "Ramp up the batch size from per_device_batch_size_start to per_device_batch_size."
-    )
-    per_device_batch_size_start: Positive = key(
-        4.0, "Initial batch size of the ramp-up.", unit="sequences",
-        only_if="enable_rampup_batch_size",
-    )  # fmt: skip
-    per_device_batch_size_increment: Positive = key(
-        2.0, "Batch size increment per stage of the ramp-up.", unit="sequences",
-        only_if="enable_rampup_batch_size",
-    )  # fmt: skip
-    global_rampup_samples: Count = key(
-        500, "Sequences of the whole ramp-up, divided evenly between its stages.",
-        unit="sequences", only_if="enable_rampup_batch_size",
-    )  # fmt: skip
-    sequence_length_stages: tuple[tuple[int, int], ...] = key(
-        (),
-        "Pairs [first step, length] of shorter sequences at the start, for example "
-        "[[0,256],[400,512],[800,1024]]; sequences are split, so that every step has the same "
-        "number of tokens. Empty: max_target_length throughout.",
-    )
+    per_device_batch_size: Positive = key(12.0, unit="sequences")
+    """Sequences per device and microbatch; may be a fraction."""
+    gradient_accumulation_steps: Count = key(1)
+    """Microbatches per step, accumulated inside one compiled step."""
+    enable_rampup_batch_size: bool = key(False)
+    """Ramp up the batch size from per_device_batch_size_start to per_device_batch_size."""
+    per_device_batch_size_start: Positive = key(4.0, unit="sequences", only_if=_RAMPS)
+    """Initial batch size of the ramp-up."""
+    per_device_batch_size_increment: Positive = key(2.0, unit="sequences", only_if=_RAMPS)
+    """Batch size increment per stage of the ramp-up."""
+    global_rampup_samples: Count = key(500, unit="sequences", only_if=_RAMPS)
+    """Sequences of the whole ramp-up, divided evenly between its stages."""
+    sequence_length_stages: tuple[tuple[int, int], ...] = key(())
+    """Pairs [first step, length] of shorter sequences at the start, for example
+    [[0,256],[400,512],[800,1024]]; sequences are split, so that every step has the same number of
+    tokens. Empty: max_target_length throughout."""
 
 
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
@@ -102,115 +81,86 @@ class AdafactorOptions(Options):
     """Settings of Adafactor (Shazeer and Stern 2018)."""
 
     decay_exponent: Positive = key(0.8, "Step t keeps 1 - t^-exponent of the second moment.")
-    epsilon_gradient: NonNegative = key(
-        1e-30, "Added to squared gradients (GPT-Neo: ada_epsilon1)."
-    )
-    epsilon_parameter: NonNegative = key(
-        1e-3, "Minimum parameter scale for the relative learning rate (GPT-Neo: ada_epsilon2)."
-    )
+    epsilon_gradient: NonNegative = key(1e-30)
+    """Added to squared gradients (GPT-Neo: ada_epsilon1)."""
+    epsilon_parameter: NonNegative = key(1e-3)
+    """Minimum parameter scale for the relative learning rate (GPT-Neo: ada_epsilon2)."""
     clipping_threshold: Positive = key(1.0, "Maximum root mean square of a parameter's update.")
-    min_dim_size_to_factor: Count = key(
-        128, "Arrays whose second largest dimension is smaller keep the full second moment."
-    )
+    min_dim_size_to_factor: Count = key(128)
+    """Arrays whose second largest dimension is smaller keep the full second moment."""
     momentum: Fraction = key(0.0, "Decay rate of momentum; 0 keeps none (GPT-Neo: beta1).")
+
+
+_FIRST_MOMENT = {"opt_type": ["adamw", "lion", "muon"]}
 
 
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    opt_type: Annotated[str, Name("optimizer")] = key(
-        "adamw", "Optimizer, by the name of a registered part."
-    )
-    adam_b1: Fraction = key(
-        0.9, "Decay rate of the first moment.", only_if={"opt_type": ["adamw", "lion", "muon"]}
-    )
-    adam_b2: Fraction = key(
-        0.95, "Decay rate of the second moment.", only_if={"opt_type": ["adamw", "lion", "muon"]}
-    )
-    adam_eps: NonNegative = key(
-        1e-8, "Epsilon added outside the square root.", only_if={"opt_type": ["adamw", "muon"]}
-    )
-    adam_eps_root: NonNegative = key(
-        0.0, "Epsilon added inside the square root.", only_if={"opt_type": ["adamw", "muon"]}
-    )
-    adam_bias_correction: bool = key(
-        True,
-        "Correct the bias of both moments (Kingma and Ba 2015, section 3). GPT-Neo's Adam does "
-        "not.",
-        only_if={"opt_type": "adamw"},
-    )
-    adam_weight_decay: NonNegative = key(
-        0.1, "Decoupled weight decay, multiplied by the learning rate."
-    )
-    adamw_mask: tuple[str, ...] = key(
-        (), "Regular expressions of parameter names without weight decay; empty decays all."
-    )
-    weight_decay_overrides: tuple[tuple[str, float], ...] = key(
-        (), "Pairs [name regex, decay] that override adam_weight_decay; the first match wins."
-    )
-    learning_rate_overrides: tuple[tuple[str, float], ...] = key(
-        (), "Pairs [name regex, multiplier] of the learning rate; the first match wins."
-    )
-    trainable_parameters_mask: tuple[str, ...] = key(
-        (), "Regular expressions of parameter names to train; empty trains all."
-    )
-    mu_dtype: Literal["", "float32", "bfloat16"] = key(
-        "", "Dtype of the first moment; empty is weight_dtype.",
-        only_if={"opt_type": ["adamw", "lion", "muon"]},
-    )  # fmt: skip
+    opt_type: Annotated[str, Name("optimizer")] = key("adamw")
+    """Optimizer, by the name of a registered part."""
+    adam_b1: Fraction = key(0.9, only_if=_FIRST_MOMENT)
+    """Decay rate of the first moment."""
+    adam_b2: Fraction = key(0.95, only_if=_FIRST_MOMENT)
+    """Decay rate of the second moment."""
+    adam_eps: NonNegative = key(1e-8, only_if={"opt_type": ["adamw", "muon"]})
+    """Epsilon added outside the square root."""
+    adam_eps_root: NonNegative = key(0.0, only_if={"opt_type": ["adamw", "muon"]})
+    """Epsilon added inside the square root."""
+    adam_bias_correction: bool = key(True, only_if={"opt_type": "adamw"})
+    """Correct the bias of both moments (Kingma and Ba 2015, section 3). GPT-Neo's Adam does not."""
+    adam_weight_decay: NonNegative = key(0.1)
+    """Decoupled weight decay, multiplied by the learning rate."""
+    adamw_mask: tuple[str, ...] = key(())
+    """Regular expressions of parameter names without weight decay; empty decays all."""
+    weight_decay_overrides: tuple[tuple[str, float], ...] = key(())
+    """Pairs [name regex, decay] that override adam_weight_decay; the first match wins."""
+    learning_rate_overrides: tuple[tuple[str, float], ...] = key(())
+    """Pairs [name regex, multiplier] of the learning rate; the first match wins."""
+    trainable_parameters_mask: tuple[str, ...] = key(())
+    """Regular expressions of parameter names to train; empty trains all."""
+    mu_dtype: Literal["", "float32", "bfloat16"] = key("", only_if=_FIRST_MOMENT)
+    """Dtype of the first moment; empty is weight_dtype."""
     muon_beta: Fraction = key(0.95, "Momentum of Muon.", only_if={"opt_type": "muon"})
     momentum: Fraction = key(0.9, "Momentum of SGD.", only_if={"opt_type": "sgd"})
     nesterov: bool = key(True, "Use Nesterov momentum.", only_if={"opt_type": ["sgd", "muon"]})
     adafactor: AdafactorOptions = options(AdafactorOptions, only_if={"opt_type": "adafactor"})
     gradient_clipping_threshold: NonNegative = key(1.0, "Gradient clipping threshold; 0 disables.")
-    gradient_clipping_type: Literal["global_norm", "value"] = key(
-        "global_norm", "Clip by the global norm or each element by value."
-    )
+    gradient_clipping_type: Literal["global_norm", "value"] = key("global_norm")
+    """Clip by the global norm or each element by value."""
     parts: OptimizerParts = OptimizerParts()
 
 
 class LearningRateDecay(Options):
     """Form of the decay."""
 
-    power: Positive = key(
-        1.0, "Exponent of the polynomial decay, (1 - fraction done)^power.",
-        only_if={"lr_schedule_type": "polynomial"},
-    )  # fmt: skip
-    multiplies_warmup: bool = key(
-        False,
-        "Start the decay at step 0 and multiply it by the warm-up (GPT-Neo). Otherwise the decay "
-        "starts after warm-up.",
-    )
-    after: Literal["zero", "final"] = key(
-        "zero",
-        "Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the final one "
-        "(GPT-Neo after lr_decay_end, fattorib/transformer).",
-    )
+    power: Positive = key(1.0, only_if={"lr_schedule_type": "polynomial"})
+    """Exponent of the polynomial decay, (1 - fraction done)^power."""
+    multiplies_warmup: bool = key(False)
+    """Start the decay at step 0 and multiply it by the warm-up (GPT-Neo). Otherwise the decay
+    starts after warm-up."""
+    after: Literal["zero", "final"] = key("zero")
+    """Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the final one (GPT-Neo
+    after lr_decay_end, fattorib/transformer)."""
 
 
 class ScheduleConfig(Section):
     """Learning rate schedule."""
 
     learning_rate: Positive = key(3e-5, "Peak learning rate.")
-    lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key(
-        "cosine", "Learning rate schedule after warm-up; wsd is warm-up, stable, decay."
-    )
-    learning_rate_schedule_steps: CountOrAuto = key(
-        -1, "Length of the schedule; -1 is `steps`.", unit="steps"
-    )
-    warmup_steps_fraction: Share = key(
-        0.1, "Fraction of the schedule spent on warm-up.", only_if={"warmup_steps": -1}
-    )
-    warmup_steps: int = key(
-        -1, "Warm-up steps; -1 uses warmup_steps_fraction.", unit="steps", ge=-1
-    )
-    learning_rate_final_fraction: Share = key(
-        0.1, "Final learning rate as a fraction of the peak.", only_if=_DECAYING
-    )
+    lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key("cosine")
+    """Learning rate schedule after warm-up; wsd is warm-up, stable, decay."""
+    learning_rate_schedule_steps: CountOrAuto = key(-1, unit="steps")
+    """Length of the schedule; -1 is `steps`."""
+    warmup_steps_fraction: Share = key(0.1, only_if={"warmup_steps": -1})
+    """Fraction of the schedule spent on warm-up."""
+    warmup_steps: int = key(-1, unit="steps", ge=-1)
+    """Warm-up steps; -1 uses warmup_steps_fraction."""
+    learning_rate_final_fraction: Share = key(0.1, only_if=_DECAYING)
+    """Final learning rate as a fraction of the peak."""
     learning_rate_decay: LearningRateDecay = options(LearningRateDecay, only_if=_DECAYING)
-    wsd_decay_steps_fraction: Share = key(
-        0.1, "Fraction of the schedule spent on decay.", only_if={"lr_schedule_type": "wsd"}
-    )
+    wsd_decay_steps_fraction: Share = key(0.1, only_if={"lr_schedule_type": "wsd"})
+    """Fraction of the schedule spent on decay."""
 
     @property
     def num_warmup_steps(self) -> int:
@@ -260,10 +210,6 @@ LOGICAL_AXIS_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def _size(default: int, doc: str) -> Any:
-    return key(default, f"{doc} -1 fills.")
-
-
 class MeshConfig(Section):
     """Device mesh and sharding.
 
@@ -271,106 +217,76 @@ class MeshConfig(Section):
     and multiply to their number. One of each may be -1, which fills (docs/how-to/shard_a_model.md).
     """
 
-    allow_split_physical_axes: bool = key(
-        True,
-        "Split an axis of the TPU network over several mesh axes if no mesh keeps all of them "
-        "whole. false rejects such sizes.",
-    )
-    ici_data_parallelism: CountOrAuto = _size(1, "Copies of the model inside a slice.")
-    ici_pipeline_parallelism: Count = key(
-        1, "Stages of a pipeline, inside a slice, over which layers are split."
-    )
-    ici_fsdp_parallelism: CountOrAuto = _size(
-        -1, "Devices of a slice over which weights and batch are split."
-    )
-    ici_fsdp_transpose_parallelism: CountOrAuto = _size(
-        1,
-        "Devices of a slice over which the batch and the other dimension of MLP weights are split.",
-    )
-    ici_context_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which sequences, and weights like fsdp, are split."
-    )
-    ici_expert_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which experts, and the batch outside of them, are split."
-    )
-    ici_tensor_parallelism: CountOrAuto = _size(
-        1, "Devices of a slice over which heads, MLP and slots are split."
-    )
-    dcn_data_parallelism: CountOrAuto = _size(-1, "Copies of the model across slices.")
+    allow_split_physical_axes: bool = key(True)
+    """Split an axis of the TPU network over several mesh axes if no mesh keeps all of them whole.
+    false rejects such sizes."""
+    ici_data_parallelism: CountOrAuto = key(1, "Copies of the model inside a slice. -1 fills.")
+    ici_pipeline_parallelism: Count = key(1)
+    """Stages of a pipeline, inside a slice, over which layers are split."""
+    ici_fsdp_parallelism: CountOrAuto = key(-1)
+    """Devices of a slice over which weights and batch are split. -1 fills."""
+    ici_fsdp_transpose_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which the batch and the other dimension of MLP weights are split. -1
+    fills."""
+    ici_context_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which sequences, and weights like fsdp, are split. -1 fills."""
+    ici_expert_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which experts, and the batch outside of them, are split. -1 fills."""
+    ici_tensor_parallelism: CountOrAuto = key(1)
+    """Devices of a slice over which heads, MLP and slots are split. -1 fills."""
+    dcn_data_parallelism: CountOrAuto = key(-1, "Copies of the model across slices. -1 fills.")
     dcn_pipeline_parallelism: Count = key(1, "As ici_pipeline_parallelism, across slices.")
-    dcn_fsdp_parallelism: CountOrAuto = _size(1, "As ici_fsdp_parallelism, across slices.")
-    dcn_fsdp_transpose_parallelism: CountOrAuto = _size(
-        1, "As ici_fsdp_transpose_parallelism, across slices."
-    )
-    dcn_context_parallelism: CountOrAuto = _size(1, "As ici_context_parallelism, across slices.")
-    dcn_expert_parallelism: CountOrAuto = _size(1, "As ici_expert_parallelism, across slices.")
-    dcn_tensor_parallelism: CountOrAuto = _size(1, "As ici_tensor_parallelism, across slices.")
-    shard_optimizer_over_data: bool = key(
-        False,
-        "Also shard optimizer state over data parallelism (ici_data_parallelism), so that each "
-        "device keeps and updates a shard (ZeRO-1). Does not change the result.",
-    )
-    optimizer_memory_host_offload: bool = key(
-        False,
-        "Keep optimizer state in host memory, and on the device only during the update. Does not "
-        "change the result.",
-    )
-    logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(
-        LOGICAL_AXIS_RULES,
-        "Pairs [logical name, mesh axes]. Given names replace the base rules of those names.",
-    )
-    override_logical_axis_rules: bool = key(
-        False, "Drop the base rules instead of merging with them."
-    )
-    sharding_tolerance: Share = key(
-        0.02, "Maximum fraction of parameters that may be replicated on every device."
-    )
+    dcn_fsdp_parallelism: CountOrAuto = key(1, "As ici_fsdp_parallelism, across slices. -1 fills.")
+    dcn_fsdp_transpose_parallelism: CountOrAuto = key(1)
+    """As ici_fsdp_transpose_parallelism, across slices. -1 fills."""
+    dcn_context_parallelism: CountOrAuto = key(1)
+    """As ici_context_parallelism, across slices. -1 fills."""
+    dcn_expert_parallelism: CountOrAuto = key(1)
+    """As ici_expert_parallelism, across slices. -1 fills."""
+    dcn_tensor_parallelism: CountOrAuto = key(1)
+    """As ici_tensor_parallelism, across slices. -1 fills."""
+    shard_optimizer_over_data: bool = key(False)
+    """Also shard optimizer state over data parallelism (ici_data_parallelism), so that each device
+    keeps and updates a shard (ZeRO-1). Does not change the result."""
+    optimizer_memory_host_offload: bool = key(False)
+    """Keep optimizer state in host memory, and on the device only during the update. Does not
+    change the result."""
+    logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(LOGICAL_AXIS_RULES)
+    """Pairs [logical name, mesh axes]. Given names replace the base rules of those names."""
+    override_logical_axis_rules: bool = key(False)
+    """Drop the base rules instead of merging with them."""
+    sharding_tolerance: Share = key(0.02)
+    """Maximum fraction of parameters that may be replicated on every device."""
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline; 1 is none."""
         return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 
+GrowthMode = Literal["function_preserving", "random", "zero"]
 _GROWS = {"load_parameters_path": OtherThan(("",))}
 
 
 class GrowthOptions(Options):
     """Growth of load_parameters_path. A grown run resumes without it."""
 
-    mode: Literal["function_preserving", "random", "zero"] = key(
-        "function_preserving",
-        "Initial values of new slots. function_preserving: zero keys, fresh values, and the scale"
-        " of the stored slots. random: as in a fresh model. zero: all zero.",
-        only_if=_GROWS,
-    )
-    moments: Literal["zeroed", "reused", "warmed"] = key(
-        "zeroed",
-        "Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero"
-        " for new slots. warmed: as reused, with second moments of new slots at the mean of the "
-        "stored slots.",
-        only_if=_GROWS,
-    )
-    old_slots_learning_rate: float | None = key(
-        None,
-        "Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the"
-        " run, or that of load_full_state_path, was trained with.",
-        ge=0,
-    )
-    data: Literal["restart", "continue"] = key(
-        "restart",
-        "Restart the data, or continue at the position of the smaller model.",
-        only_if=_GROWS,
-    )
-    stored_slot_num: CountOrAuto = key(
-        -1,
-        "Expected number of slots of the stored model, which is read from the checkpoint; -1: no "
-        "check.",
-        only_if=_GROWS,
-    )
-    allow_shrinking: bool = key(
-        False, "Allow a model with fewer slots or layers, and drop the rest.", only_if=_GROWS
-    )
+    mode: GrowthMode = key("function_preserving", only_if=_GROWS)
+    """Initial values of new slots. function_preserving: zero keys, fresh values, and the scale of
+    the stored slots. random: as in a fresh model. zero: all zero."""
+    moments: Literal["zeroed", "reused", "warmed"] = key("zeroed", only_if=_GROWS)
+    """Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero for
+    new slots. warmed: as reused, with second moments of new slots at the mean of the stored
+    slots."""
+    old_slots_learning_rate: float | None = key(None, ge=0)
+    """Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the run,
+    or that of load_full_state_path, was trained with."""
+    data: Literal["restart", "continue"] = key("restart", only_if=_GROWS)
+    """Restart the data, or continue at the position of the smaller model."""
+    stored_slot_num: CountOrAuto = key(-1, only_if=_GROWS)
+    """Expected number of slots of the stored model, which is read from the checkpoint; -1: no
+    check."""
+    allow_shrinking: bool = key(False, only_if=_GROWS)
+    """Allow a model with fewer slots or layers, and drop the rest."""
 
 
 class CheckpointStorage(Options):
@@ -378,22 +294,14 @@ class CheckpointStorage(Options):
 
     use_ocdbt: bool = key(True, "Save arrays together (OCDBT), not in a folder each.")
     use_zarr3: bool = key(False, "Save in version 3 of Zarr, not 2; both are restored.")
-    target_data_file_size_bytes: int | None = key(
-        None,
-        "Size of an OCDBT file; 0 is unlimited, null Orbax's default for the storage.",
-        unit="bytes",
-        ge=0,
-    )
+    target_data_file_size_bytes: int | None = key(None, unit="bytes", ge=0)
+    """Size of an OCDBT file; 0 is unlimited, null Orbax's default for the storage."""
     concurrent_gb: Count = key(96, "Data in transfer to or from storage, per process.", unit="GB")
-    device_host_concurrent_gb: int | None = key(
-        None, "Data in transfer from devices, per process; null is unlimited.",
-        unit="GB", ge=1,
-    )  # fmt: skip
+    device_host_concurrent_gb: int | None = key(None, unit="GB", ge=1)
+    """Data in transfer from devices, per process; null is unlimited."""
     timeout: Count = key(1200, "Longest time of a save in the background.", unit="seconds")
-    single_replica_restore: bool = key(
-        False,
-        "Read checkpoints in the first replica (mesh axis data), and broadcast to the others.",
-    )
+    single_replica_restore: bool = key(False)
+    """Read checkpoints in the first replica (mesh axis data), and broadcast to the others."""
 
 
 class CheckpointingConfig(Section):
@@ -401,35 +309,22 @@ class CheckpointingConfig(Section):
 
     enable_checkpointing: bool = key(True, "Save and restore checkpoints.")
     async_checkpointing: bool = key(True, "Save in the background.", only_if="enable_checkpointing")
-    checkpoint_period: Count = key(
-        10_000, "Steps between saves.", unit="steps", only_if="enable_checkpointing"
-    )
-    save_checkpoint_on_start: bool = key(
-        True, "Save after the first step (step 0).", only_if="enable_checkpointing"
-    )
-    save_checkpoint_on_completion: bool = key(
-        True, "Save after the last step.", only_if="enable_checkpointing"
-    )
-    max_to_keep: int | None = key(
-        None,
-        "Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as "
-        "well.",
-        ge=1,
-        only_if="enable_checkpointing",
-    )
-    keep_period: int | None = key(
-        None, "Checkpoints at multiples of this step are never deleted.", unit="steps", ge=1,
-        only_if="enable_checkpointing",
-    )  # fmt: skip
-    load_parameters_path: str = key(
-        "",
-        "Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging "
-        "Face). Those of a model with fewer slots or layers grow "
-        "(docs/how-to/train_and_grow_tokenformer.md).",
-    )
-    load_full_state_path: str = key(
-        "", "Start from the parameters, optimizer state and step of another run."
-    )
+    checkpoint_period: Count = key(10_000, unit="steps", only_if="enable_checkpointing")
+    """Steps between saves."""
+    save_checkpoint_on_start: bool = key(True, only_if="enable_checkpointing")
+    """Save after the first step (step 0)."""
+    save_checkpoint_on_completion: bool = key(True, only_if="enable_checkpointing")
+    """Save after the last step."""
+    max_to_keep: int | None = key(None, ge=1, only_if="enable_checkpointing")
+    """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as well."""
+    keep_period: int | None = key(None, unit="steps", ge=1, only_if="enable_checkpointing")
+    """Checkpoints at multiples of this step are never deleted."""
+    load_parameters_path: str = key("")
+    """Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging
+    Face). Those of a model with fewer slots or layers grow
+    (docs/how-to/train_and_grow_tokenformer.md)."""
+    load_full_state_path: str = key("")
+    """Start from the parameters, optimizer state and step of another run."""
     growth: GrowthOptions = options(GrowthOptions)
     checkpoint_storage: CheckpointStorage = options(
         CheckpointStorage, only_if="enable_checkpointing"
@@ -440,17 +335,12 @@ class EvaluationConfig(Section):
     """Loss on held-out data."""
 
     eval_interval: int = key(-1, "Steps between evaluations; -1 disables.", unit="steps", ge=-1)
-    eval_steps: CountOrAuto = key(
-        -1, "Batches per evaluation; -1 is the whole split.", unit="batches"
-    )
-    eval_per_device_batch_size: NonNegative = key(
-        0.0, "Sequences per device; 0 is per_device_batch_size.", unit="sequences"
-    )
-    target_eval_loss: NonNegative = key(
-        0.0,
-        "Stop when the evaluation loss is below this; 0 disables.",
-        only_if={"eval_interval": OtherThan((-1,))},
-    )
+    eval_steps: CountOrAuto = key(-1, unit="batches")
+    """Batches per evaluation; -1 is the whole split."""
+    eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
+    """Sequences per device; 0 is per_device_batch_size."""
+    target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})
+    """Stop when the evaluation loss is below this; 0 disables."""
 
 
 class WandbOptions(Options):
@@ -458,11 +348,9 @@ class WandbOptions(Options):
 
     project: str = key("maxtext", "W&B project of the run.")
     entity: str = key("", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.")
-    mode: Literal["online", "offline", "disabled"] = key(
-        "online",
-        "offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing."
-        " $WANDB_MODE is not read.",
-    )
+    mode: Literal["online", "offline", "disabled"] = key("online")
+    """offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing.
+    $WANDB_MODE is not read."""
 
 
 class ProfilerWindow(Options):
@@ -475,29 +363,21 @@ class ProfilerWindow(Options):
 class MonitoringConfig(Section):
     """Logs, metrics and profiles."""
 
-    step_log_period: Count = key(
-        1,
-        "Steps between `completed step` lines and metric rows. Steps with a checkpoint are logged"
-        " too.",
-        unit="steps",
-    )
-    step_line: Literal["auto", "full", "compact"] = key(
-        "auto",
-        "Format of the step line. full: MaxText's `completed step: ...`, which scripts parse. "
-        "compact: half as long, with the total of steps. auto: compact on a terminal, else full.",
-    )
+    step_log_period: Count = key(1, unit="steps")
+    """Steps between `completed step` lines and metric rows. Steps with a checkpoint are logged
+    too."""
+    step_line: Literal["auto", "full", "compact"] = key("auto")
+    """Format of the step line. full: MaxText's `completed step: ...`, which scripts parse. compact:
+    half as long, with the total of steps. auto: compact on a terminal, else full."""
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
-    log_layer_norms: bool = key(
-        False, "Also log the norm of each layer's gradients and of its parameters."
-    )
+    log_layer_norms: bool = key(False)
+    """Also log the norm of each layer's gradients and of its parameters."""
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbOptions = options(WandbOptions, only_if="enable_wandb")
-    metrics_file: str = key(
-        "",
-        "File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a "
-        "local file; a repeated step then appears twice.",
-    )
+    metrics_file: str = key("")
+    """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
+    file; a repeated step then appears twice."""
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a profile of some steps for TensorBoard.")
     profiler_window: ProfilerWindow = options(ProfilerWindow, only_if={"profiler": "xplane"})
@@ -509,62 +389,40 @@ _SKIPPING = {"skip_step_on_spikes": True}
 class RollbackOptions(Options):
     """Triggers and limits of rollbacks to the last healthy state."""
 
-    after_skips: Natural = key(
-        16,
-        "Skipped steps within the last skip_step_interval that trigger a rollback, excluding the "
-        "data since the first of them; 0 disables.",
-    )
-    on_rise: NonNegative = key(
-        0.25,
-        "Roll back when the median loss of the last skip_step_interval accepted steps is this "
-        "fraction of its minimum (or of 1 nat, if that is more) above it; 0 disables.",
-    )
-    margin: Natural = key(
-        8, "Steps before the first suspicious one whose data are excluded as well.", unit="updates"
-    )
-    snapshot_period: Natural = key(
-        0,
-        "Steps between snapshots of the state in host memory, used by rollbacks; 0 rolls back to "
-        "the last healthy checkpoint.",
-        unit="updates",
-    )
+    after_skips: Natural = key(16)
+    """Skipped steps within the last skip_step_interval that trigger a rollback, excluding the data
+    since the first of them; 0 disables."""
+    on_rise: NonNegative = key(0.25)
+    """Roll back when the median loss of the last skip_step_interval accepted steps is this fraction
+    of its minimum (or of 1 nat, if that is more) above it; 0 disables."""
+    margin: Natural = key(8, unit="updates")
+    """Steps before the first suspicious one whose data are excluded as well."""
+    snapshot_period: Natural = key(0, unit="updates")
+    """Steps between snapshots of the state in host memory, used by rollbacks; 0 rolls back to the
+    last healthy checkpoint."""
     maximum: Natural = key(3, "Maximum rollbacks; the next one stops the run with exit code 1.")
 
 
 class GuardConfig(Section):
     """Fault handling: skipped steps, rollbacks, aborts."""
 
-    skip_step_on_spikes: bool = key(
-        True,
-        "Skip an update whose loss, gradient norm or update norm is not finite or far above those"
-        " of previous steps. The step counts and its data are consumed; parameters and optimizer "
-        "state are unchanged.",
-    )
-    skip_step_interval: int = key(
-        128, "Window, in accepted steps, for the median and deviation used by the spike guard.",
-        unit="updates", ge=8, only_if=_SKIPPING,
-    )  # fmt: skip
-    skip_step_scaling_factor: Positive = key(
-        6.0,
-        "Deviations above the median at which a step is skipped. A deviation is 1.4826 times the "
-        "median absolute deviation (sigma of normal noise), and at least 3 % of the median loss "
-        "(or of 1 nat, if that is more) or half the median norm.",
-        only_if=_SKIPPING,
-    )
+    skip_step_on_spikes: bool = key(True)
+    """Skip an update whose loss, gradient norm or update norm is not finite or far above those of
+    previous steps. The step counts and its data are consumed; parameters and optimizer state are
+    unchanged."""
+    skip_step_interval: int = key(128, unit="updates", ge=8, only_if=_SKIPPING)
+    """Window, in accepted steps, for the median and deviation used by the spike guard."""
+    skip_step_scaling_factor: Positive = key(6.0, only_if=_SKIPPING)
+    """Deviations above the median at which a step is skipped. A deviation is 1.4826 times the
+    median absolute deviation (sigma of normal noise), and at least 3 % of the median loss (or of 1
+    nat, if that is more) or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
-    healthy_after_steps: Natural = key(
-        10,
-        "Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last"
-        " confirmed checkpoint, which is never deleted.",
-        unit="updates",
-    )
-    abort_on_nan_loss: bool = key(
-        True, "Exit with code 1 when a logged loss is not finite and its step was not skipped."
-    )
-    heartbeat_timeout: NonNegative = key(
-        600.0,
-        "Seconds without progress, in this process or another one of the run, after which it "
-        "prints the stack of every thread and exits with code 76; 0 waits forever. Starting, "
-        "compiling and finishing have six times as long.",
-        unit="seconds",
-    )
+    healthy_after_steps: Natural = key(10, unit="updates")
+    """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last
+    confirmed checkpoint, which is never deleted."""
+    abort_on_nan_loss: bool = key(True)
+    """Exit with code 1 when a logged loss is not finite and its step was not skipped."""
+    heartbeat_timeout: NonNegative = key(600.0, unit="seconds")
+    """Seconds without progress, in this process or another one of the run, after which it prints
+    the stack of every thread and exits with code 76; 0 waits forever. Starting, compiling and
+    finishing have six times as long."""

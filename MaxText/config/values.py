@@ -5,6 +5,7 @@ it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quot
 always strings.
 """
 
+import contextlib
 import math
 import re
 import types
@@ -85,11 +86,7 @@ def from_text(text: str) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Converts a value to the type of its annotation.
-
-    Raises:
-      InvalidValueError: The value has another type or is not among the choices.
-    """
+    """Converts a value to the type of its annotation, or raises."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(annotation))
@@ -150,10 +147,8 @@ def _number(value: Any) -> float | int | None:
     if not isinstance(value, UntypedScalar):
         return None
     for read in (int, float):
-        try:
+        with contextlib.suppress(ValueError):
             return read(value)
-        except ValueError:
-            continue
     return None
 
 

@@ -7,19 +7,11 @@ from typing import Any
 
 from MaxText.config import import_modules, values
 from MaxText.config.loading import LoadedConfig, load
-from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.config.sources import Source
-from MaxText.conversion import hf_export, imported_run, tokenizer_copy, verification
-from MaxText.conversion.family import Family
+from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy, verification
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
-from MaxText.conversion.hf_config import (
-    absent_in_transformers,
-    find_family,
-    lookup_family,
-    model_keys,
-)
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import ConvertArgs
@@ -44,7 +36,7 @@ def convert(request: ConvertArgs, log: Log) -> None:
     Raises UserError if the source or the target cannot be used.
     """
     imported_run.require_absent(request.target)
-    loaded = _configuration(request)
+    loaded = None
     if request.source_kind == "hf":
         source = resolve_hf_path(request.source, "from")
         given = {name: values.from_text(text) for name, text in request.keys.items()}
@@ -53,18 +45,34 @@ def convert(request: ConvertArgs, log: Log) -> None:
             verification.check_possible(weights.family, weights.config)
         tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
         shown = f"{source}: {weights.family.architecture}, "
-    elif request.source_kind == "maxtext":
-        weights = MaxTextWeights(request.source, _named(loaded), request.query_scaling)
-        shown = f"{weights.folder}: "
-    elif request.source_kind == "fattorib":
-        weights = FattoribCheckpoint(request.source, _named(loaded))
-        shown = f"{weights.file}: "
-    else:
+    elif request.source_kind == "run":
+        if request.config_file:
+            loaded = load(request.arguments)
+        else:
+            import_modules.collect(request.arguments, {})
         weights = RunWeights(request.source, loaded.config if loaded else None)
         shown = f"{weights.stored}: "
         for warning in import_modules.changes(weights.metadata):
             log(warning)
-    log(f"Reading {shown}{_summary(weights)}")
+    elif not request.arguments:
+        raise UserError(
+            f"{_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
+            f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
+            "keys."
+        )
+    else:
+        loaded = load(request.arguments)
+        if request.source_kind == "maxtext":
+            weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
+            shown = f"{weights.folder}: "
+        else:
+            weights = FattoribCheckpoint(request.source, loaded.config)
+            shown = f"{weights.file}: "
+    sizes = collections.Counter()
+    for name, param in weights.model.parameters.items():
+        sizes[weights.formats[name].name] += param.size
+    formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
+    log(f"Reading {shown}{weights.model.num_parameters:,} parameters ({formats})")
     if isinstance(weights, MaxTextWeights):
         log(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
     if request.target_kind == "stablehlo":
@@ -73,34 +81,6 @@ def convert(request: ConvertArgs, log: Log) -> None:
         _to_folder(request, weights, log)
     else:
         _to_run(request, weights, loaded, log)
-
-
-def _configuration(request: ConvertArgs) -> LoadedConfig | None:
-    if request.source_kind == "hf":
-        return None  # the source has its own configuration
-    if request.source_kind == "run" and not request.config_file:
-        import_modules.collect(request.arguments, {})
-        return None
-    if request.arguments:
-        return load(request.arguments)
-    kind = request.source_kind
-    raise UserError(
-        f"{_PROGRAMS[kind]} checkpoints have no model configuration. Add it: "
-        f"convert.py CONFIG.yml from={kind}:... to=..., or model_name=NAME or keys."
-    )
-
-
-def _named(loaded: LoadedConfig | None) -> Config:
-    assert loaded is not None, "checkpoints of other programs need a configuration"
-    return loaded.config
-
-
-def _summary(weights: WeightSource) -> str:
-    sizes = collections.Counter()
-    for name, spec in weights.model.parameters.items():
-        sizes[weights.formats[name].name] += spec.size
-    formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
-    return f"{weights.model.num_parameters:,} parameters ({formats})"
 
 
 def log_memory(peak: int, log: Log) -> None:
@@ -132,7 +112,7 @@ def _to_run(
             for name, origin in loaded.origins.items()
             if origin.source not in (Source.DEFAULT, Source.DERIVED)
         ]
-        keys = model_keys(flatten(loaded.config), {"decoder_block", *given})
+        keys = hf_config.model_keys(flatten(loaded.config), {"decoder_block", *given})
         note = {"path": request.source}
         if isinstance(weights, MaxTextWeights):
             note["query_scaling"] = weights.query_scaling
@@ -140,7 +120,7 @@ def _to_run(
     metadata = {"hugging_face" if source else request.source_kind: note}
     comment = [f"Model of {origin}, imported by convert.py."]
     copied = []
-    with imported_run.atomic_directory(request.target) as partial:
+    with imported_run.atomic_target(request.target) as partial:
         imported_run.write_run(partial, weights, keys, comment, metadata)
         if source:
             copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
@@ -153,17 +133,18 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     note = weights.hugging_face if isinstance(weights, RunWeights) else {}
     kept = note.get("config") or {}
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
-    family = _family(folded, request.family, lookup_family(kept))
+    family = hf_config.find_family(folded.config, request.family, hf_config.lookup_family(kept))
     if request.verify:
         verification.check_possible(family, folded.config)
     export = hf_export.HFExporter(folded, family, request.dtype, note.get("formats"))
     if zoom_note:
         log(zoom_note)
-    tokenizer, tokenizer_note = _tokenizer(request, weights)
+    tokenizer = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
     log_memory(export.peak_bytes(request.max_shard_size), log)
-    with imported_run.atomic_directory(request.target) as partial:
+    with imported_run.atomic_target(request.target) as partial:
+        partial.mkdir()
         copied, token_ids = ([], {})
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
@@ -177,8 +158,8 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     names = [*configs, shards, *copied]
     log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
-        log(f"note: {tokenizer_note}")
-    unsupported = absent_in_transformers(family, folded.config)
+        log("note: no tokenizer is exported; add tokenizer=FOLDER")
+    unsupported = hf_config.absent_in_transformers(family, folded.config)
     if not unsupported:
         log(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')
         return
@@ -195,27 +176,20 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
         )
 
 
-def _tokenizer(request: ConvertArgs, weights: WeightSource) -> tuple[Path | None, str]:
-    """Returns the tokenizer folder to export, or a message if there is none."""
+def _tokenizer(request: ConvertArgs, weights: WeightSource) -> Path | None:
+    """Returns the tokenizer folder to export: the requested one, or the run's."""
     if request.tokenizer:
         folder = local_path(request.tokenizer)
         if not is_file(folder / TOKENIZER_NAME):
             raise UserError(f"tokenizer={request.tokenizer} is not a folder with {TOKENIZER_NAME}.")
-        return folder, ""
+        return folder
     if not isinstance(weights, RunWeights):
-        return None, "this kind of checkpoint has no tokenizer; add tokenizer=FOLDER to export one"
+        return None
     run = Path(str(weights.stored.folder.parent.parent))
-    return tokenizer_copy.find_tokenizer(run, weights.config.data.dataset_path)
-
-
-def _family(weights: WeightSource, asked: str, imported_as: Family | None) -> Family:
-    """Returns the requested family, else the import's, else the first fit."""
-    if not asked and imported_as is not None:
-        try:
-            return find_family(weights.config, imported_as.model_type)
-        except UserError:
-            pass  # its parts changed since; another family may fit
-    return find_family(weights.config, asked)
+    folders = [run / tokenizer_copy.RUN_FOLDER_NAME]
+    if weights.config.data.dataset_path:
+        folders.append(local_path(weights.config.data.dataset_path))
+    return next((one for one in folders if is_file(one / TOKENIZER_NAME)), None)
 
 
 def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:

@@ -15,6 +15,7 @@ states, W hidden width of the weight network. Sizes may differ by layer.
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,8 +32,6 @@ _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
 _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 _GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
 
-Sizes = Mapping[str, int]
-
 
 @dataclasses.dataclass(frozen=True)
 class TensorLayout:
@@ -40,10 +39,6 @@ class TensorLayout:
 
     hf_axes: str  # for example "(N J H) D"
     param_axes: str  # for example "D N H"; the same letters without J
-
-    def __post_init__(self):
-        assert sorted(self._letters.replace("J", "")) == sorted(self.param_axes.split()), self
-        assert len(set(self._letters)) == len(self._letters), self
 
     @functools.cached_property
     def _groups(self) -> list[str]:
@@ -59,27 +54,26 @@ class TensorLayout:
         axes = ("J" if "J" in self._letters else "") + self.param_axes.replace(" ", "")
         return [self._letters.index(letter) for letter in axes]
 
-    def sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """Returns sizes by letter, from the shape of one parameter."""
-        return dict(zip(self.param_axes.split(), shape, strict=True))
+    def _sizes(self, shape: Sequence[int], count: int) -> dict[str, int]:
+        return dict(zip(self.param_axes.split(), shape, strict=True), J=count)
 
-    def shape(self, sizes: Sizes, count: int) -> tuple[int, ...]:
-        """Returns the shape of the Hugging Face tensor for `count` parameters."""
-        sizes = {**sizes, "J": count}
+    def hf_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
+        """Returns the shape of the tensor for `count` parameters of `shape`."""
+        sizes = self._sizes(shape, count)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
-    def split(self, tensor: np.ndarray, sizes: Sizes, count: int) -> list[np.ndarray]:
-        """Splits a Hugging Face tensor into parameters, as views."""
-        sizes = {**sizes, "J": count}
+    def split(self, tensor: np.ndarray, shape: Sequence[int], count: int) -> list[np.ndarray]:
+        """Splits a Hugging Face tensor into parameters of `shape`, as views."""
+        sizes = self._sizes(shape, count)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
         return list(moved) if "J" in self._letters else [moved]
 
-    def join(self, arrays: Sequence[np.ndarray], sizes: Sizes) -> np.ndarray:
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
         spread = moved.transpose(np.argsort(self._order))
-        return np.ascontiguousarray(spread.reshape(self.shape(sizes, len(arrays))))
+        return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape, len(arrays))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,26 +265,17 @@ def write_only(
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
 
-def _size(config: Mapping[str, Any], name: str) -> Any:
-    """Returns a number; rejects text and lists."""
-    if isinstance(config[name], str | list | tuple):
-        raise TypeError(f"{name} is not a number")
-    return config[name]
-
-
-def copy_of(name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Default: the value of another config.json key."""
-    return lambda config: config[name]
+copy_of = operator.itemgetter  # a default: the value of another config.json key
 
 
 def scaled_by(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
     """Default: a multiple of another key."""
-    return lambda config: factor * _size(config, name)
+    return lambda config: factor * config[name]
 
 
 def divided_by(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
     """Default: one key divided by another."""
-    return lambda config: _size(config, name) // _size(config, divisor)
+    return lambda config: config[name] // config[divisor]
 
 
 @dataclasses.dataclass(frozen=True)

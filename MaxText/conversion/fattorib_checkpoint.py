@@ -10,12 +10,7 @@ from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import Config
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    common_format,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -31,7 +26,7 @@ class FattoribCheckpoint(WeightSource):
         `path` is params_STEP, a folder of such files (the newest is read), or a file of
         extract_weights.py; gs:// works too.
         """
-        self.config, self.model = config, abstract_model(config)
+        super().__init__(config)
         try:
             self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
         except UserError as error:
@@ -40,19 +35,15 @@ class FattoribCheckpoint(WeightSource):
                 f"the one that was trained, for example model_name=fattorib-base: {error}"
             ) from error
         self.file = _find(parse_path(path, "from"), path)
-        self._arrays = _flattened(_restored(self.file))
+        self._arrays = _arrays(self.file)
         check_arrays(
             {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
             f"{self.file} does not hold the model of the configuration",
             "Use the model that was trained, for example model_name=fattorib-base.",
         )
-        self.formats = {
-            name: common_format(
-                self._arrays[tensor.name].dtype.name for tensor in self.map.sources(name)
-            )
-            for name in self.model.parameters
-        }
+        stored = {name: array.dtype.name for name, array in self._arrays.items()}
+        self.formats = self.map.formats(stored)
 
     def read(self, name: str) -> np.ndarray:
         return self.map.array(name, self.formats[name], self._arrays.__getitem__)
@@ -69,15 +60,12 @@ def _find(path: Any, given: str) -> Any:
     return path
 
 
-def _restored(file: Any) -> Any:
+def _arrays(file: Any) -> dict[str, np.ndarray]:
+    """Returns arrays by path, of weights or of a train state with params."""
     try:
-        return serialization.msgpack_restore(file.read_bytes())
+        tree = serialization.msgpack_restore(file.read_bytes())
     except Exception as error:
         raise UserError(f"{file} is not a Flax msgpack file, or is corrupted: {error}") from error
-
-
-def _flattened(tree: Any) -> dict[str, np.ndarray]:
-    """Returns arrays by path, of weights or of a train state with params."""
     while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
         tree = tree["params"]
     leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")

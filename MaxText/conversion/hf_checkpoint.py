@@ -105,9 +105,7 @@ class TensorFiles:
             found = self._describe(file)
             if missing := sorted(set(names) - set(found)):
                 raise UserError(
-                    f"{file} lacks {missing[0]}"
-                    + (f" and {len(missing) - 1} more tensors" if len(missing) > 1 else "")
-                    + ", which the index lists. Copy the folder again."
+                    f"{file} lacks {missing[0]}, which the index lists. Copy the folder again."
                 )
             self.found |= found
 
@@ -121,19 +119,19 @@ class TensorFiles:
                 if not isinstance(weights, Mapping) or not weights:
                     raise UserError(f"{index} has no weight_map. Copy it again.")
                 for tensor, file in weights.items():
+                    path = Path(str(file))
                     # The hub cache has links to outside, but names in an index never leave it.
-                    if Path(str(file)).is_absolute() or ".." in Path(str(file)).parts:
+                    if path.is_absolute() or ".." in path.parts:
                         raise UserError(
                             f"{index} lists {file}, which is outside its folder. Only files inside "
                             "are read: copy the folder again from a source you trust."
                         )
-                    by_file.setdefault(self.folder / str(file), []).append(tensor)
-                if absent := [file for file in by_file if not is_file(file)]:
-                    raise UserError(
-                        f"{absent[0]} is missing, which {index.name} lists"
-                        + (f", and {len(absent) - 1} more files" if len(absent) > 1 else "")
-                        + ". Copy the folder again."
-                    )
+                    by_file.setdefault(self.folder / path, []).append(tensor)
+                for file in by_file:
+                    if not is_file(file):
+                        raise UserError(
+                            f"{file} is missing, which {index.name} lists. Copy the folder again."
+                        )
                 return by_file
             if (self.folder / name).is_file():
                 return {self.folder / name: []}

@@ -39,17 +39,13 @@ def lookup_family(config: Mapping[str, Any]) -> Family | None:
 
 def resolve_family(config: Mapping[str, Any], where: str) -> Family:
     """Returns the family named in a config.json; UserError if unknown."""
-    family, model_type = lookup_family(config), config.get("model_type")
-    if family is not None:
+    if family := lookup_family(config):
         return family
-    known = ", ".join(FAMILIES)
-    if not isinstance(model_type, str):
-        alone = [f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers]
-        raise UserError(
-            f"{where}: config.json has no model_type. Known here: {known}. Only with "
-            f'"architectures": {" or ".join(alone)} it needs none.'
-        )
-    raise UserError(f"{where}: model_type={model_type} cannot be converted. Known here: {known}.")
+    alone = " or ".join(f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers)
+    raise UserError(
+        f"{where}: config.json has model_type={config.get('model_type')}. Known here: "
+        f'{", ".join(FAMILIES)}. Only with "architectures": {alone} it needs none.'
+    )
 
 
 def config_from_hf(
@@ -194,11 +190,12 @@ def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
     )
 
 
-def find_family(config: Config, asked: str) -> Family:
-    """Returns the `asked` family, or the first matching the configuration."""
+def find_family(config: Config, asked: str, imported_as: Family | None = None) -> Family:
+    """Returns the `asked` family, the import's, or the first fit; UserError."""
     if asked and asked not in FAMILIES:
         raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
-    candidates = [FAMILIES[asked]] if asked else list(FAMILIES.values())
+    by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
+    candidates = [FAMILIES[asked]] if asked else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
     for family in candidates:
         if not mismatches[family.model_type]:
@@ -206,14 +203,7 @@ def find_family(config: Config, asked: str) -> Family:
     if asked:
         lines = [f"family={asked} differs from this model:", *mismatches[asked]]
         raise UserError("\n  ".join(lines))
-    values = model_config_values(config)
-
-    def distance(family: Family) -> int:
-        of_model, of_family = (model_keys(v) for v in (values, {**values, **family.parts}))
-        one_sided = of_model.keys() ^ of_family.keys()
-        return len(mismatches[family.model_type]) + len(one_sided)
-
-    nearest = min(candidates, key=distance).model_type
+    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     what = f"no family matches this model. The nearest is {nearest}, but for:"
     raise UserError("\n  ".join([what, *mismatches[nearest]]))
 
@@ -262,27 +252,26 @@ def _mismatches(family: Family, config: Config) -> list[str]:
         for name, wanted in drop_unused_keys(values, family.parts).items()
         if values[name] != wanted and name not in own
     ]
-    written: dict[str, Any] = {}
+    written = _written(family, values)
     for setting in family.settings:
-        key_values = {name: values[name] for name in setting.keys}
-        if not key_values or not _is_relevant(setting, values):
+        if not setting.keys or not _is_relevant(setting, values):
             continue
-        if len(set(key_values.values())) > 1:
-            found.append(" and ".join(f"{name}={value}" for name, value in key_values.items()))
-            continue
-        value = next(iter(key_values.values()))
-        if setting.is_computed:
-            wanted = setting.default_when_absent(written)
-            # REQUIRED if a size it depends on does not fit, which is already reported.
-            if wanted not in (value, REQUIRED):
-                found.append(f"{setting.keys[0]}={value}, not {wanted}")
-        if not setting.is_written:
-            continue
-        hf_value = setting.to_hf_value(values)
-        if hf_value is REQUIRED:
-            found.append(f"{setting.keys[0]}={_shown(value)}")
-        written[setting.name] = hf_value
+        name, value = setting.keys[0], values[setting.keys[0]]
+        wanted = setting.default_when_absent(written) if setting.is_computed else REQUIRED
+        if any(values[other] != value for other in setting.keys):
+            found.append(" and ".join(f"{one}={values[one]}" for one in setting.keys))
+        # REQUIRED if a size it depends on does not fit, which is already reported.
+        elif wanted not in (value, REQUIRED):
+            found.append(f"{name}={value}, not {wanted}")
+        elif setting.is_written and written[setting.name] is REQUIRED:
+            found.append(f"{name}={_shown(value)}")
     return found
+
+
+def _written(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json values by setting, REQUIRED if it has none for ours."""
+    settings = (one for one in family.settings if one.is_written and _is_relevant(one, values))
+    return {setting.name: setting.to_hf_value(values) for setting in settings}
 
 
 def _shown(value: Any) -> str:
@@ -302,26 +291,20 @@ def model_config_values(config: Config) -> dict[str, Any]:
 
 
 def _canonicalize(config: Config) -> dict[str, Any]:
-    """Normalizes keys with several spellings of the default."""
+    """Returns the defaults of keys with an equivalent value."""
     model, dimensions = config.model, config.model.shape.dimensions
-    experts = model.mixture_of_experts
-    scale = model.attention.attention_scale
-    return {
-        "connection_type": "auto"  # dense_conn distinguishes the two
-        if model.block.connection_type in ("residual", "dense")
-        else model.block.connection_type,
-        "attention_types": ()
-        if set(model.mixers) <= {"attention"}
-        else model.attention.attention_types,
-        "attention_scale": None if scale == dimensions.head_dim**-0.5 else scale,
-        "moe_layers": None
-        if all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
-        else experts.moe_layers,
-        "moe_mlp_dim": -1 if experts.moe_mlp_dim == dimensions.mlp_dim else experts.moe_mlp_dim,
-        "moe_activations": None
-        if experts.moe_activations == model.feed_forward.mlp_activations
-        else experts.moe_activations,
-    }
+    experts, mlp_activations = model.mixture_of_experts, model.feed_forward.mlp_activations
+    has_experts = all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
+    spellings = (
+        # dense_conn distinguishes the two.
+        ("connection_type", "auto", model.block.connection_type in ("residual", "dense")),
+        ("attention_types", (), set(model.mixers) <= {"attention"}),
+        ("attention_scale", None, model.attention.attention_scale == dimensions.head_dim**-0.5),
+        ("moe_layers", None, has_experts),
+        ("moe_mlp_dim", -1, experts.moe_mlp_dim == dimensions.mlp_dim),
+        ("moe_activations", None, experts.moe_activations == mlp_activations),
+    )
+    return {name: default for name, default, is_default in spellings if is_default}
 
 
 def _slots(config: Config) -> dict[str, Any]:
@@ -344,11 +327,10 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
         result["model_type"] = family.model_type
     if family.auto_map:
         result["auto_map"] = dict(family.auto_map)
-    for setting in family.settings:
-        if setting.is_written and _is_relevant(setting, values):
-            *objects, name = setting.name.split(".")
-            place = result.setdefault(objects[0], {}) if objects else result
-            place[name] = setting.to_hf_value(values)
+    for setting, value in _written(family, values).items():
+        *objects, name = setting.split(".")
+        place = result.setdefault(objects[0], {}) if objects else result
+        place[name] = value
     if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
         del result[_ROPE_SCALING]  # the default, also in versions that lack this value
     if own := part_keys(family, config):
@@ -376,18 +358,9 @@ def kept_window(
     return result
 
 
-def kept_spellings(family: Family, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the original spelling of settings with equivalent values."""
-    undecided = [s for s in family.settings if not s.keys and s.name in kept]
-    return {
-        s.name: kept[s.name]
-        for s in undecided
-        if s.to_key_value(kept[s.name], kept) is not REQUIRED
-    }
-
-
 def table_names(family: Family) -> set[str]:
-    """Returns config.json keys determined by the table, with older names."""
-    names = {name.partition(".")[0] for setting in family.settings for name in setting.hf_names}
+    """Returns config.json keys determined by the model, with older names."""
+    of_model = [setting for setting in family.settings if setting.keys]
+    names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
     return names | {_MAXTEXT_OBJECT, "rope_parameters", "rope_scaling", "architectures",
                     *(("model_type",) if family.has_model_type else ())}  # fmt: skip

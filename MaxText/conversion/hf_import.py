@@ -13,12 +13,7 @@ from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    common_format,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
 
@@ -33,22 +28,18 @@ class HFWeights(WeightSource):
         self.family = resolve_family(self.config_json, str(folder))
         keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
         try:
-            self.config = configure(**keys)
+            super().__init__(configure(**keys))
         except ConfigurationError as error:
             raise UserError(f"{folder}: the model of its {CONFIG} has {error}") from error
         resolved = with_entries(flatten(self.config))
         self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
-        self.model = abstract_model(self.config)
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
         self._names = self._match()
         self._stored = {
             tensor: self.files.found[name].dtype for tensor, name in self._names.items()
         }
-        self.formats = {
-            name: common_format(self._stored[tensor.name] for tensor in self.map.sources(name))
-            for name in self.model.parameters
-        }
+        self.formats = self.map.formats(self._stored)
 
     def _match(self) -> dict[str, str]:
         """Returns the name in the files of every tensor of the table."""

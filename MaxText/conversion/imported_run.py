@@ -9,6 +9,7 @@ tokenizer/ exists only if the source has one.
 """
 
 import contextlib
+import functools
 import math
 import os
 import re
@@ -46,31 +47,29 @@ def require_absent(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
-    """Yields a staging folder, renamed at the end and removed on errors."""
+def atomic_target(target: Path) -> Iterator[Path]:
+    """Yields a staging path, renamed at the end and removed on errors."""
     target = Path(os.path.abspath(target))
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    except OSError as error:
-        raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
-    try:
         yield partial
         if target.is_dir():
             target.rmdir()
         partial.rename(target)
     except OSError as error:
-        raise UserError(f"to={target} could not be written: {error}") from error
+        raise UserError(f"to={target} cannot be written: {error.strerror or error}.") from error
     finally:
         _remove(partial)
 
 
-def _remove(folder: Path) -> None:
-    """Removes a folder despite late writes of interrupted Orbax threads."""
+def _remove(path: Path) -> None:
+    """Removes a path despite late writes of interrupted Orbax threads."""
     for _ in range(50):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
+        if os.path.isfile(path):
+            path.unlink()
+        shutil.rmtree(path, ignore_errors=True)
+        if not os.path.lexists(path):
             return
         time.sleep(0.1)
 
@@ -79,12 +78,11 @@ class _LazyArray:
     """An array read on writing; `checksum` is "" until then."""
 
     def __init__(self, weights: WeightSource, name: str):
-        self.shape = weights.model.parameters[name].shape
-        self.dtype = weights.formats[name]
+        self.shape, self.dtype = weights.model.parameters[name].shape, weights.formats[name]
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.checksum = ""
-        self._read = lambda: weights.read(name)
+        self._read = functools.partial(weights.read, name)
 
     def read(self) -> np.ndarray:
         array = self._read()
@@ -137,15 +135,11 @@ def write_run(
     """Writes a run folder; `extra_metadata` extends train.py's metadata."""
     import orbax.checkpoint as ocp
 
+    folder.mkdir()
     lazy = {name: _LazyArray(weights, name) for name in weights.model.parameters}
     failures: list[BaseException] = []
     registry = _streaming_type_handlers(failures)
-    handlers: dict[str, Any] = {
-        checkpoint_files.ITEMS: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    }
-    items: dict[str, Any] = {
-        checkpoint_files.ITEMS: ocp.args.PyTreeSave({"params": unflatten(lazy)})
-    }
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     step = epath.Path(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
         **checkpoint_metadata(flatten(weights.config), unflatten(lazy)),
@@ -153,8 +147,9 @@ def write_run(
         **extra_metadata,
     }
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-            checkpointer.save(step, args=ocp.args.Composite(**items))
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=handler)) as checkpointer:
+            items = ocp.args.PyTreeSave({"params": unflatten(lazy)})
+            checkpointer.save(step, args=ocp.args.Composite(items=items))
     except Exception:
         if not failures:
             raise

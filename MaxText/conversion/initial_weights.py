@@ -28,10 +28,8 @@ def open_pretrained(
 ) -> InitialWeights:
     """Finds parameters and checks names and shapes.
 
-    Args:
-      path: A run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
-      key: The configuration key that holds the path, for UserError.
-      abstract_params: jax.ShapeDtypeStruct with the target shardings.
+    `path`, the value of configuration key `key`, is a run, a step folder, its items/, hf:FOLDER,
+    hf:HUB_ID or a folder with a config.json. `abstract_params` have the target shardings.
     """
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 

@@ -12,14 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
+from MaxText.checkpointing.checkpoint_files import list_dir
 from MaxText.config.schema import Config
 from MaxText.conversion.stored_arrays import LazyCheckpointReader
-from MaxText.conversion.weight_source import (
-    WeightSource,
-    abstract_model,
-    check_arrays,
-    common_format,
-)
+from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -105,8 +101,7 @@ class MaxTextWeights(WeightSource):
         MaxText stores differently.
         """
         _check_parts(config, query_scaling)
-        self.config = config
-        self.model = abstract_model(config)
+        super().__init__(config)
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
         given = parse_path(path, "from")
         if "://" not in path:
@@ -126,16 +121,13 @@ class MaxTextWeights(WeightSource):
         }
 
     def _match(self) -> dict[str, _ArrayLocation]:
-        found = {
-            path: leaf for path, leaf in self._arrays.leaves.items() if path.startswith("params/")
-        }
-        prefix = (
-            "params/params/" if any(p.startswith("params/params/") for p in found) else "params/"
-        )
+        leaves = self._arrays.leaves
+        found = {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
+        is_nested = any(path.startswith("params/params/") for path in found)
+        prefix = "params/params/" if is_nested else "params/"
         is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
         locations = {
-            name: self._location(name, spec.shape, prefix, is_unrolled)
-            for name, spec in self.model.parameters.items()
+            name: self._location(name, prefix, is_unrolled) for name in self.model.parameters
         }
         check_arrays(
             found,
@@ -148,32 +140,29 @@ class MaxTextWeights(WeightSource):
         )
         return locations
 
-    def _location(
-        self, name: str, shape: tuple[int, ...], prefix: str, is_unrolled: bool
-    ) -> _ArrayLocation:
+    def _location(self, name: str, prefix: str, is_unrolled: bool) -> _ArrayLocation:
+        param = self.model.parameters[name]
         num_layers = self.model.config.shape.dimensions.num_layers
+        within, layers = self.model.placed(name)
+        is_stack = name == _SOURCE_NORM or "layers" in param.logical_axes
+        shape = param.shape[1:] if is_stack else param.shape
         if name == _SOURCE_NORM:
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
-            return _ArrayLocation([prefix + name for name in names], shape[1:], is_stack=True)
-        if name.startswith("connections/after/"):
+        elif name.startswith("connections/after/"):
             after, within = name.removeprefix("connections/after/").split("/", 1)
-            name = _CONNECTION_NAMES[within].format(layer=int(after) - 1)
-            return _ArrayLocation([prefix + name], shape)
-        within, layers = self.model.placed(name)
-        if layers is None:
-            return _ArrayLocation([prefix + _NAMES[name]], shape)
-        maxtext_name = self._layer_name(within)
-        if "layers" not in self.model.parameters[name].logical_axes:
-            return _ArrayLocation([f"{prefix}decoder/layers_{layers[0]}/{maxtext_name}"], shape)
-        shape = shape[1:]
-        if _slots_of(within) in _SHARED_SLOTS:
-            shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
-        if is_unrolled or len(layers) < num_layers:
-            paths = [f"{prefix}decoder/layers_{i}/{maxtext_name}" for i in layers]
-            return _ArrayLocation(paths, shape, is_stack=True)
-        shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
-        return _ArrayLocation([f"{prefix}decoder/layers/{maxtext_name}"], shape, is_scanned=True)
+            names = [_CONNECTION_NAMES[within].format(layer=int(after) - 1)]
+        elif layers is None:
+            names = [_NAMES[name]]
+        else:
+            names = [f"decoder/layers_{i}/{self._layer_name(within)}" for i in layers]
+            if _slots_of(within) in _SHARED_SLOTS:
+                shape = (*shape[:-1], len(_SHARED_SLOTS), shape[-1])
+            if is_stack and not is_unrolled and len(layers) == num_layers:
+                path = f"{prefix}decoder/layers/{self._layer_name(within)}"
+                shape = (*shape[:_LAYER_AXIS], num_layers, *shape[_LAYER_AXIS:])
+                return _ArrayLocation([path], shape, is_scanned=True)
+        return _ArrayLocation([prefix + name for name in names], shape, is_stack)
 
     def _layer_name(self, within: str) -> str:
         if slots := _SLOT_NAMES.get(_slots_of(within)):
@@ -220,7 +209,6 @@ def _check_parts(config: Config, query_scaling: str) -> None:
                 "Use the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
-    _check_dense_connections(config)
     block, centered = model.block, model.block.normalization_zero_centered
     if model.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
         raise UserError(
@@ -239,11 +227,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
             "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
             "checkpoint does not tell. Export it there to Hugging Face, and import the folder."
         )
-
-
-def _check_dense_connections(config: Config) -> None:
-    """Refuses aggregations without a counterpart in MUDDFormer's program."""
-    dense, epsilon = config.model.dense_connections, config.model.block.normalization_layer_epsilon
+    dense = section.dense_connections
     if not dense.dense_conn:
         return
     if dense.dense_streams != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":
@@ -252,21 +236,19 @@ def _check_dense_connections(config: Config) -> None:
             "normalizes only r. Use the configuration that the checkpoint was trained with, for "
             "example decoder_block=muddformer_prepost."
         )
-    if epsilon != 1e-6:
+    if block.normalization_layer_epsilon != 1e-6:
         raise UserError(
-            f"normalization_layer_epsilon={epsilon:g}: MUDDFormer's JAX program always uses 1e-6 "
-            "in the norms of dense connections, and all norms share one epsilon here."
+            f"normalization_layer_epsilon={block.normalization_layer_epsilon:g}: MUDDFormer's JAX "
+            "program always uses 1e-6 in the norms of dense connections, and all norms share one "
+            "epsilon here."
         )
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
     """Returns the arrays' folder for a run, its checkpoints or a step."""
     for folder in (given, given / "checkpoints"):
-        steps = (
-            [child for child in folder.iterdir() if child.name.isdigit()] if folder.is_dir() else []
-        )
-        steps.sort(key=lambda child: int(child.name))
-        for step in (folder, *reversed(steps)):
+        steps = [child for child in list_dir(folder) if child.name.isdigit()]
+        for step in (folder, *sorted(steps, key=lambda child: -int(child.name))):
             for items in (step, *(step / name for name in _ITEMS)):
                 if any((items / name).exists() for name in _DESCRIPTION):
                     return items

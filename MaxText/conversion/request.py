@@ -103,33 +103,31 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     for word in words.files[1:]:
         words.problems.append(Problem(f"{word}: there is already {words.files[0]}"))
     words.check()
-    request = _request(options, words.files, words.keys, is_growth=GROW in words.others)
-    check = _wrong_growth if request.grow else _wrong_conversion
-    wrong = [*_wrong_paths(request), *check(request), *_unused(request, words.given)]
-    if wrong:
-        raise ConfigurationError([Problem(what) for what in dict.fromkeys(wrong)])
-    return request
-
-
-def _request(
-    options: ConvertOptions, files: Sequence[str], keys: Sequence[str], *, is_growth: bool
-) -> ConvertArgs:
-    source, target = options.from_, options.to
-    kind, colon, path = source.partition(":")
+    kind, colon, path = options.from_.partition(":")
     if colon and kind in _OTHER_PROGRAMS:
         source = path
     else:
-        kind = "hf" if is_hf_checkpoint(source) else "run"
-    return ConvertArgs(
+        source, kind = options.from_, "hf" if is_hf_checkpoint(options.from_) else "run"
+    to_hf = options.to.startswith(HUGGING_FACE)
+    request = ConvertArgs(
         **dict(options),
         source=source,
         source_kind=kind,
-        target=local_path(target.removeprefix(HUGGING_FACE)),
-        target_kind="hf" if target.startswith(HUGGING_FACE) else options.export or "run",
-        grow=is_growth,
-        config_file="".join(files),
-        keys=dict(word.split("=", 1) for word in keys),
+        target=local_path(options.to.removeprefix(HUGGING_FACE)),
+        target_kind="hf" if to_hf else options.export or "run",
+        grow=GROW in words.others,
+        config_file="".join(words.files),
+        keys=dict(word.split("=", 1) for word in words.keys),
     )
+    check = _wrong_growth if request.grow else _wrong_conversion
+    wrong = [*_wrong_paths(request), *check(request)]
+    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name in words.given:
+        if name in _BELONG_TO and _BELONG_TO[name] not in here:
+            wrong.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
+    if wrong:
+        raise ConfigurationError([Problem(what) for what in dict.fromkeys(wrong)])
+    return request
 
 
 def _wrong_paths(request: ConvertArgs) -> Iterator[str]:
@@ -139,13 +137,6 @@ def _wrong_paths(request: ConvertArgs) -> Iterator[str]:
         yield f"export={request.export} writes one file, but to={request.to} is a folder."
     if str(request.target) in (".", ""):
         yield f"to={request.to} is not a new path. Write for example to={request.to}exported."
-
-
-def _unused(request: ConvertArgs, given: Sequence[str]) -> Iterator[str]:
-    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
-    for name in given:
-        if name in _BELONG_TO and _BELONG_TO[name] not in here:
-            yield f"{name}={getattr(request, name)} has no effect on this conversion."
 
 
 def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import export
 
+from MaxText.conversion.imported_run import atomic_target
 from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
-from MaxText.storage.atomic import atomic_rename, temporary_name
-from MaxText.training.backend_defaults import resolve_auto
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Weights are constants of the program, and the serializer uses 32-bit sizes.
@@ -26,8 +24,7 @@ def export_forward(weights: WeightSource, length: int) -> export.Exported:
 
     Maps tokens to logits for any b. Computes in the configuration's dtype, float32 if it is auto.
     """
-    config, _ = resolve_auto(weights.config.model, "cpu")
-    model = Model(config)
+    model = weights.model
     params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:
@@ -57,16 +54,9 @@ def peak_bytes(weights: WeightSource) -> int:
 
 def write(weights: WeightSource, length: int, target: Path, log: Callable[[str], None]) -> None:
     """Writes the program; it needs jax and flatbuffers alone."""
-    partial = temporary_name(target)
     program = export_forward(weights, length).serialize()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_target(target) as partial:
         partial.write_bytes(program)
-        atomic_rename(partial, target)
-    except OSError as error:
-        raise UserError(f"to={target} cannot be written: {error.strerror}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
     size = math.ceil(target.stat().st_size / 2**20)
     log(f"Wrote {target} ({size:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
     log(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

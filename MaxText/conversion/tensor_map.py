@@ -1,13 +1,13 @@
 """Maps Hugging Face tensors to the arrays of one model."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, TensorLayout, WeightMapping, numbered
+from MaxText.conversion.weight_source import common_format
 from MaxText.errors import UserError
 from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
@@ -37,6 +37,8 @@ class TensorMap:
         """Uses the family's rows, or `rows` for another layout of its models."""
         self.family, self.model = family, model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
+        # By parameter: its tensors, and its position among those that share them.
+        self._by_param: dict[str, tuple[list[MappedTensor], int]] = {}
         num_layers = model.config.shape.dimensions.num_layers
         for row, layer in self._declared() if rows is None else ():
             self._add(row, layer)
@@ -71,18 +73,18 @@ class TensorMap:
 
     def _add(self, row: WeightMapping, layer: int) -> None:
         config = self.model.config
-        num_layers, num_experts = config.shape.dimensions.num_layers, 1
-        if row.in_experts:
-            num_experts = config.mixture_of_experts.num_experts
+        num_layers = config.shape.dimensions.num_layers
+        num_experts = config.mixture_of_experts.num_experts if row.in_experts else 1
         stored = self._stored(row, layer)
         names, outer = tuple(name for name, _ in stored), stored[0][1]
-        shape = row.layout.shape(self._sizes(row, names[0]), len(names))
+        shape = row.layout.hf_shape(self._own_shape(row, names[0]), len(names))
         legacy_names = tuple(numbered(one, num_layers, layer) for one in row.legacy_names)
+        tensors = self.groups.setdefault(names, [])
+        self._by_param |= {name: (tensors, position) for position, name in enumerate(names)}
         for expert in range(num_experts):
             index = (*outer, expert) if row.in_experts else outer
             hf_name = numbered(row.hf_name, num_layers, layer, expert)
-            tensor = MappedTensor(hf_name, shape, row, names, index, legacy_names)
-            self.groups.setdefault(names, []).append(tensor)
+            tensors.append(MappedTensor(hf_name, shape, row, names, index, legacy_names))
 
     def _stored(self, row: WeightMapping, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the stored arrays of a row in a layer, and the index in each."""
@@ -96,32 +98,28 @@ class TensorMap:
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
         """Returns whether the model has the array with the row's dimensions."""
-        spec = self.model.parameters.get(name)
-        if spec is None:
-            return False
-        outer = ("layers" in spec.logical_axes) + row.in_experts
-        return len(spec.shape) - outer == len(row.layout.param_axes.split())
+        num_dims = len(row.layout.param_axes.split())
+        return name in self.model.parameters and len(self._own_shape(row, name)) == num_dims
 
-    def _sizes(self, row: WeightMapping, name: str) -> dict[str, int]:
-        """Returns sizes by layout letter; they may differ between layers."""
-        spec = self.model.parameters[name]
-        return row.layout.sizes(spec.shape[("layers" in spec.logical_axes) + row.in_experts :])
+    def _own_shape(self, row: WeightMapping, name: str) -> tuple[int, ...]:
+        """Returns the shape of a parameter for one layer and expert."""
+        param = self.model.parameters[name]
+        return param.shape[("layers" in param.logical_axes) + row.in_experts :]
 
     @property
     def tensors(self) -> list[MappedTensor]:
         return [tensor for group in self.groups.values() for tensor in group]
 
-    @functools.cached_property
-    def _by_param(self) -> dict[str, tuple[list[MappedTensor], int]]:
-        return {
-            name: (tensors, position)
-            for names, tensors in self.groups.items()
-            for position, name in enumerate(names)
-        }
-
     def sources(self, name: str) -> list[MappedTensor]:
         """Returns the tensors of a parameter: one, or one per layer and expert."""
         return self._by_param[name][0]
+
+    def formats(self, stored: Mapping[str, str]) -> dict[str, np.dtype]:
+        """Returns the formats of parameters, from those of tensors by name."""
+        return {
+            name: common_format(stored[tensor.name] for tensor in self.sources(name))
+            for name in self.model.parameters
+        }
 
     def array(self, name: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Assembles a parameter from tensors read one at a time by name."""
@@ -134,12 +132,11 @@ class TensorMap:
         """Returns a tensor's contribution to a parameter, as a view."""
         sources, position = self._by_param[name]
         row = sources[0].row
-        return row.layout.split(tensor, self._sizes(row, name), len(row.param_names))[position]
+        return row.layout.split(tensor, self._own_shape(row, name), len(row.param_names))[position]
 
     def whole(self, tensor: MappedTensor, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Assembles a tensor from the arrays of its group, each with all layers."""
-        parts = [array[tensor.index] for array in arrays]
-        return tensor.row.layout.join(parts, self._sizes(tensor.row, tensor.param_names[0]))
+        return tensor.row.layout.join([array[tensor.index] for array in arrays])
 
 
 def _linear(spec: ParamSpec) -> TensorLayout:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from MaxText.conversion.hf_checkpoint import is_file
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json, read_text
@@ -19,13 +18,16 @@ _TABLES = ("vocab.json", "added_tokens.json")
 
 def check_ids(folder: Path, vocab_size: int) -> None:
     """Refuses an unreadable tokenizer or ids beyond the embedding table."""
-    path = folder / TOKENIZER_NAME
-    if path.is_file():
-        _check_max_id(path, _opened(path).get_vocab(), vocab_size)
-        return
     # Older tokenizers are a vocabulary and a table of added tokens.
-    for path in (folder / name for name in _TABLES if (folder / name).is_file()):
-        _check_max_id(path, read_json(path), vocab_size)
+    names = (TOKENIZER_NAME,) if (folder / TOKENIZER_NAME).is_file() else _TABLES
+    for path in (folder / name for name in names):
+        vocabulary = _opened(path).get_vocab() if path.name == TOKENIZER_NAME else read_json(path)
+        largest = max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=-1)
+        if largest >= vocab_size:
+            raise UserError(
+                f"{path} has ids up to {largest}, but the model has vocab_size={vocab_size}. It is "
+                "the tokenizer of another model: copy the right one, or remove it."
+            )
 
 
 def _opened(path: Path) -> Any:
@@ -36,15 +38,6 @@ def _opened(path: Path) -> Any:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more precise
         raise UserError(f"{path} cannot be read: {error}. Copy it again.") from error
-
-
-def _check_max_id(path: Path, vocabulary: Mapping[str, Any], vocab_size: int) -> None:
-    largest = max((id_ for id_ in vocabulary.values() if isinstance(id_, int)), default=-1)
-    if largest >= vocab_size:
-        raise UserError(
-            f"{path} has ids up to {largest}, but the model has vocab_size={vocab_size}. It is the "
-            "tokenizer of another model: copy the right one, or remove it."
-        )
 
 
 def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
@@ -101,18 +94,3 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
     if (folder / MANIFEST_NAME).is_file():
         settings["add_bos_token"] = bool(read_manifest(str(folder)).options.get("add_bos"))
     write_json(target / CONFIG_NAME, settings)
-
-
-def find_tokenizer(run_folder: Path, dataset_path: str) -> tuple[Path | None, str]:
-    """Returns a run's tokenizer folder, or None and a message."""
-    if (run_folder / RUN_FOLDER_NAME / TOKENIZER_NAME).is_file():
-        return run_folder / RUN_FOLDER_NAME, ""
-    if not dataset_path:
-        return None, "the run has no dataset_path; add tokenizer=FOLDER to export a tokenizer"
-    data_set = Path(dataset_path).expanduser()
-    if is_file(data_set / TOKENIZER_NAME):
-        return data_set, ""
-    return None, (
-        f"no tokenizer is exported: the data set {data_set} (seen from {Path.cwd()}) has no "
-        f"{TOKENIZER_NAME}; add tokenizer=FOLDER"
-    )

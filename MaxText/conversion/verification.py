@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from MaxText.config import catalog
 from MaxText.config.schema import Config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_config import absent_in_transformers
-from MaxText.conversion.weight_source import WeightSource, unflatten
+from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
-from MaxText.training.backend_defaults import resolve_auto
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
@@ -65,12 +64,8 @@ def verify(
 
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
-    config = weights.config.model
-    numerics = config.numerics.model_copy(
-        update={"dtype": "float32", "matmul_precision": "highest"}
-    )
-    config = config.model_copy(update={"numerics": numerics})
-    model = Model(resolve_auto(config, "cpu")[0])
+    exact = {"dtype": "float32", "matmul_precision": "highest"}
+    model = abstract_model(catalog.unflatten(catalog.flatten(weights.config) | exact))
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 
@@ -96,7 +91,6 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """Returns the mean of -log p(next token) in float64."""
     scores = logits[:, :-1].astype(np.float64)
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())

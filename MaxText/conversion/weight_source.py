@@ -1,8 +1,8 @@
-"""Interface of weight sources: arrays under our names, read one at a time."""
+"""Sources of weights and what their readers share."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flax import traverse_util
@@ -16,14 +16,18 @@ from MaxText.layers.model import Model
 _MOST_LINES = 20
 
 
-class WeightSource(Protocol):
-    config: Config
-    model: Model  # abstract: parameter names and shapes
+class WeightSource:
+    """Arrays under our names, read one at a time."""
+
     formats: dict[str, np.dtype]  # by parameter name
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.model = abstract_model(config)  # parameter names and shapes
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter, all layers stacked."""
-        ...
+        raise NotImplementedError
 
 
 def abstract_model(config: Config) -> Model:

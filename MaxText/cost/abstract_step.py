@@ -268,13 +268,11 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
     if experts.moe_mlp_dim != -1:
         width = part("mlp", experts.moe_mlp_dim)
         experts = experts.model_copy(update={"moe_mlp_dim": width})
-    places = get_args(SlotPlace)
-    slots = slots.model_copy(
-        update={
-            f"{place}_slot_num": part("slots", slots.num_slots(place, d.emb_dim))
-            for place in places
-        }
-    )
+    numbers = {
+        f"{place}_slot_num": part("slots", slots.num_slots(place, d.emb_dim))
+        for place in get_args(SlotPlace)
+    }
+    slots = slots.model_copy(update=numbers)
     return model_config.model_copy(
         update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
     )

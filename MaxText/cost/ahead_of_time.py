@@ -11,11 +11,9 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
-from MaxText.metrics.tables import format_table, share
 
 _GIB = 2**30
 _MIB = 2**20
-_LARGE_ARRAYS = 8
 
 
 def train_compile(
@@ -45,10 +43,8 @@ def train_compile(
     program = _program(compiled, log)
     needed = device_memory.memory_breakdown(planned, compiled)
     device_memory.check_fits(target, planned, needed, program)
-    for line in memory_lines(target, needed, program):
-        log(line)
-    for line in cost_lines(planned, compiled, program):
-        log(line)
+    lines = [*memory_lines(target, needed, program), *cost_lines(planned, compiled, program)]
+    log("\n".join(lines))
     if path := config.run.compiled_trainstep_file:
         signature = saved_step.save_compiled(path, planned, compiled)
         log(f"\nsaved: {path}, signature {signature[:16]}...")
@@ -69,26 +65,11 @@ def memory_lines(
     target: targets.CompileTarget, memory: MemoryBreakdown, program: HloModule
 ) -> list[str]:
     """Returns memory of one device by cause, and the largest arrays."""
-    limit = device_memory.usable_bytes(target)
-    rows = [
-        [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
-        for cause, size in memory.rows()
-        if size
-    ]
-    total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
-    lines = [
-        "",
-        format_table(["memory per device", "MiB", "share"], rows, total, right={1, 2}),
-        f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
-    ]
-    if limit:
+    arrays = program.largest_arrays(device_memory.LARGE_ARRAYS)
+    lines = ["", *device_memory.describe_memory(memory, arrays, device_memory.OF_A_DEVICE)]
+    if limit := device_memory.usable_bytes(target):
         free = (limit - memory.total) / _GIB
-        lines.append(f"usable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
-    lines += ["", "largest arrays per device (MiB), not all live at once:"]
-    lines += [
-        f"{row.num_bytes / _MIB:12,.2f}  {row.described}"
-        for row in program.largest_arrays(_LARGE_ARRAYS)
-    ]
+        lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
     return lines
 
 

@@ -49,7 +49,6 @@ class CommCost:
 
 
 def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
-    """Returns the communication of a step over mesh axes of several devices."""
     mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -93,12 +92,9 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
         splits_experts = "exp" in param.logical_axes and "expert" in batch
         # Gradients are scattered before the parts are reduced.
         for axis in sorted(batch, key=lambda axis: axis not in split):
-            if axis in split:
-                per_microbatch = 3.0 * turns
-            elif axis == "expert" and splits_experts:
+            if axis == "expert" and splits_experts and axis not in split:
                 continue
-            else:
-                per_microbatch = 2.0 * turns
+            per_microbatch = (3.0 if axis in split else 2.0) * turns
             share = (shape[axis] - 1) / shape[axis]
             bytes_of[axis] += per_microbatch * program.num_microbatches * num_bytes * share
             if axis in split:

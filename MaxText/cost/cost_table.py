@@ -77,29 +77,23 @@ class ModelCost:
         """Description of the keys per query, by the MFU rule and as executed."""
         model, length = self.model.config, self.count.sequence_length
         config = model.attention
-        if not config.causal:
-            rule = f"not causal, a query counts all {length:,} keys"
-        else:
+        rule = f"not causal, a query counts all {length:,} keys"
+        if config.causal:
             keys = average_keys_visible(length, causal=True)
             rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
         if config.num_mem_kv:
             rule += f", and {config.num_mem_kv} learned ones"
         computed = f"attention={config.attention} multiplies it with"
-        rows = query_block(config, length)
-        if rows == length:
-            computed += f" all {length:,}"
-        else:
-            keys = average_keys_computed(config, length)
-            computed += f" {keys:,.6g}, in blocks of {rows:,} query rows"
+        rows, keys = query_block(config, length), average_keys_computed(config, length)
+        whole = f" all {length:,}"
+        computed += whole if rows == length else f" {keys:,.6g}, in blocks of {rows:,} query rows"
         # In registration order.
         layers = {layer.config.block.mixer: layer for layer in model.layers}
         mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
         loaded = [(one.load(), layers[one.name]) for one in mixers]
-        notes = [mixer.notes(mixer.config_of(layer), length) for mixer, layer in loaded]
-        of_rule, of_computed = zip(*notes, strict=True)
-        return "; ".join(filter(None, (rule, *of_rule))), "; ".join(
-            filter(None, (computed, *of_computed))
-        )
+        notes = [mixer.notes(mixer.keys_of(layer), length) for mixer, layer in loaded]
+        of_rule, of_computed = zip((rule, computed), *notes, strict=True)
+        return "; ".join(filter(None, of_rule)), "; ".join(filter(None, of_computed))
 
     def fields(self) -> dict[str, Any]:
         """Returns JSON values for the events of a run; FLOPs by the MFU rule."""
@@ -148,13 +142,8 @@ class ModelCost:
             right=range(1, 6),
         )
         notes = [f"attention: {'; '.join(self.attention)}.", MFU_RULE]
-        return "\n".join(
-            [
-                table,
-                *(textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes),
-                derived_quantities(self._totals()),
-            ]
-        )
+        filled = (textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)
+        return "\n".join([table, *filled, derived_quantities(self._totals())])
 
     def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
         count, config = self.count, self.model.config
@@ -177,10 +166,7 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    """Returns the cost of training and running a model."""
-    optimizer_bytes = None
-    if optimizer_state is not None:
-        optimizer_bytes = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(optimizer_state)
-        )
-    return ModelCost(model, count_flops(model, sequence_length), optimizer_bytes)
+    leaves = jax.tree.leaves(optimizer_state)
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    held = None if optimizer_state is None else num_bytes
+    return ModelCost(model, count_flops(model, sequence_length), held)

@@ -3,6 +3,7 @@
 Before arrays are created, `check_memory_lower_bound` compares a lower bound with the device.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -17,35 +18,29 @@ from MaxText.cost.lowering import LoweredStep
 from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.metrics.tables import format_table, share
 from MaxText.parallelism.mesh import HOST_MEMORY
 from MaxText.runtime.compiled_steps import memory_stats
 from MaxText.training.assembly import TrainSetup
 
-_GIB = 2**30
-_SHOWN = 8  # number of large arrays shown
+_GIB, _MIB = 2**30, 2**20
+LARGE_ARRAYS = 8  # number shown
+OF_A_DEVICE = "per device, not all live at once"
 _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
 class MemoryBreakdown(NamedTuple):
-    """Bytes on one device.
-
-    Attributes:
-      gradients: All gradients at once, a part of the temporaries.
-      padding: Added to the arguments by the compiler's layouts.
-      outputs: Outputs besides the donated state.
-      temporaries: Everything that lives only within a step.
-      code: Size of the program; 0 if unknown.
-    """
+    """Bytes on one device."""
 
     parameters: int
     optimizer: int
     batch: int
-    gradients: int
-    padding: int = 0
-    outputs: int = 0
+    gradients: int  # all at once, a part of the temporaries
+    padding: int = 0  # of the arguments, by the compiler's layouts
+    outputs: int = 0  # besides the donated state
     temporaries: int = 0
-    code: int = 0
+    code: int = 0  # size of the program; 0 if unknown
 
     @property
     def arguments(self) -> int:
@@ -117,7 +112,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseException) -> UserError:
     """Returns an error if compilation ran out of memory."""
     needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
-    arrays = largest_unoptimized_buffers(planned.lowered, _SHOWN)
+    arrays = largest_unoptimized_buffers(planned.lowered, LARGE_ARRAYS)
     where = f"unsharded, over all {planned.sharding.mesh.size} devices, before fusion"
     return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
 
@@ -132,9 +127,8 @@ def check_fits(
             f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
             f"({limit / target.memory:.0%} of the device)"
         )
-        arrays = program.largest_arrays(_SHOWN)
-        where = "per device, not all live at once"
-        raise _oom_message(target, planned, memory, arrays, where, needs)
+        arrays = program.largest_arrays(LARGE_ARRAYS)
+        raise _oom_message(target, planned, memory, arrays, OF_A_DEVICE, needs)
 
 
 def _oom_message(
@@ -145,18 +139,32 @@ def _oom_message(
     where: str,
     needs: str,
 ) -> UserError:
-    causes = [f"    {size / _GIB:9.2f} GiB  {cause}" for cause, size in memory.rows() if size]
-    largest = [f"    {row.num_bytes / _GIB:9.2f} GiB  {row.described}" for row in arrays]
-    return UserError(
-        f"{target.name} has too little memory: {needs}\n"
-        "  On each device:\n"
-        + "\n".join(causes)
-        + f"\n    all gradients, part of the temporaries: {memory.gradients / _GIB:.2f} GiB"
-        + f"\n  The largest arrays ({where}):\n"
-        + "\n".join(largest)
-        + "\n  What to do, cheapest first:\n"
-        + "\n".join(f"    {line}" for line in _advice(target, planned, memory, arrays))
-    )
+    lines = [
+        f"{target.name} has too little memory: {needs}",
+        *describe_memory(memory, arrays, where),
+        "What to do, cheapest first:",
+        *(f"    {line}" for line in _advice(target, planned, memory, arrays)),
+    ]
+    return UserError("\n".join(lines))
+
+
+def describe_memory(
+    memory: MemoryBreakdown, arrays: Sequence[LargeBuffer], where: str
+) -> list[str]:
+    """Returns memory of one device by cause, and large arrays."""
+    rows = [
+        [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
+        for cause, size in memory.rows()
+        if size
+    ]
+    total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
+    return [
+        format_table(["memory per device", "MiB", "share"], rows, total),
+        f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
+        "",
+        f"largest arrays ({where}), MiB:",
+        *(f"{row.num_bytes / _MIB:12,.2f}  {row.described}" for row in arrays),
+    ]
 
 
 def _advice(
@@ -178,7 +186,7 @@ def _advice(
             lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
         if not config.memory.scan_layers and config.scan_unsupported_reason is None:
             lines.append("scan_layers=true: one layer's temporaries at a time")
-        vocabulary, length = config.shape.vocab_size, planned.length
+        vocabulary, length = config.shape.vocab_size, planned.plan.stages[-1].length
         sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
         if any(vocabulary in of for of in sizes) and config.objective.num_vocab_tiling == 1:
             lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")
@@ -238,12 +246,9 @@ def device_memory_bytes(device: Any) -> int | None:
     """Returns bytes of a device, or of a CPU device's host; None if unknown."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    try:
+    memory = None
+    with contextlib.suppress(OSError, ValueError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
-    try:
-        with open(_CGROUP) as file:
-            return min(memory, int(file.read()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return memory
+        with open(_CGROUP) as file:  # of a container with a limit
+            memory = min(memory, int(file.read()))
+    return memory

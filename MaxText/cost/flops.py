@@ -19,23 +19,14 @@ activation functions are not. Per token and over all layers, forward:
     attention output     2 L n (N H + D)
     feed-forward         4 L D m
 
-Other mixers, heads and connections declare their FLOPs (`flops` of layers/part.py). Shared weights
-are multiplied L times. MUDDFormer (Xiao et al. 2025) counts its connections the same, except for
-the second product and the rounding of K_i.
+Other mixers, heads and connections declare their FLOPs (`flops` of layers/part.py). Training takes
+3 times as many: forward, and backward with respect to inputs and to weights.
 
-Training takes 3 times as many: forward, and backward with respect to inputs and to weights. With P
-weights in matmuls, that is 6 P + 12 L N H S, and 6 D sum_i C_i S_i.
-
-S, the keys of a query, has two definitions:
-
-- by the MFU rule (`average_keys_visible`): T without a mask, (T+1)/2 under a causal mask
-  (MaxText's rule: T/2), W - W^2/(2T) with a window of W tokens; and M more with M learned keys;
-- as executed by the backend (`average_keys_computed`), masked products included.
-
-`FlopCount.per_token` uses the rule; `FlopCount.executed_per_token` counts what is executed, with
-rematerialization, unfilled expert capacity, and every expert on backends without ragged matmuls
-(CPU, and GPU by default). tests/cost/test_flops.py checks the latter against XLA's count within
-5 %, and against the matmuls of the traced program exactly.
+S, the keys of a query, has two definitions: by the MFU rule (`average_keys_visible`), T without a
+mask, (T+1)/2 under a causal mask (MaxText's rule: T/2), W - W^2/(2T) with a window of W tokens; and
+as executed by the backend (`average_keys_computed`), masked products included. Executed FLOPs also
+count rematerialization, unfilled expert capacity, and every expert on backends without ragged
+matmuls (CPU, and GPU by default).
 
 Legend: T tokens of a sequence, L layers, D emb_dim, N query heads, K key/value heads, H head_dim, F
 mlp_dim, V vocab_size.
@@ -68,22 +59,14 @@ _END = ("attention output", "router", "feed-forward", "gates", "dense connection
 
 @dataclasses.dataclass(frozen=True)
 class PartFlops:
-    """A part of the model, over all layers; FLOPs are forward, per token.
-
-    Attributes:
-      parameters: Number including biases. A tied head has none.
-      flops: By the MFU rule.
-      executed: As executed by the backend.
-      backward: Backward FLOPs per forward FLOP.
-      between_tokens: Whether tokens are multiplied with tokens or with a state.
-    """
+    """A part of the model, over all layers; FLOPs are forward, per token."""
 
     name: str
-    parameters: int
-    flops: float
-    executed: float
-    backward: int = 2
-    between_tokens: bool = False
+    parameters: int  # with biases; a tied head has none
+    flops: float  # by the MFU rule
+    executed: float  # by the backend
+    backward: int = 2  # backward FLOPs per forward FLOP
+    between_tokens: bool = False  # whether tokens are multiplied with tokens or with a state
 
     @property
     def training(self) -> float:

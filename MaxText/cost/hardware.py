@@ -8,7 +8,6 @@ import dataclasses
 import math
 import os
 import re
-from typing import NamedTuple
 
 from MaxText.config.problems import close_matches
 from MaxText.errors import UserError
@@ -101,27 +100,7 @@ ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "v6": "v6e",
     "v7x": "tpu7x", "7x": "tpu7x",
 }  # fmt: skip
-
-
-class MachineName(NamedTuple):
-    """A machine's name in parts: 2xv5p-128, 8xH100, h100-8; None is absent."""
-
-    count: int | None  # in front: TPU slices, or GPUs
-    kind: str
-    number: int | None
-
-
-def split_name(name: str) -> MachineName | None:
-    """Splits the name of a machine; None if it has another form."""
-    match = re.fullmatch(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?", name.strip().lower())
-    if match is None:
-        return None
-    count, kind, number = match.groups()
-    if count and f"{kind}-{number}" in _BY_NAME:  # 8xA100-40, of 40 GB each
-        kind, number = f"{kind}-{number}", None
-    return MachineName(
-        int(count) if count else None, ALIASES.get(kind, kind), int(number) if number else None
-    )
+_NAME = re.compile(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,20 +135,22 @@ def find_hardware(name: str) -> Hardware:
     tpu7x, and chips for v5e (v5litepod) and v6e. "2xv5p-128" is two slices. "8xH100" and "h100-8"
     are 8 GPUs, "cpu" is this machine, "cpu-4" this machine as 4 devices.
     """
-    parts = split_name(name)
-    chip = _BY_NAME.get(parts.kind) if parts else None
-    if parts is None or chip is None:
+    match = _NAME.fullmatch(name.strip().lower())
+    count, kind, number = match.groups() if match else (None, "", None)
+    if count and f"{kind}-{number}" in _BY_NAME:  # 8xA100-40, of 40 GB each
+        kind, number = f"{kind}-{number}", None
+    chip = _BY_NAME.get(ALIASES.get(kind, kind))
+    if chip is None:
         raise _unknown(name)
-    if 0 in (parts.count, parts.number):
+    times, number = int(count or 1), None if number is None else int(number)
+    if 0 in (times, number):
         raise UserError(f"hardware={name}: numbers start at 1.")
-    times, number = parts.count or 1, parts.number
     if chip is CPU:
         return Hardware(name, CPU, times * (number or 1))
     if chip.platform == "gpu":
-        if parts.count is None and number is None:
+        if count is None and number is None:
             raise UserError(
-                f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or "
-                f"{parts.kind}-8."
+                f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or {kind}-8."
             )
         times *= number or 1
         return Hardware(name, chip, times, max(1, -(-times // chip.num_linked)))

@@ -8,7 +8,7 @@ import collections
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -114,15 +114,8 @@ class HloModule:
             return int(match[1])
         # On TPU, without an annotation, the only constant that the counter is compared with.
         condition = dict(_called(loop)).get("condition", "")
-        bounds = [
-            int(match[1])
-            for instruction in self._computations.get(condition, ())
-            if (
-                match := _CONSTANT.match(
-                    f"{instruction.shape} {instruction.kind}({instruction.rest}"
-                )
-            )
-        ]
+        texts = (f"{i.shape} {i.kind}({i.rest}" for i in self._computations.get(condition, ()))
+        bounds = [int(match[1]) for text in texts if (match := _CONSTANT.match(text))]
         if len(bounds) == 1:
             return bounds[0]
         self.has_unknown_loops = True
@@ -172,7 +165,7 @@ class HloModule:
 
     def largest_arrays(self, number: int) -> list[LargeBuffer]:
         """Returns the largest arrays in main memory, not all live at once."""
-        found: dict[tuple[int, str, str], int] = collections.defaultdict(int)
+        found: collections.Counter[tuple[int, str, str]] = collections.Counter()
         for computation in self._runs:
             if computation in self._in_fusion:
                 continue
@@ -183,16 +176,12 @@ class HloModule:
                 made_by = self._made_by(instruction)
                 for size, shape in _arrays(instruction.shape):
                     found[size, shape, made_by] += 1
-        rows = [LargeBuffer(*key, count) for key, count in found.items()]
-        return sorted(rows, key=lambda row: -row.num_bytes)[:number]
+        return _largest(found, number)
 
     def _made_by(self, instruction: Instruction) -> str:
-        named = _OP_NAME.search(instruction.rest)
-        name = (
-            named[1].replace("\\", "").removeprefix("jit(train_step)/")
-            if named
-            else instruction.kind
-        )
+        name = instruction.kind
+        if named := _OP_NAME.search(instruction.rest):
+            name = named[1].replace("\\", "").removeprefix("jit(train_step)/")
         frame = _FRAME.search(instruction.rest)
         place = self._tables.get(frame[1], "") if frame else ""
         return f"{name} ({place})" if place else name
@@ -215,23 +204,20 @@ def _arrays(shape: str) -> Iterator[tuple[int, str]]:
 
 def _source_tables(text: str) -> Mapping[str, str]:
     """Maps a stack frame id to "file:line" of its innermost call."""
-    files = dict(re.findall(r'^(\d+) "(.*)"$', _table(text, "FileNames"), re.MULTILINE))
+
+    def rows(name: str, pattern: str) -> list[Any]:
+        table = text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
+        return re.findall(pattern, table, re.MULTILINE)
+
+    files = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
     places = {
         number: f"{_shortened(files.get(file, ''))}:{line}"
-        for number, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)",
-            _table(text, "FileLocations"),
-            re.MULTILINE,
+        for number, file, line in rows(
+            "FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)"
         )
     }
-    frames = re.findall(
-        r"^(\d+) \{file_location_id=(\d+)", _table(text, "StackFrames"), re.MULTILINE
-    )
+    frames = rows("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
     return {frame: places.get(place, "") for frame, place in frames}
-
-
-def _table(text: str, name: str) -> str:
-    return text.partition(f"\n{name}\n")[2].partition("\n\n")[0]
 
 
 def _shortened(path: str) -> str:
@@ -255,11 +241,9 @@ def largest_unoptimized_buffers(lowered: jax.stages.Lowered, number: int) -> lis
     Sizes are of whole arrays, over all devices.
     """
     text = lowered.as_text(debug_info=True)
-    names: dict[str, str] = {}
-    for line in text.splitlines():
-        if match := _MLIR_LOCATION.match(line):
-            names[match[1]] = match[2]
-    found: dict[tuple[int, str, str], int] = {}
+    located = (match for line in text.splitlines() if (match := _MLIR_LOCATION.match(line)))
+    names = {match[1]: match[2] for match in located}
+    found: collections.Counter[tuple[int, str, str]] = collections.Counter()
     for line in text.splitlines():
         match = _MLIR_RESULT.match(line)
         if match is None or match[1].endswith((".while", ".constant", ".broadcast_in_dim")):
@@ -271,7 +255,10 @@ def largest_unoptimized_buffers(lowered: jax.stages.Lowered, number: int) -> lis
             bits = _MLIR_BITS.search(kind)
             count = math.prod(int(size) for size in sizes.split("x") if size)
             size = count * (int(bits[1]) if bits else 8) // 8
-            key = size, f"{kind}[{sizes.rstrip('x').replace('x', ',')}]", made_by
-            found[key] = found.get(key, 0) + 1
+            found[size, f"{kind}[{sizes.rstrip('x').replace('x', ',')}]", made_by] += 1
+    return _largest(found, number)
+
+
+def _largest(found: Mapping[tuple[int, str, str], int], number: int) -> list[LargeBuffer]:
     rows = [LargeBuffer(*key, count) for key, count in found.items()]
     return sorted(rows, key=lambda row: -row.num_bytes)[:number]

@@ -14,9 +14,7 @@ from MaxText.cost.step_time import StepTime, step_time
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import check_sharding
 
-USABLE_SHARE = (
-    0.92  # usable share of device memory: leaves room for the plan's error and the runtime
-)
+USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +40,8 @@ class JobPlan:
 def make_program_for(config: Config, hardware: Hardware) -> Program:
     """Returns the program of a configuration; UserError if it does not fit."""
     try:
-        program = make_program(
-            config,
-            hardware.num_devices,
-            hardware.chip.platform,
-            hardware.chip.device_kind,
-            hardware.num_slices,
-        )
+        kind = hardware.chip.platform, hardware.chip.device_kind
+        program = make_program(config, hardware.num_devices, *kind, hardware.num_slices)
         check_sharding(program.model.parameters, program.sharding, config.mesh.sharding_tolerance)
     except UserError as error:
         raise UserError(f"on {hardware.describe()}: {error}") from error
@@ -56,7 +49,6 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
 
 
 def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    """Returns the plan of a configuration; UserError if the mesh does not fit."""
     return plan_of(make_program_for(config, hardware), hardware, peak)
 
 

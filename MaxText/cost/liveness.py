@@ -5,6 +5,7 @@ The order is the program's or a greedy one that frees most first, whichever need
 loop's body are live while the loop runs.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -115,10 +116,7 @@ def _greedy(
     steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
 ) -> list[_Step]:
     """Orders steps; the runnable one freeing most memory comes next."""
-    readers: dict[Value, int] = {}
-    for step in steps:
-        for value in step.reads:
-            readers[value] = readers.get(value, 0) + 1
+    readers = collections.Counter(value for step in steps for value in step.reads)
     there: set[Value] = set()
     made = {value for step in steps for value in step.writes}
     waiting, order = list(steps), []

@@ -18,24 +18,16 @@ from MaxText.training.state import TrainState
 
 
 class LoweredStep(NamedTuple):
-    """A train step before compilation.
+    """A train step before compilation."""
 
-    Attributes:
-      config: The run's, with the score zoom fixed if parameters grow.
-      model: With device-dependent choices resolved.
-      batch: Shapes and shardings of the run's largest batch, of `length` tokens.
-      lines: Choices to print.
-    """
-
-    config: Config
-    model: Model
+    config: Config  # with the score zoom fixed if parameters grow
+    model: Model  # with device-dependent choices resolved
     sharding: mesh.ShardingPlan
     state: TrainState
-    batch: Any
+    batch: Any  # shapes and shardings of the run's largest batch
     plan: BatchSchedule
-    length: int
     lowered: jax.stages.Lowered
-    lines: Sequence[str]
+    lines: Sequence[str]  # choices to print
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
@@ -60,7 +52,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     batch = sharding.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
     lines = [*setup.choices, *resolved.lines]
-    return LoweredStep(config, model, sharding, state, batch, plan, stage.length, lowered, lines)
+    return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import platform
 import re
 import time
 from typing import Any, NamedTuple
@@ -13,6 +11,8 @@ import numpy as np
 from etils import epath
 
 from MaxText.cost.hardware import PEAK_TFLOPS
+from MaxText.runtime.compilation_cache import cpu_fingerprint
+from MaxText.runtime.cores import num_cores
 
 _MEASURED_SIZE = 2048
 _MEASURED_RUNS = 2  # after one that warms up; 4 took a second of a start on two cores
@@ -60,12 +60,7 @@ def _kept(file: epath.Path) -> dict[str, Any]:
 def _name_of(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
-    model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
-        named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-        model = next(named, model)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{model}, {cores} cores, {jax.local_device_count()} devices"
+    return f"{cpu_fingerprint()}, {num_cores()} cores, {jax.local_device_count()} devices"
 
 
 def datasheet_peak(device_kind: str) -> PeakFlops | None:

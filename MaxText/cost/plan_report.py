@@ -31,12 +31,7 @@ def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
         *_stages(program),
         *program.choices,
     ]
-    parts = [
-        _filled(lines),
-        _memory(plan),
-        _communication(plan),
-        _time(plan, tokens, price),
-    ]
+    parts = [_filled(lines), _memory(plan), _communication(plan), _time(plan, tokens, price)]
     return "\n\n".join(parts)
 
 
@@ -75,11 +70,7 @@ def _memory(plan: JobPlan) -> str:
     table = format_table(
         ["memory per device", "GB", "largest"],
         [[name, f"{size / _GB:.3f}", note] for name, size, note in rows],
-        [
-            "peak",
-            f"{memory.total / _GB:.3f}",
-            f"{share:.0%} of the device: {result}",
-        ],
+        ["peak", f"{memory.total / _GB:.3f}", f"{share:.0%} of the device: {result}"],
         right=(1,),
         max_width=_WIDTH,
     )
@@ -190,11 +181,7 @@ def format_proposals(
         for plan in plans
     ]
     header = ["mesh", "batch", "remat_policy", "GB", "step", "MFU", "run"]
-    table = format_table(
-        header + ["cost"] * (price is not None),
-        rows,
-        right=range(3, 8),
-    )
+    table = format_table(header + ["cost"] * (price is not None), rows, right=range(3, 8))
     line = shlex.join(
         ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     )

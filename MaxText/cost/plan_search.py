@@ -100,7 +100,6 @@ class _PlanSearch:
     peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
-        """Yields valid meshes for the model and the batch."""
         every = microbatches(config, self.hardware)
         for keys in candidate_meshes(config, self.hardware):
             for number, batch in enumerate(every):
@@ -169,13 +168,9 @@ class _PlanSearch:
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """Returns the step's sequences in increasingly many microbatches."""
     given, sequences = config.batch, sequences_of(config, hardware)
-    found = []
-    steps = 1
+    found, steps = [], 1
     while True:
-        sizes = {
-            "per_device_batch_size": sequences / steps / hardware.num_devices,
-            "gradient_accumulation_steps": steps,
-        }
+        sizes = dict(zip(_BATCH, (sequences / steps / hardware.num_devices, steps), strict=True))
         if given.enable_rampup_batch_size:
             smaller = given.gradient_accumulation_steps / steps
             sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
@@ -286,7 +281,6 @@ def _transposed(within: Keys, across: Keys, width: int) -> Keys:
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:
-    """Yields repeats and microbatches of a pipeline."""
     several = (1, 2, 4) if num_stages > 1 else ()
     choices = itertools.product((1, -1), (n * num_stages for n in several))
     for repeats, parts in choices if several else [(-1, -1)]:

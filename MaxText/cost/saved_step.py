@@ -1,19 +1,39 @@
 """Saves a compiled step to a file, and loads it for a matching run."""
 
-from collections.abc import Callable
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
 
+import MaxText
+from MaxText.config.catalog import flatten, keys_by_section
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
-from MaxText.cost import serialized_executable, step_fingerprint
+from MaxText.config.values import to_yaml
+from MaxText.cost import serialized_executable
 from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.runtime.compilation_cache import cpu_fingerprint
 
 _SHOWN = 8  # differences listed
+# Sections and single keys that determine a step.
+_SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
+_KEYS = (
+    "skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "log_layer_norms",
+)  # fmt: skip
+
+# Sources that a step is traced from.
+_SOURCES = ("layers", "training", "parallelism/logical_sharding.py", "parallelism/mesh.py")
+
+# Flags that change output paths or autotuning, but not the program.
+_OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
@@ -26,12 +46,9 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
             "the key; restarts use the compilation cache (jax_cache_dir)."
         ) from error
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    facts = step_fingerprint.fingerprint(
-        planned.config, planned.model.config, planned.sharding, planned.state
-    )
     kept = {
-        "run": facts,
-        "batch": step_fingerprint.describe(planned.batch),
+        "run": _fingerprint(planned.config, planned.model.config, planned.sharding, planned.state),
+        "batch": _describe(planned.batch),
         "metrics": sorted(metrics),
     }
     return serialized_executable.write(path, kept, executable)
@@ -50,9 +67,7 @@ def load_compiled(
     if not path:
         return None
     kept, executable = serialized_executable.read(path)
-    different = step_fingerprint.differences(
-        kept["run"], step_fingerprint.fingerprint(config, model_config, sharding, state)
-    )
+    different = _differences(kept["run"], _fingerprint(config, model_config, sharding, state))
     if different:
         more = len(different) - _SHOWN
         lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -64,7 +79,7 @@ def load_compiled(
         )
 
     def step_for(batch: Any) -> Callable | None:
-        if step_fingerprint.describe(batch) != kept["batch"]:
+        if _describe(batch) != kept["batch"]:
             return None
         out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
         devices = list(sharding.mesh.devices.flat)
@@ -84,3 +99,68 @@ def load_compiled(
             ) from error
 
     return step_for
+
+
+def _fingerprint(
+    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+) -> dict[str, Any]:
+    """Returns JSON values, equal for runs with the same step.
+
+    `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
+    cuDNN.
+    """
+    device = layout.mesh.devices.flat[0]
+    values = flatten(config.model_copy(update={"model": section}))
+    names = [
+        key.name for section, keys in keys_by_section().items() for key in keys
+        if (section and section[0] in _SECTIONS) or key.name in _KEYS
+        if key.name != "sharding_tolerance"  # changes no program
+    ]  # fmt: skip
+    flags = {
+        name: " ".join(sorted(re.sub(_OTHER_FLAGS, "", os.environ.get(name, "")).split()))
+        for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+    }
+    return {
+        "configuration": {name: to_yaml(values[name]) for name in names},
+        "environment": flags,
+        "versions": {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
+        "sources of the step": {"hash": _hash_of_sources()},
+        "devices": {
+            "kind": device.device_kind,
+            "number": layout.mesh.size,
+            "mesh": str(dict(layout.mesh.shape)),
+            # CPU programs use the instructions of this processor.
+            "processor": cpu_fingerprint() if device.platform == "cpu" else "",
+        },
+        "state": _describe(state),
+    }
+
+
+def _describe(tree: Any) -> dict[str, str]:
+    """Maps the path of each array to its dtype, shape and sharding."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns a line "group, name: old in the file, new here" per difference."""
+    lines = []
+    for group, values in current.items():
+        others = stored.get(group, {})
+        for name in sorted({*values, *others}):
+            old, new = others.get(name, "nothing"), values.get(name, "nothing")
+            if old != new:
+                lines.append(f"{group}, {name}: {old} in the file, {new} in this run")
+    return lines
+
+
+def _hash_of_sources() -> str:
+    package = pathlib.Path(MaxText.__file__).parent
+    digest = hashlib.sha256()
+    for source in _SOURCES:
+        path = package / source
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]

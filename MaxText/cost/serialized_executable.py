@@ -17,15 +17,14 @@ import os
 import pathlib
 import secrets
 import stat
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
-_LONGEST_FACTS = 4 << 20  # bytes
 _KEY_BYTES = 32
 
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -33,8 +32,7 @@ KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
 
 def key_file() -> pathlib.Path:
     """Returns the signing key's path, by default ~/.maxtext/signing_key."""
-    named = os.environ.get(KEY_VARIABLE)
-    return pathlib.Path(named or "~/.maxtext/signing_key").expanduser()
+    return pathlib.Path(os.environ.get(KEY_VARIABLE) or "~/.maxtext/signing_key").expanduser()
 
 
 def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
@@ -48,10 +46,10 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
         if is_object_store_path(file):
             file.write_bytes(whole)  # objects appear only when complete
         else:
-            other = file.parent / f".{file.name}.{uuid.uuid4().hex[:8]}"
             file.parent.mkdir(parents=True, exist_ok=True)
-            other.write_bytes(whole)
-            other.replace(file)
+            writing = temporary_name(pathlib.Path(file))
+            writing.write_bytes(whole)
+            atomic_rename(writing, pathlib.Path(file))
     except OSError as error:
         raise UserError(f"compiled_trainstep_file={path}: cannot write it ({error})") from error
     return signature
@@ -82,8 +80,6 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
             f"{KEY_VARIABLE} is the path of the key."
         )
     facts, _, executable = signed.partition(b"\n")
-    if len(facts) > _LONGEST_FACTS:
-        raise UserError(f"{refused} its description is too long.")
     return json.loads(facts), executable
 
 

@@ -60,7 +60,6 @@ class MemoryEstimate:
 
 
 def estimate_memory(program: Program) -> MemoryEstimate:
-    """Returns the memory of a program on each device."""
     size_of = _size_of(program.platform)
     state = program.abstract_state
     gradients = parameters = _bytes(state.params, size_of)
@@ -114,10 +113,7 @@ def trace(program: Program) -> Traced:
 
 
 def _trace_turns(program: Program) -> Traced:
-    """Traces all stages turn by turn.
-
-    A device has its share of every array.
-    """
+    """Traces all stages turn by turn; a device has a share of every array."""
     num_stages = program.sharding.mesh.shape["stage"]
     if num_stages == 1:
         return trace(program)

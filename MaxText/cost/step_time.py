@@ -159,11 +159,9 @@ def step_time(
 
     def seconds(share: float) -> float:
         speed = share * peak.tflops * 1e12
-        once = sum(
-            one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work
-        )
+        times = (one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work)
         # Pipeline stages compute, or wait, in turns without tokens, too.
-        return once * program.num_microbatches / (1 - program.bubble) + update
+        return sum(times) * program.num_microbatches / (1 - program.bubble) + update
 
     least, most = chip.efficiency
     compute_seconds = seconds(most), seconds(least)

@@ -9,8 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from MaxText.cost import nvidia
-from MaxText.cost.hardware import CHIPS, MachineName, split_name
+from MaxText.cost.hardware import CHIPS, CPU, find_hardware
 from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
@@ -29,6 +28,49 @@ _LONGER_CUBES = {
 
 _TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES | _LONGER_CUBES, "v6e": _FLAT}
 _GPUS_PER_HOST = 8
+
+# Fields of the compiler's GpuTargetConfigProto for absent GPUs, from NVIDIA's data sheets and CUDA
+# programming guide (limits by compute capability), as the driver reports them.
+_AMPERE = {
+    "core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "l2_cache_size": 41_943_040,
+    "shared_memory_per_core": 167_936, "shared_memory_per_block_optin": 166_912,
+}  # fmt: skip
+_HOPPER = {
+    "core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "l2_cache_size": 52_428_800,
+    "shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448,
+}  # fmt: skip
+_LIMITS = {
+    "shared_memory_per_block": 49152, "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536, "threads_per_warp": 32, "threads_per_block_limit": 1024,
+    "threads_per_core_limit": 2048, "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64, "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
+    "block_dim_limit_z": 65535,
+}  # fmt: skip
+# Name -> name of the driver, compute capability, fields, bytes of memory, bytes per second.
+_GPUS = {
+    "a100": ("NVIDIA A100-SXM4-80GB", 8, _AMPERE, 85_100_068_864, 2_039_040_000_000),
+    "h100": ("NVIDIA H100 80GB HBM3", 9, _HOPPER, 84_942_979_072, 3_352_320_000_000),
+    "h200": ("NVIDIA H200", 9, _HOPPER, 151_397_597_184, 4_800_000_000_000),
+}
+
+
+def gpu_description(kind: str) -> str:
+    """Returns the GpuTargetConfigProto of a GPU, as text."""
+    name, capability, fields, memory, bandwidth = _GPUS[kind]
+    fields = fields | _LIMITS | {"device_memory_size": memory, "memory_bandwidth": bandwidth}
+    lines = "\n".join(f"  {field}: {value}" for field, value in fields.items())
+    # CUDA library versions that the plug-in of JAX 0.10 is built for. Without a runtime version XLA
+    # assumes that cuBLAS has no fp8.
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {capability} minor: 0 }}
+{lines}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }}
+device_description_str: "{name}"
+"""
 
 
 class CompileTarget(NamedTuple):
@@ -51,17 +93,18 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
 
     `num_slices` is compile_topology_num_slices; a name with several slices sets them itself.
     """
-    parts = split_name(name) or MachineName(None, "", None)
-    kind, count, number = parts.kind, parts.count or 1, parts.number or 0
-    named = parts.count or number or (kind == "cpu" and parts.number is None)
-    if named and (kind == "cpu" or kind in nvidia.DESCRIPTIONS):
-        number = count * max(number, 1)
+    try:
+        machine = find_hardware(name)
+    except UserError as error:
+        raise _unknown(name) from error
+    kind, number, count = machine.chip.name.lower(), machine.num_chips, machine.num_slices
+    if machine.chip is CPU or kind in _GPUS:
         if num_slices > 1:
             raise UserError(
                 f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
                 f"number of devices: compile_topology={kind}-{num_slices * number}"
             )
-        if kind == "cpu":
+        if machine.chip is CPU:
             return CompileTarget(f"cpu-{number}", "cpu", "", number, 0, {})
         return _gpus(kind, number)
     if num_slices > 1 and count not in (1, num_slices):
@@ -69,22 +112,20 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
             f"compile_topology={name} and compile_topology_num_slices={num_slices} name different "
             "numbers of slices: set only one."
         )
-    shapes = _TOPOLOGIES.get(kind, {})
-    chips, rest = divmod(number, CHIPS[kind].cores if shapes else 1)
-    if chips not in shapes or rest:
-        raise UserError(f"compile_topology={name}: unknown machine\n{_known(kind)}")
+    chips, slices = number // count, max(count, num_slices)
+    if chips not in _TOPOLOGIES.get(kind, {}):
+        raise _unknown(name)
     options: dict[str, Any] = {}
     if kind == "v4":
         options["chip_config_name"] = "megacore"  # one device for a chip's two cores
     if chips == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
-    topology, memory = f"{kind}:{shapes[chips]}", int(CHIPS[kind].memory)
-    slices = max(count, num_slices)
-    return CompileTarget(f"{kind}-{number}", "tpu", topology, chips, memory, options, slices)
+    topology, memory = f"{kind}:{_TOPOLOGIES[kind][chips]}", int(machine.chip.memory)
+    name = f"{kind}-{chips * machine.chip.cores}"
+    return CompileTarget(name, "tpu", topology, chips, memory, options, slices)
 
 
 def names() -> list[str]:
-    """Returns all names of TPUs."""
     return [
         f"{kind}-{chips * CHIPS[kind].cores}"
         for kind, shapes in _TOPOLOGIES.items()
@@ -135,7 +176,7 @@ def devices(target: CompileTarget) -> Sequence[Any]:
             found = topologies.get_topology_desc(
                 target.name,
                 "cuda",
-                target_config=nvidia.DESCRIPTIONS[target.name.split("-")[0]],
+                target_config=gpu_description(target.name.split("-")[0]),
                 topology=target.topology,
             )
         else:
@@ -162,14 +203,15 @@ def _gpus(kind: str, number: int) -> CompileTarget:
                 f"compile_topology={kind}-{number}: hosts have {_GPUS_PER_HOST} GPUs; use 1 to "
                 f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
             )
-    memory = nvidia.MEMORY[kind]
+    memory = _GPUS[kind][3]
     return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
 
 
-def _known(kind: str) -> str:
-    tpus = [name for name in names() if name.startswith(f"{kind}-")] or names()
-    gpus = ", ".join(f"{name}-8" for name in nvidia.DESCRIPTIONS)
-    lines = [f"  TPUs: {', '.join(tpus)}"]
-    if len(tpus) == len(names()):
+def _unknown(name: str) -> UserError:
+    every = names()
+    close = [tpu for tpu in every if tpu.startswith(f"{name.lower().partition('-')[0]}-")]
+    lines = [f"compile_topology={name}: unknown machine", f"  TPUs: {', '.join(close or every)}"]
+    if not close:
+        gpus = ", ".join(f"{kind}-8" for kind in _GPUS)
         lines += [f"  GPUs, any number up to 8 or a multiple of 8: {gpus}", "  CPU: cpu-1, cpu-8"]
-    return "\n".join(lines)
+    return UserError("\n".join(lines))

@@ -7,23 +7,30 @@ import datetime
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.evaluation.harness_run import check_harness, run_harness
-from MaxText.evaluation.masked_text import mask_ids
+from MaxText.evaluation.scorer_inputs import mask_ids
 from MaxText.evaluation.tasks import read_tasks, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
-from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.model_tokenizer import open_tokenizer
 from MaxText.inference.text_files import check_not_input
-from MaxText.inference.trained_model import Log, TrainedModel, load_model, weights_path
+from MaxText.inference.trained_model import (
+    Log,
+    TrainedModel,
+    load_model,
+    resolve_weights,
+    weights_path,
+)
 from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
@@ -42,24 +49,18 @@ _DATA_KEYS = (
 )
 
 
-class EvaluationRequest(NamedTuple):
-    """The work of eval.py."""
+def parse_request(loaded: LoadedConfig) -> tuple[Config, bool]:
+    """Returns the configuration, and whether it asks to score a data set.
 
-    config: Config  # without the weights' settings that concern only their training
-    scores_data: bool  # always without tasks; with tasks if the user set a data key
-    is_tokenizer_typed: bool  # whether the user set tokenizer_path
-
-
-def parse_request(loaded: LoadedConfig) -> EvaluationRequest:
-    """Separates user-set keys from those of the weights."""
+    It does without tasks, and with tasks if the user set a data key.
+    """
     config, origins = loaded.config, loaded.origins
     typed = any(map(loaded.typed, _DATA_KEYS))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
     if origins["eval_steps"].source is Source.SAVED_CONFIG and config.data.dataset_type == "grain":
         # Training limits eval_steps to save time; eval.py reads the whole split.
-        evaluation = config.evaluation.model_copy(update={"eval_steps": -1})
-        config = config.model_copy(update={"evaluation": evaluation})
-    return EvaluationRequest(config, scores_data, loaded.typed("tokenizer_path"))
+        config = unflatten(flatten(config) | {"eval_steps": -1})
+    return config, scores_data
 
 
 def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
@@ -68,9 +69,9 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
     input.
     """
-    asked = parse_request(loaded)
-    config, scoring = asked.config, asked.config.scoring
-    weights = _find_weights(config)
+    config, scores_data = parse_request(loaded)
+    scoring, typed = config.scoring, loaded.typed("tokenizer_path")
+    weights, _ = resolve_weights(*weights_path(config))
     output_path(scoring.eval_output, weights)  # raises if not writable
     for name, path in scoring.task_files.as_dict().items():
         check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
@@ -78,25 +79,38 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         check_harness(config)
     tasks = read_tasks(config)
     if tasks and config.masking.mlm_training:
-        mask_ids(config, open_tokenizer(config, weights, typed=asked.is_tokenizer_typed))
-    data_set = _open_data_set(asked, weights, log) if asked.scores_data else None
+        mask_ids(config, open_tokenizer(config, weights, typed=typed))
+    data_set = _open_data_set(config, weights, typed, log) if scores_data else None
 
     trained = load_model(config, log)
-    found: dict[str, Any] = {}
+    devices = trained.sharding.mesh.devices.flat
+    found: dict[str, Any] = {
+        "weights": trained.source,
+        "folder": trained.folder,
+        "num_parameters": trained.model.num_parameters,
+        "dtype": trained.model.config.numerics.dtype,
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "finished": "",  # the time, set below
+    }
     if data_set is not None:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, log)
     if scoring.eval_tasks or scoring.harness.tasks:
-        tokenizer = trained.open_tokenizer(typed=asked.is_tokenizer_typed)
-        found |= _score_tasks(tasks, trained, tokenizer, config, log)
-    whole = _described(trained) | found
+        tokenizer = trained.open_tokenizer(typed=typed)
+        found["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
+        if scoring.eval_tasks:
+            scores = run_tasks(tasks, trained, tokenizer, config, log)
+            found["tasks"] = [score._asdict() for score in scores]
+        if scoring.harness.tasks:
+            found["harness"] = run_harness(trained, tokenizer, config, log)
+    found["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     import jax  # already imported
 
     # A run in progress may have saved another step since.
     output = output_path(scoring.eval_output, trained.folder)
     if output is not None and jax.process_index() == 0:
-        write_scores(output, whole, log)
-    return whole
+        write_scores(output, found, log)
+    return found
 
 
 class _DataSet(NamedTuple):
@@ -108,39 +122,26 @@ class _DataSet(NamedTuple):
     tokenizer_sha256: str  # of the weights' tokenizer; empty without one
 
 
-def _find_weights(config: Config) -> str:
-    """Returns the step folder or Hugging Face folder of the weights."""
-    from MaxText.checkpointing import checkpoint_files
-    from MaxText.conversion import hf_checkpoint
-
-    path, key = weights_path(config)
-    if hf_checkpoint.is_hf_checkpoint(path):
-        return str(hf_checkpoint.resolve_hf_path(path, key))
-    return str(checkpoint_files.resolve_checkpoint(path, key))
-
-
-def _open_data_set(asked: EvaluationRequest, weights: str, log: Log) -> _DataSet:
+def _open_data_set(config: Config, weights: str, typed: bool, log: Log) -> _DataSet:
     """Opens the data to score, using the tokenizer of the weights for text.
 
-    Raises UserError for missing or unsuitable data, or an unreadable user-set tokenizer_path.
+    Raises UserError for missing or unsuitable data, or an unreadable tokenizer_path of the user's
+    (`typed`).
     """
     from MaxText.input_pipeline.loader import open_eval_sources
 
-    config, tokenizer = asked.config, None
-    preparation = config.preparation
+    tokenizer, preparation = None, config.preparation
     try:
-        tokenizer = open_tokenizer(config, weights, typed=asked.is_tokenizer_typed)
+        tokenizer = open_tokenizer(config, weights, typed=typed)
         of_model = tokenizer.tokenizer
     except UserError as error:
-        if asked.is_tokenizer_typed:
+        if typed:
             raise
         of_model = error
     if tokenizer is not None and not preparation.tokenizer_path:
-        chosen = {
-            "tokenizer_path": str(tokenizer.folder),
-            "add_bos": preparation.add_bos or bool(tokenizer.prefix),
-        }
-        config = config.model_copy(update={"preparation": preparation.model_copy(update=chosen)})
+        adds_bos = preparation.add_bos or bool(tokenizer.prefix)
+        keys = {"tokenizer_path": str(tokenizer.folder), "add_bos": adds_bos}
+        config = unflatten(flatten(config) | keys)
     sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
     text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
     opened = open_eval_sources(config, log)
@@ -172,34 +173,6 @@ def _score_data(trained: TrainedModel, data_set: _DataSet, log: Log) -> dict[str
         "eval_steps": limit,
         "sources": [score.to_json() for score in scores],
         "total": total_score(scores).to_json(),
-    }
-
-
-def _score_tasks(
-    tasks: Mapping[str, Sequence[Any]],
-    trained: TrainedModel,
-    tokenizer: ModelTokenizer,
-    config: Config,
-    log: Log,
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"tokenizer_sha256": tokenizer.tokenizer.entry.sha256}
-    if config.scoring.eval_tasks:
-        scores = run_tasks(tasks, trained, tokenizer, config, log)
-        found["tasks"] = [score._asdict() for score in scores]
-    if config.scoring.harness.tasks:
-        found["harness"] = run_harness(trained, tokenizer, config, log)
-    return found
-
-
-def _described(trained: TrainedModel) -> dict[str, Any]:
-    devices = trained.sharding.mesh.devices.flat
-    return {
-        "weights": trained.source,
-        "folder": trained.folder,
-        "num_parameters": trained.model.num_parameters,
-        "dtype": trained.model.config.numerics.dtype,
-        "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "finished": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from MaxText.errors import UserError
+from MaxText.evaluation.scorer_inputs import Continuation, rolling_windows
 from MaxText.evaluation.tasks import log_progress
 from MaxText.inference import checkpoint_config
 from MaxText.inference.model_tokenizer import ModelTokenizer
@@ -63,11 +64,11 @@ class MaxTextLM(TemplateLM):
 
         Raises UserError if the model or tokenizer cannot score text.
         """
-        from MaxText.evaluation.scorers import LoglikelihoodScorer
+        from MaxText.evaluation.scorers import Scorer
 
         super().__init__()
         self._trained, self._log = trained, log
-        self._scorer = LoglikelihoodScorer(trained)
+        self._scorer = Scorer(trained)
         self._text_tokenizer = _HarnessTokenizer(tokenizer)
         self._prefix = tokenizer.prefix
         self._eos_ids = frozenset(tokenizer.eos_ids)
@@ -145,8 +146,6 @@ class MaxTextLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        from MaxText.evaluation.scorers import Continuation
-
         self.was_asked = True
         asked = []
         for texts, context, ids in requests:
@@ -157,27 +156,25 @@ class MaxTextLM(TemplateLM):
                 )
             asked.append(Continuation(context or [self._prefix_id], ids))
         progress = None if disable_tqdm else log_progress("loglikelihood", self._log)
-        answers = []
-        for (texts, *_), score in zip(requests, self._scorer.score(asked, progress), strict=True):
-            answers.append((score.log_probability, score.is_greedy))
-            self.cache_hook.add_partial("loglikelihood", texts, answers[-1])
+        scores = self._scorer.score_continuations(asked, progress)
+        answers = [(score.log_probability, score.is_greedy) for score in scores]
+        for (texts, *_), answer in zip(requests, answers, strict=True):
+            self.cache_hook.add_partial("loglikelihood", texts, answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the total log-probability of each text, over disjoint windows."""
-        from MaxText.evaluation.scorers import rolling_windows
-
         self.was_asked = True
         windows, owners = [], []
         for number, request in enumerate(requests):
-            of_text = rolling_windows(
-                self.tok_encode(request.args[0]), self._prefix_id, self.max_length
-            )
+            ids = self.tok_encode(request.args[0])
+            of_text = rolling_windows(ids, self._prefix_id, self.max_length)
             windows += of_text
             owners += [number] * len(of_text)
         progress = None if disable_tqdm else log_progress("loglikelihood_rolling", self._log)
         totals = [0.0] * len(requests)
-        for owner, score in zip(owners, self._scorer.score(windows, progress), strict=True):
+        scores = self._scorer.score_continuations(windows, progress)
+        for owner, score in zip(owners, scores, strict=True):
             totals[owner] += score.log_probability
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
@@ -188,6 +185,11 @@ class MaxTextLM(TemplateLM):
 
         Holds the weights on device twice meanwhile, because generation uses unstacked parameters.
         """
+        import jax
+        import jax.numpy as jnp
+
+        from MaxText.inference.engine import Engine
+
         self.was_asked = True
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -195,7 +197,14 @@ class MaxTextLM(TemplateLM):
         progress = None if disable_tqdm else log_progress("generate_until", self._log)
         texts = [""] * len(requests)
         num_done = 0
-        engine_for = self._engines()
+        trained = self._trained
+        # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
+        parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
+
+        @functools.cache
+        def engine_for(sampling: "SamplingParams") -> Engine:
+            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=self._num_ids)
+
         for numbers in by_settings.values():
             contexts = [requests[number].args[0] for number in numbers]
             settings = requests[numbers[0]].args[1]
@@ -206,23 +215,6 @@ class MaxTextLM(TemplateLM):
                 if progress is not None:
                     progress(num_done, len(requests))
         return texts
-
-    def _engines(self) -> Callable[["SamplingParams"], "Engine"]:
-        """Returns a cached factory of engines, one per sampling setting."""
-        import jax
-        import jax.numpy as jnp
-
-        from MaxText.inference.engine import Engine
-
-        trained = self._trained
-        # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
-        parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
-
-        @functools.cache
-        def engine_for(sampling: "SamplingParams") -> Engine:
-            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=self._num_ids)
-
-        return engine_for
 
     def _continued(
         self,

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from MaxText.errors import UserError
-from MaxText.evaluation.masked_text import mask_word_left_to_right, strip_cls_prefix
+from MaxText.evaluation.scorer_inputs import (
+    Continuation,
+    Progress,
+    mask_word_left_to_right,
+    strip_cls_prefix,
+)
 from MaxText.evaluation.scores import TaskResult
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
 from MaxText.inference.text_files import read_lines
 from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
-    from MaxText.evaluation.position_scorer import Progress
-    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
+    from MaxText.evaluation.scorers import Scorer
 
 KEY = "task_files.lambada"
 
@@ -49,16 +53,14 @@ def read_passages(path: str) -> list[Passage]:
 def score(
     passages: Sequence[Passage],
     path: str,
-    scorer: "LoglikelihoodScorer",
+    scorer: "Scorer",
     tokenizer: ModelTokenizer,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> TaskResult:
     """Returns accuracy on whole last words, and perplexity per word."""
-    from MaxText.evaluation.scorers import Continuation
-
     prefix = tokenizer.prefix_token_id()
     pairs = [encode_pair(tokenizer.encode, *passage, prefix) for passage in passages]
-    scores = scorer.score([Continuation(*pair) for pair in pairs], progress)
+    scores = scorer.score_continuations([Continuation(*pair) for pair in pairs], progress)
     loss = -math.fsum(one.log_probability for one in scores) / len(scores)
     return TaskResult(
         _accuracy([one.is_greedy for one in scores]) | {"perplexity": perplexity(loss)},
@@ -69,9 +71,9 @@ def score(
 def score_masked(
     passages: Sequence[Passage],
     path: str,
-    scorer: "MaskedScorer",
+    scorer: "Scorer",
     tokenizer: ModelTokenizer,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> TaskResult:
     """Returns accuracy and pseudo-perplexity of a masked language model.
 
@@ -79,7 +81,7 @@ def score_masked(
     log-probability is that of mask_word_left_to_right. Passages are truncated on the left to the
     window. Raises UserError for a last word without tokens or longer than the window.
     """
-    tokenizer = strip_cls_prefix(tokenizer, scorer.ids.cls)
+    tokenizer = strip_cls_prefix(tokenizer, scorer.cls_id)
     texts, lengths = [], []
     for number, passage in enumerate(passages, 1):
         context, ids = encode_pair(tokenizer.encode, *passage, None)

@@ -1,21 +1,29 @@
-"""Log-probabilities of continuations and of hidden tokens."""
+"""Log-probabilities of continuations, and of tokens at selected positions.
 
-from collections.abc import Sequence
-from typing import NamedTuple
+B sequences of a batch, T tokens and C positions of a sequence, D emb_dim, V vocab_size.
+"""
 
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.masked_text import Masked, MaskIds
-from MaxText.evaluation.position_scorer import PositionScorer, Progress, ScoreRequest, ScoreResult
+from MaxText.evaluation.scorer_inputs import Continuation, MaskIds, Progress, ScoreRequest
+from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
+from MaxText.layers.batch import Batch
+from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.mesh import microbatch_size
+from MaxText.training.objective import cross_entropy
 
-
-class Continuation(NamedTuple):
-    """Ids to score after a context. Both hold at least one id."""
-
-    context: Sequence[int]
-    ids: Sequence[int]
+_SHORTEST = 16  # padded length of shorter sequences: compiling another program would cost more
+_FEWEST_POSITIONS = 4  # positions are padded to powers of 4, so that few shapes are compiled
+_CHUNK_LOGITS = 2**26  # per chunk and device: 256 MB in float32
 
 
 class Loglikelihood(NamedTuple):
@@ -25,109 +33,170 @@ class Loglikelihood(NamedTuple):
     is_greedy: bool  # whether each id is the argmax
 
 
-class LoglikelihoodScorer:
-    """Scores continuations under a causal model."""
+class ScoreResult(NamedTuple):
+    """Scores of the targets of one request."""
 
-    def __init__(self, trained: TrainedModel):
-        """Compiles nothing yet. Raises UserError for non-causal models."""
-        if not trained.model.config.attention.causal:
+    log_probabilities_C: np.ndarray  # float32, in nats
+    is_argmax_C: np.ndarray  # bool, whether each target is the argmax
+
+
+class Scorer:
+    """Scores ids at positions of sequences of any length up to `window`.
+
+    Batches hold as many tokens as an evaluation batch, in sequences of similar length. These are
+    padded on the right; non-causal models get segment ids that mask the padding. Only the requested
+    positions go through the head.
+
+    With `mask_ids`, inputs match the training of a masked language model, except that no token is
+    replaced by a random one: CLS first if the model was trained with it, and the mask id at hidden
+    positions. `window` excludes CLS.
+    """
+
+    def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
+        """Compiles nothing yet; UserError for non-causal models without masks."""
+        if mask_ids is None and not trained.model.config.attention.causal:
             raise UserError(
                 "only causal models can score continuations, and this model has causal=false: it "
                 "was trained to predict masked tokens. eval.py scores it with "
                 "eval_tasks=[lambada,wikitext] and on data sets."
             )
-        self._scorer = PositionScorer(trained)
-        self.window = self._scorer.window
+        config, layout = trained.config, trained.sharding
+        per_device = config.evaluation.eval_per_device_batch_size
+        self._mask_id = -1 if mask_ids is None else mask_ids.mask
+        self.cls_id = None if mask_ids is None else mask_ids.cls
+        self._before = [] if self.cls_id is None else [self.cls_id]
+        self._max_length: int = trained.model.section.shape.max_target_length
+        self.window = self._max_length - len(self._before)
+        self._num_tokens = microbatch_size(config.batch, layout, per_device) * self._max_length
+        self._trained = trained
+        score = functools.partial(_score_positions, trained.model, layout.num_batch_parts)
+        # Every host submits all requests and reads all outputs, which are small.
+        self._score_positions = layout.jit(score, out_shardings=layout.replicated)
 
     def score(
+        self, requests: Sequence[ScoreRequest], progress: Progress | None = None
+    ) -> list[ScoreResult]:
+        """Returns one result per request, in order. Inputs have 1 to `window` ids."""
+        results: dict[int, ScoreResult] = {}
+        outputs = itertools.chain(self._outputs(requests), [([], ())])
+        # Outputs are fetched one batch late, to keep the devices busy.
+        for (numbers, arrays), _ in itertools.pairwise(outputs):
+            rows = zip(numbers, *map(np.asarray, arrays), strict=False)
+            for number, losses_C, is_argmax_C in rows:
+                count = len(requests[number].positions)
+                results[number] = ScoreResult(-losses_C[:count], is_argmax_C[:count])
+            if progress is not None:
+                progress(len(results), len(requests))
+        return [results[number] for number in range(len(requests))]
+
+    def score_continuations(
         self, continuations: Sequence[Continuation], progress: Progress | None = None
     ) -> list[Loglikelihood]:
         """Returns one score per continuation, in order.
 
-        Contexts that exceed the window are truncated on the left. Raises UserError for a
-        continuation without ids or longer than the window.
+        Contexts that exceed the window are truncated on the left. One-token answers to a question
+        share a forward pass. Raises UserError for a continuation without ids or longer than the
+        window.
         """
-        requests, owners = self._requests(continuations)
-        scores: dict[int, Loglikelihood] = {}
-        for results in self._scorer.score(requests):
-            for result in results:
-                start = 0
-                for owner, count in owners[result.request]:
-                    part = slice(start, start + count)
-                    total = float(np.sum(result.log_probabilities_C[part], dtype=np.float64))
-                    scores[owner] = Loglikelihood(total, bool(result.is_argmax_C[part].all()))
-                    start += count
-            if progress is not None:
-                progress(len(scores), len(continuations))
-        return [scores[number] for number in range(len(continuations))]
-
-    def _requests(
-        self, continuations: Sequence[Continuation]
-    ) -> tuple[list[ScoreRequest], list[list[tuple[int, int]]]]:
-        """Deduplicates inputs: one-token answers to a question share a pass.
-
-        Also returns (continuation index, its number of positions) for each request, in order.
-        """
-        by_input: dict[bytes, tuple[ScoreRequest, list[tuple[int, int]]]] = {}
+        # By model input: the request, and the continuations it scores.
+        inputs: dict[bytes, tuple[ScoreRequest, list[int]]] = {}
         for number, (context, ids) in enumerate(continuations):
-            if not ids or len(ids) > self.window:
+            if not 0 < len(ids) <= self.window:
                 raise UserError(
                     f"continuation {number} has {len(ids)} tokens; it must have between 1 and "
                     f"max_target_length={self.window}."
                 )
-            if not context:
-                raise ValueError(f"continuation {number} has no context: put a bos or eos id first")
-            whole = np.array([*context, *ids][-(self.window + 1) :], np.int32)
-            read = whole[:-1]
-            request, owners = by_input.setdefault(read.tobytes(), (ScoreRequest(read, [], []), []))
+            assert context, "a bos or eos id precedes a continuation without context"
+            read = np.array([*context, *ids][-(self.window + 1) : -1], np.int32)
+            request, owners = inputs.setdefault(read.tobytes(), (ScoreRequest(read, [], []), []))
             request.positions.extend(range(len(read) - len(ids), len(read)))
             request.targets.extend(ids)
-            owners.append((number, len(ids)))
-        return [one for one, _ in by_input.values()], [owners for _, owners in by_input.values()]
+            owners.append(number)
+        results = self.score([request for request, _ in inputs.values()], progress)
+        scores: dict[int, Loglikelihood] = {}
+        for (_, owners), result in zip(inputs.values(), results, strict=True):
+            start = 0
+            for number in owners:
+                part = slice(start, start + len(continuations[number].ids))
+                total = float(np.sum(result.log_probabilities_C[part], dtype=np.float64))
+                scores[number] = Loglikelihood(total, bool(result.is_argmax_C[part].all()))
+                start = part.stop
+        return [scores[number] for number in range(len(continuations))]
+
+    def _outputs(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[list[int], Any]]:
+        """Yields request numbers, longest first, and their scores on device."""
+        sharding = self._trained.sharding
+        parts = sharding.num_batch_parts
+        by_shape: dict[tuple[int, int], list[int]] = {}
+        for number, one in enumerate(requests):
+            assert 0 < len(one.ids) <= self.window, len(one.ids)
+            length = padded_length(len(self._before) + len(one.ids), self._max_length)
+            num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
+            num_positions <<= num_positions.bit_length() % 2 == 0  # powers of 4
+            by_shape.setdefault((length, num_positions), []).append(number)
+        for (length, num_positions), alike in sorted(by_shape.items(), reverse=True):
+            most = max(1, self._num_tokens // (length * parts)) * parts
+            for start in range(0, len(alike), most):
+                some = alike[start : start + most]
+                # The remainder is padded to a power of two, so that few shapes are compiled.
+                num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
+                arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
+                arrays = jax.device_put(arrays, sharding.batch_sharding(num_rows))
+                yield some, self._score_positions(self._trained.params, *arrays)
+
+    def _arrays(
+        self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
+    ) -> tuple[np.ndarray | None, ...]:
+        """Returns (tokens_BT, positions_BC, targets_BC, segments_BT), zero-padded."""
+        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
+        positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
+        first = len(self._before)
+        for index, one in enumerate(requests):
+            end, count = first + len(one.ids), len(one.positions)
+            tokens_BT[index, :first] = self._before
+            tokens_BT[index, first:end] = one.ids
+            if one.hidden:
+                tokens_BT[index, np.add(one.hidden, first)] = self._mask_id
+            segments_BT[index, :end] = 1
+            positions_BC[index, :count] = np.add(one.positions, first)
+            targets_BC[index, :count] = one.targets
+        sees_padding = not self._trained.model.config.attention.causal
+        return tokens_BT, positions_BC, targets_BC, segments_BT if sees_padding else None
 
 
-def rolling_windows(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:
-    """Splits a text into continuations with each id exactly once.
-
-    Windows are disjoint, except that the last one is moved left until it is full and scores only
-    the remaining ids. The first id follows `prefix`. Same as loglikelihood_rolling of
-    lm-evaluation-harness.
-    """
-    found = []
-    for start in range(0, len(ids), window):
-        end = min(start + window, len(ids))
-        context = ids[max(0, end - window - 1) : start] if start else [prefix]
-        found.append(Continuation(context, ids[start:end]))
-    return found
+def padded_length(length: int, window: int) -> int:
+    """Rounds up to 2^n or 1.5 * 2^n, at least 16 and at most the window."""
+    power = next_power_of_two(length, _SHORTEST)
+    between = max(_SHORTEST, power * 3 // 4)
+    return min(between if length <= between else power, window)
 
 
-class MaskedScorer:
-    """Scores hidden tokens under a bidirectional model.
+def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_BC, segments_BT):
+    """Returns -log p of the targets and whether they are argmax, [B, C]."""
+    decoder = model.merge(params)
+    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None, segments_BT=segments_BT)
+    h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
+    head_state = decoder.head_state(h_BTD, batch)
+    h_BCD = jnp.take_along_axis(h_BTD, positions_BC[..., None], axis=1)
+    h_BCD = constrain(h_BCD, *HIDDEN)
 
-    Inputs match training, except that no token is replaced by a random one: CLS first if the model
-    was trained with it, and the mask id at hidden positions. `window` excludes CLS.
-    """
+    def of_chunk(chunk):
+        h_BCD, targets_BC, positions_BC = chunk
+        logits_BCV = decoder.logits(h_BCD, head_state, positions_BC)
+        losses_BC, _ = cross_entropy(logits_BCV, targets_BC)
+        return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
-    def __init__(self, trained: TrainedModel, ids: MaskIds):
-        """Compiles nothing yet. Raises UserError for causal models."""
-        if trained.model.config.attention.causal:
-            raise UserError(
-                "only masked language models (mlm_training=true) can score hidden tokens, and "
-                "this model is causal."
-            )
-        self.ids = ids
-        self._scorer = PositionScorer(trained, ids)
-        self.window = self._scorer.window
+    num_rows, num_positions = targets_BC.shape
+    at_once, vocab_size = num_positions, model.config.shape.vocab_size
+    # num_positions is a power of two, so it halves evenly.
+    while at_once > 1 and num_rows // num_parts * at_once * vocab_size > _CHUNK_LOGITS:
+        at_once //= 2
+    if at_once == num_positions:
+        return of_chunk((h_BCD, targets_BC, positions_BC))
 
-    def score(self, texts: Sequence[Masked], progress: Progress | None = None) -> list[ScoreResult]:
-        """Returns one result per text, in order. Texts have 1 to `window` ids."""
-        found: list[ScoreResult] = []
-        requests = [
-            ScoreRequest(ids, list(hidden), [int(ids[position]) for position in hidden], hidden)
-            for ids, hidden in texts
-        ]
-        for results in self._scorer.score(requests):
-            found += results
-            if progress is not None:
-                progress(len(found), len(texts))
-        return sorted(found, key=lambda result: result.request)
+    def in_chunks(x):
+        x = x.reshape(num_rows, num_positions // at_once, at_once, *x.shape[2:])
+        return jnp.moveaxis(x, 1, 0)
+
+    outputs = jax.lax.map(of_chunk, tuple(map(in_chunks, (h_BCD, targets_BC, positions_BC))))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(num_rows, num_positions), outputs)

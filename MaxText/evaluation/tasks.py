@@ -2,17 +2,14 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from MaxText.config.schema import Config
 from MaxText.evaluation import lambada, wikitext
-from MaxText.evaluation.masked_text import mask_ids
+from MaxText.evaluation.scorer_inputs import Progress, mask_ids
 from MaxText.evaluation.scores import TaskResult, TaskScore, task_table
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Log, TrainedModel
-
-if TYPE_CHECKING:
-    from MaxText.evaluation.position_scorer import Progress
 
 _SECONDS_PER_LINE = 30.0  # between progress lines
 
@@ -22,7 +19,7 @@ class Task(NamedTuple):
 
     read: Callable[[str], Sequence[Any]]  # path -> items
     score: Callable[..., TaskResult]  # (items, path, scorer, tokenizer, progress) -> result
-    score_masked: Callable[..., TaskResult]  # the same with a MaskedScorer
+    score_masked: Callable[..., TaskResult]  # the same with mask ids
 
 
 TASKS = {
@@ -50,13 +47,10 @@ def run_tasks(
 
     Raises UserError for a text that exceeds the window, or a masked model without a mask id.
     """
-    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
+    from MaxText.evaluation.scorers import Scorer
 
     masked = config.masking.mlm_training
-    if masked:
-        scorer = MaskedScorer(trained, mask_ids(config, tokenizer))
-    else:
-        scorer = LoglikelihoodScorer(trained)
+    scorer = Scorer(trained, mask_ids(config, tokenizer) if masked else None)
     scores = []
     for name, task_items in items.items():
         task = TASKS[name]
@@ -69,7 +63,7 @@ def run_tasks(
     return scores
 
 
-def log_progress(name: str, log: Log) -> "Progress":
+def log_progress(name: str, log: Log) -> Progress:
     """Returns a callback for progress every half minute."""
     began = last = time.perf_counter()
 

@@ -11,12 +11,13 @@ import base64
 import functools
 import json
 import tempfile
-from collections.abc import Iterator
+import unicodedata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from tokenizers import pre_tokenizers
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
@@ -39,13 +40,12 @@ _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
 
-# Contains every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
+# Every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
     map(chr, [*range(0x801), *range(0x1000, 0x10001, 0x1000), *range(0x40000, 0x110000, 0x40000)])
 )
-
-# Any normalization changes at least one of these characters.
-_PROBE = " a  b\u00a0\ufb01\uff21e\u0301\u3000\tc\r\nd "
+# Any normalization but NFC changes at least one of these characters.
+_NORMALIZED = " a  b\u00a0\ufb01\uff21e\u0301\u3000\tc\r\nd "
 
 
 class InexactByteCountError(Exception):
@@ -64,20 +64,31 @@ class TokenByteCounts(NamedTuple):
 def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
     """Returns the bytes of each id; InexactByteCountError if undefined."""
     if isinstance(tokenizer, ByteTokenizer):
-        bytes_by_id, adds_dummy_prefix = {byte: bytes([byte]) for byte in range(256)}, False
+        bytes_by_id = {byte: bytes([byte]) for byte in range(256)}
     elif isinstance(tokenizer, TiktokenTokenizer):
-        bytes_by_id, adds_dummy_prefix = _tiktoken(_file(tokenizer, TIKTOKEN_NAME)), False
+        lines = _file(tokenizer, TIKTOKEN_NAME).splitlines()
+        ranks = (line.split() for line in lines if line)
+        bytes_by_id = {int(rank): base64.b64decode(token) for token, rank in ranks}
     elif isinstance(tokenizer, HuggingFaceTokenizer):
-        bytes_by_id, adds_dummy_prefix = _hugging_face(json.loads(tokenizer.file_text))
+        bytes_by_id = _hugging_face(tokenizer.file_text)
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        bytes_by_id, adds_dummy_prefix = _sentence_piece(_file(tokenizer, SENTENCE_PIECE_NAME))
+        bytes_by_id = _sentence_piece(_file(tokenizer, SENTENCE_PIECE_NAME))
     else:
         raise InexactByteCountError(f"the bytes of ids of {type(tokenizer).__name__} are not known")
     counts_V = np.zeros(tokenizer.entry.vocab_size, np.int32)
     has_dummy_prefix_V = np.zeros(tokenizer.entry.vocab_size, bool)
+    spelled = b"".join(bytes_by_id.get(int(i), b"") for i in tokenizer.encode(["a"])[0])
+    adds_dummy_prefix = spelled.startswith(b" ")
     for i, text in bytes_by_id.items():
         counts_V[i] = len(text)
-        has_dummy_prefix_V[i] = adds_dummy_prefix and text[:1] == b" "
+        has_dummy_prefix_V[i] = adds_dummy_prefix and text.startswith(b" ")
+    for probe in (_EVERY, _NORMALIZED):
+        (ids,) = tokenizer.encode([probe])
+        spelled = tokenizer.decode(ids.tolist())
+        size = counts_V[ids].sum() - has_dummy_prefix_V[ids[:1]].sum()
+        same = unicodedata.normalize("NFC", spelled) == unicodedata.normalize("NFC", probe)
+        if not same or size != len(spelled.encode()):
+            raise InexactByteCountError("the ids of its tokenizer do not spell texts byte by byte")
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 
 
@@ -88,88 +99,35 @@ def _file(tokenizer: TextTokenizer, name: str) -> bytes:
         return (Path(folder) / name).read_bytes()
 
 
-def _tiktoken(contents: bytes) -> dict[int, bytes]:
-    lines = [line.split() for line in contents.splitlines() if line]
-    return {int(rank): base64.b64decode(token) for token, rank in lines}
-
-
-def _sentence_piece(contents: bytes) -> tuple[dict[int, bytes], bool]:
+def _sentence_piece(contents: bytes) -> dict[int, bytes]:
     import sentencepiece
 
     model = sentencepiece.SentencePieceProcessor(model_proto=contents)
-    size = model.get_piece_size()
-    if sum(map(model.is_byte, range(size))) < 256:
-        raise InexactByteCountError("its SentencePiece model maps unknown characters to one id")
-    if model.decode(model.encode(_PROBE)) != _PROBE:
-        raise InexactByteCountError("its SentencePiece model normalizes text")
     bytes_by_id = {}
-    for i in range(size):
+    for i in range(model.get_piece_size()):
         if model.is_byte(i):
             bytes_by_id[i] = b"\0"
         elif not (model.is_control(i) or model.is_unknown(i) or model.is_unused(i)):
             bytes_by_id[i] = model.id_to_piece(i).replace(_SPACE, " ").encode()
-    first = model.id_to_piece(model.encode("a")[0])
-    return bytes_by_id, first.startswith(_SPACE)
+    return bytes_by_id
 
 
-def _hugging_face(whole: dict[str, Any]) -> tuple[dict[int, bytes], bool]:
-    model, decoders = whole["model"], {part["type"] for part in _parts(whole["decoder"])}
-    vocabulary: dict[str, int] = model.get("vocab") or {}
-    splitters = list(_parts(whole["pre_tokenizer"]))
-    if model.get("type") != "BPE" or not isinstance(vocabulary, dict):
-        raise InexactByteCountError(
-            f"its tokenizer.json is a {model.get('type')} model, not a byte-level BPE"
-        )
-    is_byte_level = decoders == {"ByteLevel"}
-    if not is_byte_level and not ("ByteFallback" in decoders and model.get("byte_fallback")):
-        raise InexactByteCountError("its tokenizer.json does not spell text byte by byte")
-    normalizers = {part["type"] for part in _parts(whole["normalizer"])}
-    if other := normalizers - ({"NFC"} if is_byte_level else {"Prepend", "Replace"}):
-        raise InexactByteCountError(
-            f"its tokenizer.json normalizes text ({', '.join(sorted(other))})"
-        )
-    if is_byte_level:
-        if any(part.get("add_prefix_space") for part in splitters):
-            raise InexactByteCountError("its tokenizer.json prepends a space to texts")
-        # One character represents one byte.
-        ((needed, _),) = pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(_EVERY)
-        alphabet, adds_dummy_prefix = set(pre_tokenizers.ByteLevel.alphabet()), False
-        bytes_by_id = {
-            i: bytes(len(token)) if alphabet.issuperset(token) else token.encode()
-            for token, i in vocabulary.items()
-        }
-    else:
-        needed = _BYTES
-        adds_dummy_prefix = "Prepend" in normalizers or any(
-            part["type"] == "Metaspace" and part.get("prepend_scheme") != "never"
-            for part in splitters
-        )
-        bytes_by_id = {
-            i: b"\0" if token in _BYTES else token.replace(_SPACE, " ").encode()
-            for token, i in vocabulary.items()
-        }
-    if not vocabulary.keys() >= set(needed):
-        raise InexactByteCountError("its tokenizer.json has no id for some bytes")
-    for token in whole["added_tokens"]:
+def _hugging_face(file_text: str) -> dict[int, bytes]:
+    tokenizer = tokenizers.Tokenizer.from_str(file_text)
+    # Of byte-level tokens, one character represents one byte.
+    is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    bytes_by_id = {}
+    for token, i in tokenizer.get_vocab(with_added_tokens=False).items():
+        if is_byte_level:
+            bytes_by_id[i] = bytes(len(token)) if alphabet.issuperset(token) else token.encode()
+        else:
+            bytes_by_id[i] = b"\0" if token in _BYTES else token.replace(_SPACE, " ").encode()
+    for token in json.loads(file_text)["added_tokens"]:
         if not token["special"] and (token["lstrip"] or token["rstrip"]):
             raise InexactByteCountError(f"its token {token['content']!r} strips adjacent spaces")
         bytes_by_id[token["id"]] = b"" if token["special"] else token["content"].encode()
-    return bytes_by_id, adds_dummy_prefix
-
-
-_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
-
-
-def _parts(entry: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """Yields parts of a normalizer, pre-tokenizer or decoder, flattened."""
-    if entry is None:
-        return
-    inner = next((entry[name] for name in _SEQUENCES if name in entry), None)
-    if entry["type"] != "Sequence" or inner is None:
-        yield entry
-        return
-    for part in inner:
-        yield from _parts(part)
+    return bytes_by_id
 
 
 class TextBytes:

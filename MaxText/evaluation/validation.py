@@ -16,19 +16,13 @@ from MaxText.training.objective import IN_NATS, loss_sums
 
 
 def evaluate(
-    eval_step: Callable[[Any, Any], dict[str, jax.Array]],
+    eval_step: Callable[[Any, Any], dict[str, jax.Array]],  # as of make_eval_step
     params: Any,
-    batches: Iterable[Any],
+    batches: Iterable[Any],  # on device
     *,
-    step: int,
+    step: int,  # last completed training step
 ) -> EvaluationReport:
-    """Evaluates all batches, including a partial last one.
-
-    Args:
-      eval_step: (params, batch) -> sums over the batch (make_eval_step).
-      batches: On device.
-      step: Last completed training step, for the report.
-    """
+    """Evaluates all batches, including a partial last one."""
     began = time.perf_counter()
     totals, num_batches = sum_batches(eval_step(params, batch) for batch in batches)
     total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
@@ -50,12 +44,10 @@ def sum_batches(outputs: Iterable[Mapping[str, jax.Array]]) -> tuple[dict[str, f
     """
     totals: dict[str, float] = collections.defaultdict(float)
     num_batches = 0
-    waiting: Mapping[str, jax.Array] = {}
-    for new in itertools.chain(outputs, [{}]):
+    for waiting, _ in itertools.pairwise(itertools.chain(outputs, [{}])):
         for name, value in waiting.items():
             totals[name] += float(value)
-        num_batches += bool(waiting)
-        waiting = new
+        num_batches += 1
     return totals, num_batches
 
 

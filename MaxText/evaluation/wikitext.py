@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from MaxText.errors import UserError
-from MaxText.evaluation.masked_text import mask_each_token, strip_cls_prefix
+from MaxText.evaluation.scorer_inputs import (
+    Progress,
+    mask_each_token,
+    rolling_windows,
+    strip_cls_prefix,
+)
 from MaxText.evaluation.scores import TaskResult
 from MaxText.inference.model_tokenizer import ModelTokenizer
-from MaxText.inference.text_files import is_json_lines, json_rows, read_text_file
+from MaxText.inference.text_files import is_json_lines, read_lines, read_text_file
 from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
-    from MaxText.evaluation.position_scorer import Progress
-    from MaxText.evaluation.scorers import LoglikelihoodScorer, MaskedScorer
+    from MaxText.evaluation.scorers import Scorer
 
 KEY = "task_files.wikitext"
 
@@ -53,18 +57,15 @@ def read_pages(path: str) -> list[str]:
     JSON lines have the field "page". Raises UserError for a missing file, an empty page (with its
     line), or no pages.
     """
-    text = read_text_file(path, KEY)
-    location = f"{KEY}={path}"
-    if not is_json_lines(path):
-        pages = split_pages(text)
-    else:
-        rows = json_rows(text, "page", location)
+    if is_json_lines(path):
+        rows = read_lines(path, KEY, "page")
         for number, page, _ in rows:
             if not page.strip():
-                raise UserError(f'{location}:{number} has an empty "page".')
-        pages = [page for _, page, _ in rows]
+                raise UserError(f'{KEY}={path}:{number} has an empty "page".')
+        return [page for _, page, _ in rows]
+    pages = split_pages(read_text_file(path, KEY))
     if not pages:
-        raise UserError(f"{location} is empty.")
+        raise UserError(f"{KEY}={path} is empty.")
     return pages
 
 
@@ -97,20 +98,18 @@ def count_words(page: str) -> int:
 def score(
     pages: Sequence[str],
     path: str,
-    scorer: "LoglikelihoodScorer",
+    scorer: "Scorer",
     tokenizer: ModelTokenizer,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> TaskResult:
     """Returns perplexity per word and byte, and bits per byte.
 
     Each page is read alone, in disjoint windows.
     """
-    from MaxText.evaluation.scorers import rolling_windows
-
     prefix = tokenizer.prefix_token_id()
     ids = [tokenizer.encode(detokenized(page)) for page in pages]
     windows = [window for page in ids for window in rolling_windows(page, prefix, scorer.window)]
-    scores = scorer.score(windows, progress)
+    scores = scorer.score_continuations(windows, progress)
     loss = -math.fsum(one.log_probability for one in scores)
     num_words = sum(map(count_words, pages))
     num_bytes = sum(len(page.encode()) for page in pages)
@@ -131,16 +130,16 @@ def score(
 def score_masked(
     pages: Sequence[str],
     path: str,
-    scorer: "MaskedScorer",
+    scorer: "Scorer",
     tokenizer: ModelTokenizer,
-    progress: "Progress | None" = None,
+    progress: Progress | None = None,
 ) -> TaskResult:
     """Returns pseudo-perplexity per word and token (Salazar et al. 2020).
 
     Each page is read alone, in disjoint windows. Hiding each token once costs a forward pass of its
     window; the tokenizer's prefix is never hidden. Raises UserError if the text has no tokens.
     """
-    tokenizer = strip_cls_prefix(tokenizer, scorer.ids.cls)
+    tokenizer = strip_cls_prefix(tokenizer, scorer.cls_id)
     ids = [tokenizer.encode(detokenized(page)) for page in pages]
     start = len(tokenizer.prefix)
     texts = [text for page in ids for text in mask_each_token(page, start, scorer.window)]

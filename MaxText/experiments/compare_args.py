@@ -1,8 +1,4 @@
-"""Parses and checks the command line of compare.py, without jax.
-
-Apart from the program's own options it consists of configuration files, and of
-key=value arguments that apply to each of them.
-"""
+"""Parses and checks the command line of compare.py, without jax."""
 
 import itertools
 from collections.abc import Sequence
@@ -85,24 +81,15 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
     mappings concatenates their products. A scalar counts as a list of one. Raises
     InvalidValueError for anything else, or an empty sweep.
     """
-    if isinstance(sweep, list):
-        if not sweep:
-            raise values.InvalidValueError("the list of variants is empty")
-        return [variant for part in sweep for variant in _product(part)]
-    return _product(sweep)
-
-
-def _product(part: Any) -> list[dict[str, Any]]:
-    if not isinstance(part, dict):
+    if isinstance(sweep, list) and sweep:
+        return [variant for part in sweep for variant in expand_sweep(part)]
+    if not isinstance(sweep, dict) or not sweep:
         raise values.InvalidValueError(
-            f"{values.format_value(part)} is not a mapping; write {{key: [value, value]}}, or "
-            "a list of "
-            "these"
+            f"{values.format_value(sweep)} is not a mapping; write {{key: [value, value]}}, or a "
+            "list of these"
         )
-    if not part:
-        raise values.InvalidValueError("a mapping without keys has no variants")
     choices = []
-    for name, value in part.items():
+    for name, value in sweep.items():
         items = value if isinstance(value, list) else [value]
         if not items:
             raise values.InvalidValueError(f"{name} has an empty list of values")
@@ -152,41 +139,38 @@ class CompareArgs(CompareOptions):
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
-    """Parses the command line.
-
-    Returns the request and all problems in the program's own arguments. `expand_variants` checks
-    the configurations.
-    """
+    """Returns the request and all problems in the program's own arguments."""
     options, words = read_options(CompareOptions, arguments)
-    keys, problems = [*words.others, *words.keys], words.problems
-    found: dict[str, Any] = dict(options) | {"configs": tuple(words.files), "keys": tuple(keys)}
+    keys, problems, budget = [*words.others, *words.keys], words.problems, options.budget
+
+    def refuse(what: str, word: str = "", **facts: str) -> None:
+        place = f"command line, {word}" if word else "command line"
+        problems.append(Problem(what, (place,), tuple(facts.items())))
+
     for word in keys:
         name = word.partition("=")[0]
         if name == "stages":
+            example = "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file"
             what = "stages: they belong to one configuration, so write them in its file"
-            fact = ("write", "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file")
-            problems.append(Problem(what, (f"command line, {word}",), (fact,)))
+            refuse(what, word, write=example)
         elif name in SET_PER_RUN:
-            what = f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison"
-            problems.append(Problem(what, (f"command line, {word}",)))
-    if options.budget is not None:
+            refuse(f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison", word)
+    if budget is not None:
         suffixes = _TIME_SUFFIXES if options.match == "time" else COUNT_SUFFIXES
         try:
-            found["budget"] = parse_amount(str(options.budget), suffixes)
+            budget = parse_amount(str(budget), suffixes)
         except ValueError as error:
             example = "600, 10m or 1.5h" if options.match == "time" else "1e15, 10M or 1.5B"
-            fact = ("write", f"budget={example}")
-            problems.append(Problem(f"budget: {error}", ("command line",), (fact,)))
+            refuse(f"budget: {error}", write=f"budget={example}")
     if options.match == "time" and options.num_devices is not None:
         what = "num_devices: match=time measures steps on this machine, not on another one"
-        problems.append(Problem(what, ("command line",), (("instead", "run it there"),)))
+        refuse(what, instead="run it there")
     for word in arguments:
         name = word.partition("=")[0]
         if name in ("output", "base_output_directory", "run_name") and "://" in word:
-            what = f"{name}: comparisons need a local folder"
-            problems.append(Problem(what, (f"command line, {word}",)))
-    found["output"] = _output(options.output, keys)
-    return CompareArgs(**found), problems
+            refuse(f"{name}: comparisons need a local folder", word)
+    found = dict(options) | {"budget": budget, "output": _output(options.output, keys)}
+    return CompareArgs(**found, configs=tuple(words.files), keys=tuple(keys)), problems
 
 
 def _output(given: Path | None, keys: Sequence[str]) -> Path | None:

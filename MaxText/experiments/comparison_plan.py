@@ -17,8 +17,8 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.compare_args import UNITS
-from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant
+from MaxText.experiments.compare_args import UNITS, Match
+from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant, stage_names
 from MaxText.metrics.tables import format_table, short_count
 from MaxText.storage.atomic import atomic_write_text
 
@@ -30,7 +30,7 @@ _FORMAT = 2
 class ComparisonSpec:
     """Arguments determining the plan, apart from the configurations."""
 
-    match: str
+    match: Match
     budget: float | None  # None uses the amount of the first configuration
     free: Mapping[str, str]  # label -> key to solve for
     tolerance: float  # largest relative deviation from the budget
@@ -51,7 +51,7 @@ class SolvedStage:
 
 @dataclasses.dataclass(frozen=True)
 class SolvedConfig:
-    """A solved configuration."""
+    """A solved configuration; costs are totals of its stages."""
 
     stages: tuple[SolvedStage, ...]
     deviation: float  # of the matched amount, relative to the budget
@@ -62,11 +62,6 @@ class SolvedConfig:
         return {name for stage in self.stages for name in stage.changes}
 
     @property
-    def parameters(self) -> int:
-        """Parameters of the final model."""
-        return self.stages[-1].parameters
-
-    @property
     def flops(self) -> float:
         return sum(stage.flops for stage in self.stages)
 
@@ -75,28 +70,23 @@ class SolvedConfig:
         return sum(stage.tokens for stage in self.stages)
 
     @property
-    def flops_per_token(self) -> float:
-        """Training FLOPs per token, over all stages."""
-        return self.flops / self.tokens if self.tokens else 0.0
-
-    @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
 
     @property
     def seconds(self) -> float | None:
-        """Seconds in training steps of all stages; None unless match=time."""
+        """Seconds in training steps; None unless match=time."""
         seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
         return sum(seconds) if seconds else None
 
 
 @dataclasses.dataclass
 class Plan:
-    """A comparison."""
+    """A comparison; its fields are those of comparison.json."""
 
     folder: Path
     question: ComparisonSpec
-    identities: dict[str, dict[str, Any]]  # label -> flat configuration before solving
+    configurations: dict[str, dict[str, Any]]  # label -> flat configuration before solving
     # stage name -> rounds -> seconds per step
     measurements: dict[str, list[list[float]]] = dataclasses.field(default_factory=dict)
     budget: float | None = None  # None before solving
@@ -106,38 +96,18 @@ class Plan:
     @property
     def groups(self) -> dict[str, list[str]]:
         """Run folders by stage name, relative to the comparison's folder."""
-        counts = {label: len(planned.stages) for label, planned in self.planned.items()}
+        names = {label: stage_names(label, len(one.stages)) for label, one in self.planned.items()}
         return {
-            stage_name(label, stage): [
-                str(Path(label) / run_path(seed, stage)) for seed in self.seeds
-            ]
-            for label in self.identities
-            for stage in stage_numbers(counts.get(label, 1))
+            name: [str(Path(label) / run_path(seed, stage)) for seed in self.seeds]
+            for label in self.configurations
+            for stage, name in names.get(label, {None: label}).items()
         }
 
     def save(self) -> None:
         """Atomically writes comparison.json. The folder must exist."""
-        content = {
-            "format": _FORMAT,
-            "question": dataclasses.asdict(self.question),
-            "configurations": self.identities,
-            "measurements": self.measurements,
-            "budget": self.budget,
-            "planned": {name: dataclasses.asdict(one) for name, one in self.planned.items()},
-            "seeds": list(self.seeds),
-            "groups": self.groups,
-        }
+        content = {"format": _FORMAT, **dataclasses.asdict(self), "groups": self.groups}
+        del content["folder"]
         atomic_write_text(self.folder / FILE, json.dumps(content, indent=1) + "\n")
-
-
-def stage_numbers(count: int) -> list[int | None]:
-    """Returns stage numbers from 1, or [None] for a single run."""
-    return [None] if count == 1 else list(range(1, count + 1))
-
-
-def stage_name(label: str, stage: int | None) -> str:
-    """Returns a unique name of a stage: labels contain no spaces."""
-    return label if stage is None else f"{label} stage {stage}"
 
 
 def run_path(seed: int, stage: int | None = None) -> Path:
@@ -151,8 +121,7 @@ def load_or_create_plan(
 ) -> Plan:
     """Loads the plan of a folder, or creates it.
 
-    A plan that differs is replaced if none of its runs has begun. Otherwise raises UserError
-    listing the differences.
+    A plan that differs is replaced if none of its runs has begun, and refused otherwise.
     """
     fresh = Plan(
         folder, question, {one.label: one.identity for one in variants}, seeds=tuple(seeds)
@@ -164,16 +133,9 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        old = Plan(
-            folder,
-            ComparisonSpec(**stored["question"]),
-            stored["configurations"],
-            stored["measurements"],
-            stored["budget"],
-            TypeAdapter(dict[str, SolvedConfig]).validate_python(stored["planned"]),
-            tuple(seeds),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = stored | {"folder": folder, "seeds": seeds}
+        old = TypeAdapter(Plan).validate_python(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is not a valid record of a comparison ({error}). Set output= to another "
             "folder, or remove this one."
@@ -188,27 +150,25 @@ def load_or_create_plan(
             "  What to do: repeat the earlier command to resume it, set output= to another folder, "
             "or remove this one."
         )
-    identities = json.loads(json.dumps(fresh.identities))  # as they are stored
-    if (old.identities, old.question.num_devices) == (identities, question.num_devices):
+    configurations = json.loads(json.dumps(fresh.configurations))  # as they are stored
+    if (old.configurations, old.question.num_devices) == (configurations, question.num_devices):
         fresh.measurements = old.measurements
     return fresh
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:
-    lines = []
     asked, asks = dataclasses.asdict(old.question), dataclasses.asdict(new.question)
-    for name in asked:
-        if asked[name] != asks[name]:
-            lines.append(f"{name}: {_shown(asked[name])} -> {_shown(asks[name])}")
-    if list(old.identities) != list(new.identities):
-        names = (", ".join(plan.identities) for plan in (old, new))
-        lines.append("configurations: " + " -> ".join(names))
-    for label in new.identities:
-        if label in old.identities:
-            changes = diff_configs(old.identities[label], new.identities[label])
-            lines += [
-                f"{label}: {name}: {before} -> {after}" for name, (before, after) in changes.items()
-            ]
+    lines = [
+        f"{name}: {_shown(asked[name])} -> {_shown(asks[name])}"
+        for name in asked
+        if asked[name] != asks[name]
+    ]
+    before, after = old.configurations, new.configurations
+    if list(before) != list(after):
+        lines.append(f"configurations: {', '.join(before)} -> {', '.join(after)}")
+    for label in (label for label in after if label in before):
+        changes = diff_configs(before[label], after[label])
+        lines += [f"{label}: {name}: {a} -> {b}" for name, (a, b) in changes.items()]
     return lines
 
 
@@ -220,24 +180,21 @@ def _shown(value: Any) -> str:
 
 def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """Returns one line per stage: the keys changed to meet the budget."""
-    lines = []
     if not any(one.changed for one in plan.planned.values()):
         return ["no configuration was changed"]
+    lines = []
     for variant in variants:
-        planned = plan.planned[variant.label].stages
-        if not plan.planned[variant.label].changed:
+        planned = plan.planned[variant.label]
+        if not planned.changed:
             lines.append(f"{variant.label}: nothing changed")
             continue
-        for config, stage, number in zip(
-            variant.stages, planned, stage_numbers(len(planned)), strict=True
-        ):
+        for (name, config), stage in zip(variant.named_stages, planned.stages, strict=True):
             before = flatten(config)
             changes = (
-                f"{name} {to_yaml(before[name])} -> {to_yaml(value)}"
-                for name, value in stage.changes.items()
+                f"{key} {to_yaml(before[key])} -> {to_yaml(value)}"
+                for key, value in stage.changes.items()
             )
-            who = stage_name(variant.label, number)
-            lines.append(f"{who}: {', '.join(changes) or 'nothing changed'}")
+            lines.append(f"{name}: {', '.join(changes) or 'nothing changed'}")
     return lines
 
 
@@ -258,13 +215,10 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     rows = []
     for label, one in plan.planned.items():
         seconds = [f"{one.seconds:,.1f}"] if one.seconds is not None else []
-        rows.append(
-            [
-                label, f"{one.parameters:,}", short_count(one.flops_per_token), f"{one.flops:.4g}",
-                f"{one.tokens:,}", "+".join(f"{stage.steps:,}" for stage in one.stages), *seconds,
-                f"{one.deviation:+.2%}",
-            ]
-        )  # fmt: skip
+        per_token = short_count(one.flops / one.tokens if one.tokens else 0.0)
+        steps = "+".join(f"{stage.steps:,}" for stage in one.stages)
+        cost = [f"{one.stages[-1].parameters:,}", per_token, f"{one.flops:.4g}", f"{one.tokens:,}"]
+        rows.append([label, *cost, steps, *seconds, f"{one.deviation:+.2%}"])
     return header, rows
 
 
@@ -319,17 +273,18 @@ def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[StageSequence]:
 
 def _chain(plan: Plan, variant: Variant, seed: int) -> StageSequence:
     planned = plan.planned[variant.label].stages
+    numbers = stage_names(variant.label, len(planned))
     runs: list[Trial] = []
-    for index, stage in enumerate(stage_numbers(len(planned))):
-        changes = planned[index].changes
-        if stage is not None and stage < len(planned):
-            changes = changes | KEPT_AT_THE_END
+    for stage, config, solved in zip(numbers, variant.stages, planned, strict=True):
+        changes = dict(solved.changes)
+        if stage not in (None, len(planned)):
+            changes |= KEPT_AT_THE_END
         previous = runs[-1] if runs else None
         if previous is not None:
-            changes = changes | {SOURCE: str(previous.folder)}
+            changes[SOURCE] = str(previous.folder)
         folder = plan.folder / variant.label / run_path(seed, stage)
-        config = run_config(variant.stages[index], changes, folder, seed)
-        weight = planned[index].seconds or planned[index].flops
+        config = run_config(config, changes, folder, seed)
+        weight = solved.seconds or solved.flops
         runs.append(Trial(variant.label, seed, config, folder, weight, stage, previous))
     return runs
 
@@ -339,13 +294,6 @@ def run_config(config: Config, changes: Mapping[str, Any], folder: Path, seed: i
     keys = flatten(config) | dict(changes)
     if keys["eval_interval"] == -1:
         keys["eval_interval"] = keys["steps"]
-    return unflatten(
-        keys
-        | {
-            "run_name": folder.name,
-            "base_output_directory": str(folder.parent),
-            "metrics_file": "",
-            "data_shuffle_seed": seed,
-            "init_weights_seed": seed,
-        }
-    )
+    keys |= {"run_name": folder.name, "base_output_directory": str(folder.parent)}
+    keys |= {"metrics_file": "", "data_shuffle_seed": seed, "init_weights_seed": seed}
+    return unflatten(keys)

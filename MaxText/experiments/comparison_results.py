@@ -6,17 +6,25 @@ differ in swept numbers, such as the learning rate.
 
 import csv
 import dataclasses
+import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from etils import epath
 
 from MaxText.config.serialization import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_plan import Plan, StageSequence, Trial, run_path
+from MaxText.experiments.compare_args import UNITS
+from MaxText.experiments.comparison_plan import (
+    Plan,
+    StageSequence,
+    Trial,
+    format_budget,
+    format_changes,
+    plan_rows,
+    run_path,
+)
 from MaxText.experiments.seed_statistics import (
     Estimate,
     format_difference,
@@ -29,12 +37,13 @@ from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
 from MaxText.metrics.tables import format_table, short_count
 from MaxText.reports.formatting import ABSENT, loss, operations
+from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
+_LABELS_OF_TITLE = 3  # more would not fit on a line
 _SPEED_CHANGED = 0.1  # relative deviation from planned seconds that is reported
-_COUNTED = ("progress/tokens", "progress/flops")  # accumulate over stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,11 +99,8 @@ class ConfigResults:
 
     def mean(self, name: str) -> float | None:
         """Mean of a field over completed runs."""
-        numbers = [
-            getattr(result, name)
-            for result in self.results
-            if result.state == COMPLETED and getattr(result, name) is not None
-        ]
+        completed = [result for result in self.results if result.state == COMPLETED]
+        numbers = [x for result in completed if (x := getattr(result, name)) is not None]
         return statistics.fmean(numbers) if numbers else None
 
     @property
@@ -115,52 +121,42 @@ def load_record(run: Trial) -> RunHistory | None:
         return None
 
 
-def is_over(run: Trial) -> bool:
-    """Returns whether a run ended, or an earlier stage diverged."""
+def is_over(run: Trial, states: Sequence[str] = FINISHED) -> bool:
+    """Returns whether a run is in `states`, or an earlier stage diverged."""
     record = load_record(run)
-    if record is not None and record.state in FINISHED:
+    if record is not None and record.state in states:
         return True
-    return run.previous is not None and _has_diverged(run.previous)
-
-
-def _has_diverged(run: Trial) -> bool:
-    record = load_record(run)
-    if record is not None and record.state == DIVERGED:
-        return True
-    return run.previous is not None and _has_diverged(run.previous)
+    return run.previous is not None and is_over(run.previous, (DIVERGED,))
 
 
 def load_chain_record(chain: StageSequence) -> RunHistory | None:
-    """Returns a chain's merge_stage_records record; None until it is over."""
-    if not all(map(is_over, chain)):
-        return None
-    # Stages after one that diverged have no record.
-    first, *others = [record for record in map(load_record, chain) if record is not None]
-    if len(chain) == 1:
-        return first
-    return merge_stage_records([first, *others], first.folder.parent)
-
-
-def merge_stage_records(records: Sequence[RunHistory], folder: epath.Path) -> RunHistory:
-    """Joins the records of the completed stages of a chain, in order.
+    """Returns the joint record of a chain's stages; None until it is over.
 
     Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
     configuration and state come from the last record, the lineage from the first.
     """
-    first, *others = records
-    whole = first
-    for record in others:
-        whole = _append_stage(whole, record)
-    planned = [record.facts.get("num_steps") or 0 for record in records]
-    facts = {**whole.facts, "lineage": first.facts.get("lineage") or [], "num_steps": sum(planned)}
+    if not all(map(is_over, chain)):
+        return None
+    # Stages after one that diverged have no record.
+    records = [record for record in map(load_record, chain) if record is not None]
+    if len(chain) == 1:
+        return records[0]
+    whole = functools.reduce(_append_stage, records)
+    folder = records[0].folder.parent
+    planned = sum(record.facts.get("num_steps") or 0 for record in records)
+    facts = {"lineage": records[0].facts.get("lineage") or [], "num_steps": planned}
+    facts = {**whole.facts, **facts}
     return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
 
 
 def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
     attempt = before.goodput.attempts[-1].number + 1
-    offsets = dict(zip(_COUNTED, (before.tokens, before.flops), strict=True))
-    offsets |= {"step": before.last_step + 1 if before.last_step is not None else 0}
-    offsets |= {"attempt": attempt}
+    offsets = {
+        "progress/tokens": before.tokens,
+        "progress/flops": before.flops,
+        "step": before.last_step + 1 if before.last_step is not None else 0,
+        "attempt": attempt,
+    }
 
     def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         return [
@@ -168,6 +164,9 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
             for row in rows
         ]
 
+    earlier, later = before.goodput, after.goodput
+    seconds = {part: earlier.seconds[part] + later.seconds[part] for part in PARTS}
+    attempts = (dataclasses.replace(one, number=one.number + attempt) for one in later.attempts)
     # The start of a stage is not a restart of the chain.
     events = [row for row in after.events if row["event"] != "start"]
     return dataclasses.replace(
@@ -175,25 +174,12 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
         steps=[*before.steps, *shifted(after.steps)],
         evaluations=[*before.evaluations, *shifted(after.evaluations)],
         events=[*before.events, *shifted(events)],
-        goodput=_goodput(before.goodput, after.goodput, attempt),
+        goodput=Goodput(seconds, (*earlier.attempts, *attempts)),
     )
 
 
-def _goodput(before: Goodput, after: Goodput, first_attempt: int) -> Goodput:
-    seconds = {part: before.seconds[part] + after.seconds[part] for part in PARTS}
-    attempts = [
-        dataclasses.replace(
-            each,
-            number=each.number + first_attempt,
-            running_before=each.running_before + before.running_seconds,
-        )
-        for each in after.attempts
-    ]
-    return Goodput(seconds, (*before.attempts, *attempts))
-
-
 def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
-    """Summarizes a chain and its merge_stage_records record."""
+    """Summarizes a chain and its joint record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -224,10 +210,7 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
-    """Returns differences to the first group by label.
-
-    They are corrected for their number. Skips losses of another kind.
-    """
+    """Returns Holm-corrected differences to the first group by label."""
     first, *others = groups
     return holm_corrected(
         {
@@ -247,23 +230,18 @@ HEADER = (
 
 def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     """Returns one row per configuration, under HEADER."""
-
-    def counted(number: float | None) -> str:
-        return ABSENT if number is None else short_count(number)
-
     differ = bool(_kinds(groups))
-
     return [
         [
             group.label,
             loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
             loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
-            _optional(group.perplexity, ".2f"),
-            counted(group.mean("parameters")),
+            _optional(group.perplexity, "{:.2f}".format),
+            _optional(group.mean("parameters"), short_count),
             operations(group.mean("flops")),
-            counted(group.mean("tokens")),
-            _optional(group.mean("train_seconds"), ",.1f"),
+            _optional(group.mean("tokens"), short_count),
+            _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
         for group in groups
     ]
@@ -278,8 +256,8 @@ def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
     return kinds if len(kinds) > 1 else {}
 
 
-def _optional(number: float | None, pattern: str) -> str:
-    return ABSENT if number is None else format(number, pattern)
+def _optional(number: float | None, words: Callable[[float], str]) -> str:
+    return ABSENT if number is None else words(number)
 
 
 RANKING_HEADER = ("rank", "configuration", "validation loss", "behind the best", "95 % interval")
@@ -288,29 +266,22 @@ RANKING_NOTE = "Differences to the best are paired by seed; each has its own int
 
 
 def ranking_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns the rows under RANKING_HEADER.
-
-    Two configurations and different kinds of losses have no ranking.
-    """
+    """Returns the ranking; none of two configurations or unlike losses."""
     ranked = sorted(
         (group for group in groups if group.loss.mean is not None),
         key=lambda group: group.loss.mean or 0.0,
     )
     if len(ranked) < 3 or _kinds(groups):
         return []
-    rows = []
-    for rank, group in enumerate(ranked, 1):
-        behind = paired_difference(ranked[0].losses, group.losses)
-        known = rank > 1 and behind.ci_low is not None
-        rows.append(
-            [
-                str(rank),
-                group.label,
-                loss(group.loss.mean),
-                _optional(behind.mean if rank > 1 else None, "+.4f"),
-                f"{behind.ci_low:+.4f} to {behind.ci_high:+.4f}" if known else ABSENT,
-            ]
-        )
+    best, *others = ranked
+    rows = [["1", best.label, loss(best.loss.mean), ABSENT, ABSENT]]
+    for rank, group in enumerate(others, 2):
+        behind = paired_difference(best.losses, group.losses)
+        ends = ABSENT
+        if behind.ci_low is not None:
+            ends = f"{behind.ci_low:+.4f} to {behind.ci_high:+.4f}"
+        difference = _optional(behind.mean, "{:+.4f}".format)
+        rows.append([str(rank), group.label, loss(group.loss.mean), difference, ends])
     return rows
 
 
@@ -334,26 +305,10 @@ def _mean_losses(groups: Sequence[ConfigResults]) -> dict[str, float]:
     return {group.label: group.loss.mean for group in groups if group.loss.mean is not None}
 
 
-def best_of_arms(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Returns the label of each arm's best variant.
-
-    `losses` are means by label.
-    """
-    arms = _arms(variants)
-    bests = (_best(arm, losses) for arm in arms) if len(arms) < len(variants) else ()
-    return [best.label for best in bests if best is not None]
-
-
 def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -> list[str]:
-    """Names the best numbers of each arm.
-
-    A best number at the edge of the tried ones gets a warning. Diverged variants count as tried.
-    """
+    """Names the best numbers of each arm, and warns of those at an edge."""
     lines = []
-    for arm in _arms(variants):
-        best = _best(arm, losses)
-        if best is None:
-            continue
+    for best, arm in _bests(variants, losses):
         for name, value in _numbers(best).items():
             tried = sorted({_numbers(variant)[name] for variant in arm})
             if len(tried) == 1:
@@ -376,9 +331,12 @@ def _arms(variants: Sequence[Variant]) -> list[list[Variant]]:
     return list(arms.values())
 
 
-def _best(arm: Sequence[Variant], losses: Mapping[str, float]) -> Variant | None:
-    finished = [variant for variant in arm if variant.label in losses]
-    return min(finished, key=lambda variant: losses[variant.label], default=None)
+def _bests(
+    variants: Sequence[Variant], losses: Mapping[str, float]
+) -> list[tuple[Variant, list[Variant]]]:
+    """Returns the best variant, by mean losses, and all variants of each arm."""
+    arms = ((arm, [one for one in arm if one.label in losses]) for arm in _arms(variants))
+    return [(min(known, key=lambda one: losses[one.label]), arm) for arm, known in arms if known]
 
 
 def _numbers(variant: Variant) -> dict[str, float]:
@@ -387,12 +345,12 @@ def _numbers(variant: Variant) -> dict[str, float]:
 
 
 def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
-    """Returns a line per difference between configurations.
-
-    With several arms, only the best of each is compared.
-    """
-    bests = best_of_arms(variants, _mean_losses(groups))
-    compared = [group for group in groups if group.label in bests] if len(bests) > 1 else groups
+    """Describes the differences; of several arms, those of their best."""
+    bests = _bests(variants, _mean_losses(groups))
+    compared = groups
+    if len(bests) > 1 and any(len(arm) > 1 for _, arm in bests):
+        labels = [best.label for best, _ in bests]
+        compared = [group for group in groups if group.label in labels]
     found = differences(compared)
     count = sum(difference.p_value is not None for difference in found.values())
     if len(found) > 1 and count == 0:
@@ -455,42 +413,65 @@ def text_lines(
     return lines + summary_lines(groups, plan, variants)
 
 
+def sections(
+    plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults], unasked: Sequence[str]
+) -> list[PageSection]:
+    """Returns the report's sections on the comparison."""
+    notes = [TABLE_NOTE, *summary_lines(groups, plan, variants)]
+    found = [PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))]
+    if ranked := ranking_rows(groups):
+        found.append(PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked)))
+    notes = [
+        f"match={plan.question.match}: {format_budget(plan, variants)}.",
+        *format_changes(plan, variants),
+        "A seed gives every configuration the same order of the data and the same seed of the "
+        f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
+        *(f"The configurations differ in {line}." for line in unasked),
+    ]
+    table = PageTable(*plan_rows(plan))
+    return [*found, PageSection("How the budgets were matched", notes, table)]
+
+
+def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
+    """Returns the report's title; it says "equal" only if budgets were."""
+    labels = list(plan.configurations)
+    few = len(labels) <= _LABELS_OF_TITLE
+    what = " and ".join(labels) if few else f"{len(labels)} configurations"
+    how = "unequal" if budget_deviations(groups, plan) else "equal"
+    return f"{what}, {how} {UNITS[plan.question.match]}"
+
+
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
     """Writes one row per finished run."""
-    _write_csv(
-        path,
-        [
-            dataclasses.asdict(result) | {"tokens_per_second": result.tokens_per_second}
-            for result in results
-        ],
-    )
+    rows = [
+        dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in results
+    ]
+    _write_csv(path, rows)
 
 
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     """Writes one row per configuration, with differences to the first."""
+    means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
     rows = []
     for group in groups:
         difference = group.difference or Estimate(0)
-        rows.append(
-            {
-                "config": group.label,
-                "runs": group.loss.count,
-                "diverged": group.diverged,
-                "validation_loss": group.loss.mean,
-                "validation_loss_sd": group.loss.std,
-                "perplexity": group.perplexity,
-                "parameters": group.mean("parameters"),
-                "flops": group.mean("flops"),
-                "tokens": group.mean("tokens"),
-                "train_seconds": group.mean("train_seconds"),
-                "tokens_per_second": group.mean("tokens_per_second"),
-                "difference": difference.mean,
-                "difference_low_95": difference.ci_low,
-                "difference_high_95": difference.ci_high,
-                "difference_seeds": difference.count if group.difference else None,
-                "difference_p_holm": difference.p_value,
-            }
-        )
+        row = {
+            "config": group.label,
+            "runs": group.loss.count,
+            "diverged": group.diverged,
+            "validation_loss": group.loss.mean,
+            "validation_loss_sd": group.loss.std,
+            "perplexity": group.perplexity,
+        }
+        row |= {name: group.mean(name) for name in means}
+        row |= {
+            "difference": difference.mean,
+            "difference_low_95": difference.ci_low,
+            "difference_high_95": difference.ci_high,
+            "difference_seeds": difference.count if group.difference else None,
+            "difference_p_holm": difference.p_value,
+        }
+        rows.append(row)
     _write_csv(path, rows)
 
 

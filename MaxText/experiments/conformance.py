@@ -8,7 +8,7 @@ B sequences, T tokens, V vocab_size.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -80,10 +80,7 @@ class Outputs(NamedTuple):
 
 
 class Subject:
-    """A small model to check.
-
-    `models` holds it twice: as configured, and with the other scan_layers and full remat.
-    """
+    """A small model, also with the other scan_layers and full remat."""
 
     def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
         """Compiles nothing yet. `configure` maps keys to a configuration."""
@@ -241,28 +238,26 @@ def _by_name(tree: Any) -> dict[str, np.ndarray]:
     return {leaf_path(path): np.asarray(leaf) for path, leaf in leaves}
 
 
+def _pairs(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    others = _by_name(other)
+    return ((name, leaf, others[name]) for name, leaf in _by_name(tree).items())
+
+
 def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
     """Describes the first array with error > `tolerance` times its maximum."""
-    ours = _by_name(found)
-    for name, expected in _by_name(wanted).items():
-        largest = np.abs(expected).max() or 1.0
-        error = np.abs(ours[name] - expected).max() / largest
+    for name, expected, ours in _pairs(wanted, found):
+        error = np.abs(ours - expected).max() / (np.abs(expected).max() or 1.0)
         if not error <= tolerance:
             return f"the gradient of {name} differs by {error:.1e} of its largest number"
     return None
 
 
-def _initialization(subject: Subject) -> str | None:
-    draws = (Model(subject.config.model).initialize for _ in range(2))
-    return _drawn_twice(*map(jax.jit, draws))
-
-
-def _drawn_twice(draw: Callable[..., Any], draw_again: Callable[..., Any]) -> str | None:
-    again = _by_name(draw_again(jax.random.key(0)))
-    for name, numbers in _by_name(draw(jax.random.key(0))).items():
+def _drawn_twice(initializer: Callable[[], Callable[..., Any]]) -> str | None:
+    draws = (jax.jit(initializer())(jax.random.key(0)) for _ in range(2))
+    for name, numbers, again in _pairs(*draws):
         if not np.isfinite(numbers).all():
             return f"{name} does not start with finite numbers"
-        if not np.array_equal(numbers, again[name]):
+        if not np.array_equal(numbers, again):
             return f"{name} differs between two initializations from one key"
     return None
 
@@ -271,7 +266,7 @@ def _axes(subject: Subject) -> str | None:
     known = {name for name, _ in subject.config.mesh.logical_axis_rules}
     for name, spec in subject.models[0].parameters.items():
         for axis in spec.logical_axes:
-            if axis is not None and axis not in known:
+            if axis not in (None, *known):
                 return f"{name} has the logical axis {axis!r}, which is not in logical_axis_rules"
     return None
 
@@ -293,12 +288,11 @@ def _causality(subject: Subject) -> str | None:
 
 def _documents(subject: Subject) -> str | None:
     packed, first, second = subject.outputs.logits[[0, 3, 4]]
-    error = np.abs(packed[:CUT] - first[:CUT]).max(), np.abs(packed[CUT:] - second[:-CUT]).max()
-    if max(error) > 2e-5:
-        return (
-            f"logits of packed documents differ from those of documents alone by {max(error):.1e}"
-        )
-    return None
+    alone = np.concatenate([first[:CUT], second[:-CUT]])
+    error = np.abs(packed - alone).max()
+    if error <= 2e-5:
+        return None
+    return f"logits of packed documents differ from those of documents alone by {error:.1e}"
 
 
 def _padding(subject: Subject) -> str | None:
@@ -358,34 +352,30 @@ def _flops(subject: Subject) -> str | None:
 def _formats(subject: Subject) -> str | None:
     """Checks dtypes in bfloat16 and decode state shapes abstractly."""
     model = Model(subject.configure(dtype="bfloat16").model)
-    for what, found, wanted in (
-        (
-            "hidden states",
-            lambda params: model.merge(params).hidden_states(variants())[0],
-            jnp.bfloat16,
-        ),
-        ("logits", lambda params: _logits(model, params, variants()), jnp.float32),
-    ):
-        dtype = jax.eval_shape(found, model.abstract).dtype
-        if dtype != wanted:
-            return f"{what} are {dtype}, not {jnp.dtype(wanted)}"
-    if subject.decodes:
-        before, after = jax.eval_shape(functools.partial(_states, model), model.abstract)
-        if jax.tree.leaves(before) != jax.tree.leaves(after):
-            return "the decode state changes its shapes or formats from token to token"
 
-        def states(params: Parameters, capacity: int) -> Any:
-            return _prefill_states(model.merge(params), capacity)
+    def outputs(params: Parameters) -> tuple[Any, Any]:
+        hidden, _ = model.merge(params).hidden_states(variants())
+        return hidden, _logits(model, params, variants())
 
-        small, large = (
-            jax.eval_shape(functools.partial(states, capacity=capacity), model.abstract)
-            for capacity in (LENGTH // 2, LENGTH)
+    hidden, logits = jax.eval_shape(outputs, model.abstract)
+    if (hidden.dtype, logits.dtype) != (jnp.bfloat16, jnp.float32):
+        return (
+            f"hidden states are {hidden.dtype} and logits {logits.dtype}, not bfloat16 and float32"
         )
-        grown = jax.eval_shape(lambda states: with_capacity(states, LENGTH), small)
-        if jax.tree.leaves(grown) != jax.tree.leaves(large):
-            return (
-                "an array of the decode state grows with context.capacity outside a KeyValueCache"
-            )
+    if not subject.decodes:
+        return None
+
+    def states(params: Parameters) -> tuple[Any, ...]:
+        decoder, token = model.merge(params), jnp.zeros((2, 1), int)
+        small, large = (_prefill_states(decoder, capacity) for capacity in (LENGTH // 2, LENGTH))
+        _, after = decoder.decode_step(token, jnp.full((2, 1), PROMPT), large)
+        return with_capacity(small, LENGTH), large, after
+
+    grown, large, after = map(jax.tree.leaves, jax.eval_shape(states, model.abstract))
+    if after != large:
+        return "the decode state changes its shapes or formats from token to token"
+    if grown != large:
+        return "an array of the decode state grows with context.capacity outside a KeyValueCache"
     return None
 
 
@@ -394,13 +384,6 @@ def _bfloat16(subject: Subject) -> str | None:
     logits = jax.jit(lambda params: _logits(model, params, variants()))(subject.params)
     error = np.abs(logits - subject.outputs.logits).max() / np.abs(subject.outputs.logits).max()
     return None if error < 0.1 else f"logits differ from those in float32 by {error:.0%}"
-
-
-def _states(model: Model, params: Parameters) -> Any:
-    decoder, places = model.merge(params), jnp.full((2, 1), PROMPT)
-    states = _prefill_states(decoder, LENGTH)
-    _, new = decoder.decode_step(jnp.zeros((2, 1), int), places, states)
-    return states, new
 
 
 def _prefill_states(decoder: Any, capacity: int) -> Any:
@@ -455,9 +438,8 @@ def _resume(subject: Subject) -> str | None:
     continued, _ = step(state, subject.batch)
     again = jax.jit(_trainer(config)[2])
     resumed, _ = again(jax.tree.map(jnp.asarray, saved), subject.batch)
-    others = _by_name(resumed)
-    for name, numbers in _by_name(continued).items():
-        if not np.array_equal(numbers, others[name]):
+    for name, numbers, others in _pairs(continued, resumed):
+        if not np.array_equal(numbers, others):
             return f"{name} differs after a resumed step"
     return None
 
@@ -487,9 +469,12 @@ def _growth(subject: Subject) -> str | None:
     return None
 
 
+def _initialization(subject: Subject) -> str | None:
+    return _drawn_twice(lambda: Model(subject.config.model).initialize)
+
+
 def _first_state(subject: Subject) -> str | None:
-    """Checks initialization of parameters and optimizer state."""
-    return _drawn_twice(*(jax.jit(_trainer(subject.config)[1]) for _ in range(2)))
+    return _drawn_twice(lambda: _trainer(subject.config)[1])
 
 
 def _updates(subject: Subject) -> str | None:
@@ -501,14 +486,13 @@ def _updates(subject: Subject) -> str | None:
         before = state
         state, metrics = step(before, subject.batch)
         losses.append(float(metrics["loss"]))
-        for (name, old), new in zip(_by_name(before).items(), jax.tree.leaves(state), strict=True):
+        for name, old, new in _pairs(before, state):
             if not np.isfinite(new).all():
                 return f"{name} is not finite after a step"
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
-    initial = _by_name(first.params)
-    for name, numbers in _by_name(state.params).items():
-        if np.array_equal(numbers, initial[name]):
+    for name, numbers, initial in _pairs(state.params, first.params):
+        if np.array_equal(numbers, initial):
             return f"{name} does not change"
     if not losses[-1] < losses[0]:
         return f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in 8 steps on one batch"
@@ -527,12 +511,12 @@ def _step_on_devices(subject: Subject) -> str | None:
         model, initialize, step = _trainer(config)
         abstract = sharding.abstract_state(initialize, model.parameters)
         state = sharding.init_state(initialize, abstract, 0)
-        before = _by_name(state.params)
+        before = jax.tree.map(np.asarray, state.params)
         placed = sharding.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         step, _ = sharding.compile_step(step, abstract, jax.eval_shape(lambda: placed))
         for _ in range(2):
             state, _ = step(state, placed)
-        return {name: after - before[name] for name, after in _by_name(state.params).items()}
+        return {name: after - old for name, after, old in _pairs(state.params, before)}
 
     wanted = moved()
     for sizes in MESHES:

@@ -22,9 +22,8 @@ def compare(
 ) -> None:
     """Plans, runs (or prints) the remaining runs, and reports the results.
 
-    `problems` are mistakes already found in the request; `command` is the typed command line, to be
-    printed. Raises UserError for mistakes, an unreachable budget or a failed run, and
-    KeyboardInterrupt once the current run has ended.
+    `problems` were found in the request before; `command` was typed. Raises UserError for mistakes,
+    an unreachable budget or a failed run.
     """
     variants = expand_variants(request, problems)
     free = solve_key_by_label(request, variants)
@@ -68,10 +67,7 @@ def default_folder(request: CompareArgs, variants: Sequence[Variant]) -> Path:
 
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
-    """Returns the key to solve for, by configuration label.
-
-    Raises ConfigurationError if `free` does not fit the configurations or `match`.
-    """
+    """Returns the key to solve for by label; ConfigurationError if unfit."""
     names = request.free or (default_free(request.match),)
     num_sources = max(len(request.configs), 1)
     if len(names) == 1:
@@ -83,18 +79,18 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
     else:
         what = f"free: {len(names)} names for {len(variants)} configurations"
         raise ConfigurationError([Problem(what, ("command line",), (("write", "one for each"),))])
-    problems = []
+    found: dict[str, str] = {}  # problem -> what to write
     for variant, name in zip(variants, chosen, strict=True):
         if request.match == "time" and name != STEPS:
             what = f"free={name}: match=time measures the given model, and solves for steps"
-            problems.append(Problem(what, ("command line",)))
+            found[what] = "free=steps"
         if request.match == "params" and name == STEPS:
             what = "free=steps: the number of parameters does not depend on the steps"
-            problems.append(Problem(what, ("command line",), (("write", "free=width or depth"),)))
+            found[what] = "free=width or depth"
         if KEY_OF.get(name, name) in variant.swept:
             what = f"{name} is swept, but match={request.match} solves for it"
-            facts = (("write", f"free= another key, or remove {name} from the sweep"),)
-            problems.append(Problem(what, ("command line",), facts))
-    if problems:
-        raise ConfigurationError(list(dict.fromkeys(problems)))
+            found[what] = f"free= another key, or remove {name} from the sweep"
+    if found:
+        places = ("command line",)
+        raise ConfigurationError([Problem(a, places, (("write", b),)) for a, b in found.items()])
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config.catalog import all_keys, unflatten
@@ -23,23 +23,8 @@ from MaxText.config.serialization import flatten
 from MaxText.cost.abstract_step import abstract_model
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
-from MaxText.experiments.compare_args import (
-    DEPTH,
-    KEY_OF,
-    SLOTS,
-    STEPS,
-    UNITS,
-    WIDTH,
-    CompareArgs,
-    Match,
-)
-from MaxText.experiments.comparison_plan import (
-    Plan,
-    SolvedConfig,
-    SolvedStage,
-    stage_name,
-    stage_numbers,
-)
+from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
+from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.step_timing import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
@@ -48,9 +33,7 @@ from MaxText.training.backend_defaults import resolve_auto
 
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
-# Largest values to search.
-_LARGEST_VALUES = {STEPS: 10**12}
-_LARGEST_OTHER = 2**20
+_LARGEST_STEPS, _LARGEST_OTHER = 10**12, 2**20  # largest values to search
 _MAX_TRIED = 512  # candidates tried until one breaks no rule
 # Matrix sizes stay multiples of these, for hardware efficiency, if at least _TIMES as large:
 # coarser steps would leave no choice.
@@ -74,10 +57,7 @@ class Cost(NamedTuple):
 
 
 def cost(config: Config, num_devices: int) -> Cost:
-    """Returns the cost of a run from its abstract model.
-
-    Raises UserError if the batch does not fit.
-    """
+    """Returns a run's cost; UserError if its batch does not fit."""
 
     def samples(per_device: float) -> int:
         rows = per_device * num_devices
@@ -95,8 +75,7 @@ def cost(config: Config, num_devices: int) -> Cost:
     return Cost(model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
 
 
-@dataclasses.dataclass(frozen=True)
-class Solution:
+class Solution(NamedTuple):
     """A configuration within the budget."""
 
     stages: Stages  # with the solved keys
@@ -135,25 +114,19 @@ def solve(
 ) -> Solution:
     """Changes the free key until the amount is nearest to the budget.
 
-    Args:
-      free: width, depth, slots, steps, or the name of an integer key.
-      amount: Must grow with the free key.
-      tolerance: Largest accepted relative deviation.
-
-    Raises:
-      UserError: The amount does not depend on the key, or no value comes close enough.
+    `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
+    UserError if it does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
     search = _Search(stages, free, amount)
-    model = stages[-1].model
+    model, helpful = stages[-1].model, _helpful_keys(match, stages[-1])
     has_slots = model.attention.attention_projections != "dense"
     if free == WIDTH and has_slots and model.shape.head_dim != -1:
-        other_keys = [name for name in _helpful_keys(match, stages[-1]) if name != WIDTH]
         raise UserError(
             f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
             "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
-            f"{' or '.join(f'free={name}' for name in other_keys)}."
+            f"{' or '.join(f'free={name}' for name in helpful if name != WIDTH)}."
         )
     if search.start < 1:
         raise UserError(
@@ -164,11 +137,11 @@ def solve(
     if further is not None and search.amount(further) <= search.amount(search.start):
         raise UserError(
             f"{label}: {free} does not change the {UNITS[match]} of a run. "
-            f"Set free={' or free='.join(_helpful_keys(match, stages[-1]))}."
+            f"Set free={' or free='.join(helpful)}."
         )
     # The step and finer ones, for budgets between its multiples.
     for step in (search.step, *(finer for finer in _MULTIPLES if finer < search.step)):
-        search.keep_to_multiples_of(step)
+        search.step = step
         neighbors = search.around(budget)
         solved = search.stages(search.best(neighbors, budget))
         assert solved is not None
@@ -181,7 +154,13 @@ def solve(
         solved = stages
     reached = amount(solved)
     if abs(reached / budget - 1) > tolerance:
-        raise UserError(_unreachable(label, search, neighbors, budget, match, tolerance))
+        amounts = {value: search.amount(value) for value in neighbors}
+        others = [f"free={name}" for name in helpful if name != free]
+        raise UserError(
+            f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
+            f"{tolerance:.1%} by {free}.\n"
+            f"{_nearest(search.key, amounts, budget, UNITS[match], others)}"
+        )
     return Solution(solved, tuple(map(_changes, stages, solved)), reached)
 
 
@@ -199,35 +178,23 @@ def _is_of_slots(config: Config) -> bool:
     return config.model.feed_forward.feed_forward_type == "pattention"
 
 
-def _unreachable(
-    label: str,
-    search: "_Search",
-    neighbors: list[int],
-    budget: float,
-    match: Match,
-    tolerance: float,
+def _nearest(
+    key: str, amounts: dict[int, float], budget: float, unit: str, remedies: list[str]
 ) -> str:
+    """Lists the values of a key next to the budget, and remedies."""
+    deviations = {value: reached / budget - 1 for value, reached in amounts.items()}
     lines = [
-        f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
-        f"{tolerance:.1%} by {search.free}."
+        f"  {key}={value} gives {reached:,.6g} {unit} ({deviations[value]:+.1%})"
+        for value, reached in amounts.items()
     ]
-    for value in neighbors:
-        reached = search.amount(value)
-        lines.append(
-            f"  {search.key}={value} gives {reached:,.6g} {UNITS[match]} "
-            f"({reached / budget - 1:+.1%})"
-        )
-    if len(neighbors) == 1:
-        which = "smallest" if search.amount(neighbors[0]) > budget else "largest"
-        lines.append(f"  This is the {which} {search.key} in the search range.")
-    helpful = _helpful_keys(match, search.last)
-    remedies = [f"free={name}" for name in helpful if name != search.free]
-    remedies.append("another budget=")
-    nearest = min(abs(search.amount(value) / budget - 1) for value in neighbors)
+    if len(amounts) == 1:
+        which = "smallest" if min(deviations.values()) > 0 else "largest"
+        lines.append(f"  This is the {which} {key} in the search range.")
+    remedies = [*remedies, "another budget="]
+    nearest = min(map(abs, deviations.values()))
     if nearest < 0.5:
         remedies.append(f"tolerance={math.ceil(nearest * 1000) / 1000:g}")
-    lines.append(f"  What to do: {', '.join(remedies)}.")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"  What to do: {', '.join(remedies)}."])
 
 
 class _Search:
@@ -242,34 +209,26 @@ class _Search:
         self._starts = [self._start(keys) for keys in self._flats]
         self.start = sum(self._starts) if free == STEPS else self._starts[-1]
         bounds = dict(all_keys()[self.key].bounds)
-        self._bound = int(bounds.get("ge", bounds.get("gt", 0) + 1))
-        self.keep_to_multiples_of(_multiple(self.start) if free == WIDTH else 1)
-        self.most = min(_LARGEST_VALUES.get(free, _LARGEST_OTHER), int(bounds.get("le", 10**12)))
+        self._bound = self.least = int(bounds.get("ge", bounds.get("gt", 0) + 1))
+        largest = _LARGEST_STEPS if free == STEPS else _LARGEST_OTHER
+        self.most = min(largest, int(bounds.get("le", largest)))
+        self.step = _multiple(self.start) if free == WIDTH else 1  # values are multiples of it
         self.amount = functools.cache(self._amount_at)
 
-    @property
-    def last(self) -> Config:
-        return self._stages[-1]
-
-    def _start(self, keys: Mapping[str, Any]) -> int:
+    def _start(self, keys: dict[str, Any]) -> int:
         value = int(keys[self.key])
         # slot_num=-1 means base_emb_dim.
         return keys["base_emb_dim"] if self.free == SLOTS and value == -1 else value
-
-    def keep_to_multiples_of(self, step: int) -> None:
-        """Restricts further values to multiples of `step`."""
-        self.step = step
-        self.least = max(self._bound, step)
 
     def stages(self, value: int) -> Stages | None:
         """Returns the stages at `value` of the key; None if a rule forbids it."""
         if value == self.start:
             return self._stages
-        found = []
-        for number, part in enumerate(self._parts(value)):
-            stage = None
-            if part >= self._bound:
-                stage = with_overrides(self._stages[number], self._changes(number, part))
+        parts, found = self._parts(value), []
+        if min(parts) < self._bound:
+            return None
+        for number, part in enumerate(parts):
+            stage = with_overrides(self._stages[number], self._changes(number, part))
             if stage is None:
                 return None
             found.append(stage)
@@ -304,7 +263,7 @@ class _Search:
 
     def first_from(self, low: int) -> int | None:
         """Returns the first allowed value from `low` on."""
-        upwards = range(self._rounded_up(low), self.most + 1, self.step)
+        upwards = range(_round_up(low, self.step), self.most + 1, self.step)
         looked_at = itertools.islice(upwards, _MAX_TRIED)
         return next((value for value in looked_at if self.stages(value) is not None), None)
 
@@ -316,24 +275,22 @@ class _Search:
     def best(self, neighbors: list[int], budget: float) -> int:
         return min(neighbors, key=lambda value: abs(self.amount(value) - budget))
 
-    def _rounded_up(self, value: int) -> int:
-        return -(-value // self.step) * self.step
-
     def around(self, budget: float) -> list[int]:
-        """Returns the largest allowed value within the budget, and the next one.
-
-        Returns only one of them if the budget is beyond all values.
-        """
+        """Returns the largest allowed value within the budget, and the next one."""
         # Doubling first, because amounts of the largest values take long to compute.
         end = self.start
         while end < self.most and self.amount_from(end) <= budget:
             end *= 2
-        least = self._rounded_up(self.least)
+        least = _round_up(max(self.least, 1), self.step)
         values = range(least, min(end, self.most) + 1, self.step)
         count = bisect.bisect_right(values, budget, key=self.amount_from)
         above = self.first_from(least + count * self.step)
         # Of the values within the budget, the last is allowed: from it, the first is not above.
         return [*values[:count][-1:], *([] if above is None else [above])]
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
 
 
 def _in_proportion(size: int, factor: float, step: int) -> int:
@@ -345,11 +302,9 @@ def _multiple(size: int) -> int:
 
 
 def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
-    """Returns the changed configuration; None if a bound or rule forbids it.
-
-    A schedule that spans the whole run keeps doing so.
-    """
+    """Returns the changed configuration; None if a bound or rule forbids it."""
     values = flatten(config)
+    # A schedule that spans the whole run keeps doing so.
     if STEPS in changes and values["learning_rate_schedule_steps"] == values[STEPS]:
         changes = {"learning_rate_schedule_steps": changes[STEPS], **changes}
     if any(all_keys()[name].violates_bounds(value) for name, value in changes.items()):
@@ -371,7 +326,7 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
     """
     search = _Search(stages, SLOTS if _is_of_slots(stages[-1]) else _MLP, amount)
     search.step = _multiple(search.start)
-    search.least = max(math.ceil(search.start * (1 - _MLP_SHARE)), 1)
+    search.least = math.ceil(search.start * (1 - _MLP_SHARE))
     search.most = math.floor(search.start * (1 + _MLP_SHARE))
     fitting = search.stages(search.best(search.around(budget), budget))
     assert fitting is not None
@@ -383,57 +338,35 @@ def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
 
 
-def solve_plan(plan: Plan, variants: Sequence[Variant], request: CompareArgs) -> None:
+def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
     """Sets budget and solved configurations; UserError if out of reach."""
-    question = plan.question
+    question, match, budget = plan.question, plan.question.match, plan.question.budget
     measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
-
-    def step_seconds(variant: Variant) -> list[float]:
-        numbers = stage_numbers(len(variant.stages))
-        names = [stage_name(variant.label, number) for number in numbers]
-        return [measured[name] for name in names] if question.match == "time" else []
-
-    def amount(variant: Variant) -> Amount:
-        return budget_metric(request.match, question.num_devices, step_seconds(variant))
-
-    budget = question.budget
-    if budget is None:
-        budget = float(amount(variants[0])(variants[0].stages))
-    planned = {}
     for variant in variants:
+        names = [name for name, _ in variant.named_stages]
+        step_seconds = [measured[name] for name in names] if match == "time" else []
+        amount = budget_metric(match, question.num_devices, step_seconds)
+        if budget is None:
+            budget = float(amount(variant.stages))
+        free, tolerance = question.free[variant.label], question.tolerance
         solution = solve(
-            variant.label,
-            variant.stages,
-            question.free[variant.label],
-            amount(variant),
-            budget,
-            match=request.match,
-            tolerance=request.tolerance,
+            variant.label, variant.stages, free, amount, budget, match=match, tolerance=tolerance
         )
         stages = []
-        for config, changes, seconds in itertools.zip_longest(
-            solution.stages, solution.changes, step_seconds(variant)
-        ):
+        for number, config in enumerate(solution.stages):
             of = cost(config, question.num_devices)
-            new = {name: value for name, (_, value) in changes.items()}
-            stages.append(
-                SolvedStage(new, *of, seconds=None if seconds is None else seconds * of.steps)
-            )
-        planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
-    plan.budget, plan.planned = budget, planned
+            new = {name: value for name, (_, value) in solution.changes[number].items()}
+            seconds = step_seconds[number] * of.steps if step_seconds else None
+            stages.append(SolvedStage(new, *of, seconds))
+        plan.planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
+    plan.budget = budget
 
 
 def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
     """Returns the variants with solved keys applied."""
-    return [
-        dataclasses.replace(
-            variant,
-            stages=tuple(
-                unflatten(flatten(config) | planned.changes)
-                for config, planned in zip(
-                    variant.stages, plan.planned[variant.label].stages, strict=True
-                )
-            ),
-        )
-        for variant in variants
-    ]
+    solved = []
+    for variant in variants:
+        pairs = zip(variant.stages, plan.planned[variant.label].stages, strict=True)
+        stages = tuple(unflatten(flatten(config) | stage.changes) for config, stage in pairs)
+        solved.append(dataclasses.replace(variant, stages=stages))
+    return solved

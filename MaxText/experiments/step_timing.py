@@ -9,7 +9,7 @@ from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.errors import UserError
-from MaxText.experiments.comparison_plan import Plan, Trial, run_config, stage_name, stage_numbers
+from MaxText.experiments.comparison_plan import Plan, Trial, run_config
 from MaxText.experiments.train_subprocess import tail, train
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import read_run
@@ -22,15 +22,8 @@ _UNSTEADY = 0.1  # relative difference between rounds that is reported
 
 
 def time_steps(plan: Plan, variants: Sequence[Variant], log: Callable[[str], None]) -> None:
-    """Adds missing measurements to the plan and saves it after each.
-
-    Raises UserError if batches change during a run, or a short run failed.
-    """
-    stages = {
-        stage_name(variant.label, number): config
-        for variant in variants
-        for number, config in zip(stage_numbers(len(variant.stages)), variant.stages, strict=True)
-    }
+    """Adds missing measurements to the plan and saves it after each."""
+    stages = {name: config for one in variants for name, config in one.named_stages}
     for name, config in stages.items():
         batch = config.batch
         if batch.enable_rampup_batch_size or batch.sequence_length_stages:

@@ -1,7 +1,4 @@
-"""Runs train.py in subprocesses, with log, folder lock and progress.
-
-The comparing program opens no accelerator itself, so that all are free for the runs.
-"""
+"""Runs train.py in subprocesses, with log, folder lock and progress."""
 
 import contextlib
 import json
@@ -31,14 +28,9 @@ _PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 
 _COUNT_DEVICES = """
 import sys
-sys.path.insert(0, sys.argv[1])
-from MaxText.errors import UserError
 from MaxText.runtime import start_up
-start_up.choose_platform(sys.argv[2])
-try:
-    print("devices", len(start_up.find_devices(sys.argv[2])))
-except UserError as error:
-    sys.exit(str(error))
+start_up.choose_platform(sys.argv[1])
+print("devices", len(start_up.find_devices(sys.argv[1])))
 """
 
 
@@ -63,14 +55,15 @@ def train_command(config: Path) -> list[str]:
 
 def count_devices(hardware: str) -> int:
     """Returns the device count of this machine; raises UserError if none."""
-    command = [sys.executable, "-c", _COUNT_DEVICES, str(REPOSITORY), hardware]
+    command = [sys.executable, "-c", _COUNT_DEVICES, hardware]
     done = subprocess.run(
-        command, env=subprocess_env(), capture_output=True, text=True, check=False
+        command, cwd=REPOSITORY, env=subprocess_env(), capture_output=True, text=True, check=False
     )
     words = done.stdout.split()
     if done.returncode or words[:1] != ["devices"]:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise UserError(f"cannot count the devices of this machine: {lines[-1]}")
+        error = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        error = error.removeprefix("MaxText.errors.UserError: ")
+        raise UserError(f"cannot count the devices of this machine: {error}")
     return int(words[1])
 
 
@@ -88,22 +81,30 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     lock = FileLock(folder / _LOCK, timeout=0)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        with _writing_to(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
     except Timeout:
         raise UserError(
             f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
             "output= to another folder."
         ) from None
-    except OSError as error:
-        raise UserError(
-            f"cannot write to the comparison's folder {folder}: {error}. "
-            "Set output= to another folder."
-        ) from error
     try:
         yield
     finally:
         lock.release()
+
+
+@contextlib.contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except Timeout:
+        raise
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the folder {folder}: {error}. Set output= to another folder."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -148,13 +149,9 @@ def train(run: Trial, on_steps: Callable[[int], None]) -> int:
 
 def write_config(run: Trial) -> None:
     """Writes the run's configuration next to its folder."""
-    try:
+    with _writing_to(run.folder):
         run.folder.parent.mkdir(parents=True, exist_ok=True)
         run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {run.folder}: {error}. Set output= to another folder."
-        ) from error
 
 
 def _terminate(process: subprocess.Popen) -> None:

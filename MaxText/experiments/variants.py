@@ -20,7 +20,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from MaxText.config import sources, values
 from MaxText.config.catalog import all_keys
@@ -53,43 +53,24 @@ _UNLIKE_LOSSES = {
 
 SOURCE = "load_parameters_path"  # key of the previous stage's folder, which differs for each run
 PREVIOUS = "the_stage_before"  # placeholder of that folder
-# Keys that no stage may set -> reason.
-SET_PER_STAGE = {
-    SOURCE: "each stage starts from the previous one",
-    "load_full_state_path": "each stage starts from the previous one",
-}
+# Keys of a run that another stage starts from, whatever its configuration says.
+KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
 
 
 def read_stages(value: Any) -> list[dict[str, Any]]:
     """Returns each stage's keys; InvalidValueError below two mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
-        raise values.InvalidValueError(
-            f"{values.format_value(value)} is not a list of mappings; write one mapping of "
-            "keys per stage"
-        )
+        what = f"{values.format_value(value)} is not a list of mappings"
+        raise values.InvalidValueError(f"{what}; write one mapping of keys per stage")
     if len(value) < 2:
         raise values.InvalidValueError("a chain needs two or more stages")
     return [dict(stage) for stage in value]
 
 
-# Keys of a run that another stage starts from, whatever its configuration says.
-KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion": True}
-
-
-def keys_that_differ(stages: Sequence[Config]) -> set[str]:
-    """Returns the keys with different values in the stages."""
-    first, *others = map(flatten, stages)
-    return {name for name in first for other in others if other[name] != first[name]}
-
-
-def prefix_with_stage(stages: Sequence[Config], excluded: Sequence[str]) -> Mapping[str, Any]:
-    """Returns keys named "<key> of stage <n>"; empty for a single run."""
-    flats = [flatten(stage) for stage in stages]
-    return {
-        f"{name} of stage {number}": keys[name]
-        for name in sorted(keys_that_differ(stages) - set(excluded))
-        for number, keys in enumerate(flats, 1)
-    }
+def stage_names(label: str, count: int) -> dict[int | None, str]:
+    """Returns unique names by stage number; None numbers a single run."""
+    numbers = range(1, count + 1)
+    return {None: label} if count == 1 else {n: f"{label} stage {n}" for n in numbers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,30 +88,43 @@ class Variant:
         return self.stages[-1]
 
     @property
+    def named_stages(self) -> list[tuple[str, Config]]:
+        names = stage_names(self.label, len(self.stages)).values()
+        return list(zip(names, self.stages, strict=True))
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Flat keys with an effect on a run, except those set per run.
 
         For a chain: keys of the last stage, total steps, and each stage's value of differing keys.
         """
         keys = {name: value for name, value in flatten(self.config).items() if name not in _PLACE}
-        steps = sum(stage.run.steps for stage in self.stages)
-        return keys | {"steps": steps} | dict(prefix_with_stage(self.stages, _PLACE))
+        return {
+            **keys,
+            "steps": sum(stage.run.steps for stage in self.stages),
+            **{
+                f"{name} of stage {number}": flatten(stage)[name]
+                for name in sorted(self.keys_that_differ.difference(_PLACE))
+                for number, stage in enumerate(self.stages, 1)
+            },
+        }
+
+    @property
+    def keys_that_differ(self) -> set[str]:
+        """Keys with different values in the stages."""
+        first, *others = map(flatten, self.stages)
+        return {name for name in first for other in others if other[name] != first[name]}
 
 
 def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> list[Variant]:
     """Returns all requested configurations in order.
 
-    Raises ConfigurationError listing `problems` and every mistake in any configuration once.
+    Raises ConfigurationError for `problems` and every mistake in any of them, once.
     """
     found = list(problems)
     if not request.configs and request.sweep is None:
-        found.append(
-            Problem(
-                "no configurations are given",
-                ("command line",),
-                (("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3"),),
-            )
-        )
+        fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
+        found.append(Problem("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
     chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
@@ -152,10 +146,8 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
                 found.append(Problem(f"stages: {error}", (chain.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
-    several_sources = len(stems) > 1
-    labels = _unique(
-        [_label(stem, assignment, several_sources) for _, stem, assignment, _ in entries]
-    )
+    several = len(stems) > 1
+    labels = _unique([_label(stem, assignment, several) for _, stem, assignment, _ in entries])
     variants = []
     with _deduplicate_notices():
         for (source, _, assignment, place), label in zip(entries, labels, strict=True):
@@ -167,23 +159,16 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
             else:
                 variants.append(Variant(label, source, tuple(map(_own_name, assignment)), configs))
     if len(entries) == 1 and not found:
-        found.append(
-            Problem(
-                "only one configuration is given, so there is nothing to compare",
-                ("command line",),
-                (
-                    ("write", "a second CONFIG.yml,"),
-                    ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes"),
-                ),
-            )
-        )
+        what = "only one configuration is given, so there is nothing to compare"
+        another = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
+        facts = (("write", "a second CONFIG.yml,"), another)
+        found.append(Problem(what, ("command line",), facts))
     if found:
         raise ConfigurationError(list(dict.fromkeys(found)))
     for one, other in itertools.combinations(variants, 2):
         if one.identity == other.identity:
-            sources.print_notices(
-                [f"note: {one.label} and {other.label} are the same configuration"]
-            )
+            note = f"note: {one.label} and {other.label} are the same configuration"
+            sources.print_notices([note])
     return variants
 
 
@@ -194,19 +179,15 @@ def _load_stages(
     place: str,
     chain: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Config, ...]:
-    """Returns one configuration per stage.
-
-    `chain` holds the keys of each stage and where they were written. Raises ConfigurationError for
-    all stages at once.
-    """
+    """Returns one configuration per stage of `chain`: keys and their place."""
     given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
     swept = _words(assignment, place)
-    _check_names(assignment, "sweep", "swept", place, given, {})
+    _check_names("sweep", assignment, place, given)
     taken = given | dict.fromkeys(map(_own_name, assignment), place)
     stages, problems = [], []
     for number, (keys, where) in enumerate(chain):
         try:
-            _check_names(keys, "stages", "set by a stage", where, taken, SET_PER_STAGE)
+            _check_names("stages", keys, where, taken)
             words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
             stages.append(_load(request, source, swept | words))
         except ConfigurationError as error:
@@ -226,25 +207,24 @@ def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
 
 
 def _check_names(
+    block: Literal["sweep", "stages"],
     assignment: Mapping[str, Any],
-    what: str,
-    done: str,
     place: str,
     given: Mapping[str, str],
-    refused: Mapping[str, str],
 ) -> None:
-    """Refuses keys set per run, or also given elsewhere."""
-    for name in assignment:
-        own = _own_name(name)
-        if own in refused:
-            raise ConfigurationError([Problem(f"{what}: {own}: {refused[own]}", (place,))])
-        if own in _PLACE:
-            setter = SET_PER_RUN.get(own, "output=")
-            problem = f"{what}: {own} cannot be {done}; {setter} sets it for each run"
-            raise ConfigurationError([Problem(problem, (place,))])
-        if own in given:
-            problem = f"{own}: set for all runs and also {done}"
-            raise ConfigurationError([Problem(problem, (given[own], place))])
+    """Refuses keys set per run or stage, or also given elsewhere."""
+    done = "swept" if block == "sweep" else "set by a stage"
+    for name in map(_own_name, assignment):
+        problem, places = "", (place,)
+        if block == "stages" and name in (SOURCE, "load_full_state_path"):
+            problem = f"stages: {name}: each stage starts from the previous one"
+        elif name in _PLACE:
+            setter = SET_PER_RUN.get(name, "output=")
+            problem = f"{block}: {name} cannot be {done}; {setter} sets it for each run"
+        elif name in given:
+            problem, places = f"{name}: set for all runs and also {done}", (given[name], place)
+        if problem:
+            raise ConfigurationError([Problem(problem, places)])
 
 
 def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config:
@@ -255,12 +235,11 @@ def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config
     except ConfigurationError as error:
         # These words apply like typed ones, but originate elsewhere.
         places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
-        raise ConfigurationError(
-            [
-                dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
-                for one in error.problems
-            ]
-        ) from error
+        problems = [
+            dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
+            for one in error.problems
+        ]
+        raise ConfigurationError(problems) from error
 
 
 def to_override(value: Any) -> str:
@@ -321,28 +300,24 @@ def _deduplicate_notices():
 def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:
     """Returns warnings about different keys outside the model.
 
-    These are keys outside the model that were neither swept nor solved for, and always those that
-    make the losses incomparable. `variants` have solved keys applied; `solved` maps labels to
-    these.
+    These were neither swept nor solved for, or make the losses incomparable. `variants` have solved
+    keys applied; `solved` maps labels to these.
     """
     on_purpose = {name for variant in variants for name in variant.swept}
     on_purpose |= set().union(*solved.values())
     for variant in variants:
         if len(variant.stages) > 1:
             # Steps of a chain are totals, and each stage has its own schedule.
-            on_purpose |= keys_that_differ(variant.stages) - {"steps"} | {
-                "learning_rate_schedule_steps"
-            }
+            on_purpose |= variant.keys_that_differ - {"steps"}
+            on_purpose.add("learning_rate_schedule_steps")
     passed_over = (on_purpose - _UNLIKE_LOSSES) | _WITHOUT_EFFECT | set(_PLACE)
     keys = all_keys()
     flats = {variant.label: variant.identity for variant in variants}
     lines = []
     for name, key in keys.items():
-        if name in passed_over:
-            continue
         of_model = key.section[0] == "model" and name not in _UNLIKE_LOSSES
         shown_only = key.section[0] in _SHOWN_SECTIONS and name != "steps"
-        if of_model or shown_only:
+        if name in passed_over or of_model or shown_only:
             continue
         by_value: dict[str, list[str]] = {}
         for label, config in flats.items():

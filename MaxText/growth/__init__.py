@@ -1,4 +1,1 @@
-"""Growth: initializes a larger model from a smaller one.
-
-See docs/how-to/train_and_grow_tokenformer.md.
-"""
+"""Growth: initializes a larger model from a smaller one."""

@@ -4,7 +4,7 @@ Only the logical axes decide what may change: `slots`, the parameter tokens of P
 al. 2024), and `layers`; every other size must agree.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ class AxisResize(NamedTuple):
 class ParamGrowth(NamedTuple):
     """The change of one parameter."""
 
-    name: str
     old: ArraySpec
     new: ArraySpec
     slots: AxisResize | None  # None without the axis
@@ -91,30 +90,21 @@ class GrowthPlan(NamedTuple):
         return words
 
 
-class IncompatibleShapesError(Exception):
-    """Raised if stored parameters cannot become a model's; lists problems."""
-
-    def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
-        self.problems = problems
+def misfits(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
+    """Describes obstacles to growing stored parameters into a model's."""
+    if reason := _fixed_depth(stored, wanted):
+        return [reason]
+    specs = {name: _spec(info) for name, info in wanted.items()}
+    return mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
 
 
 def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
-    """Compares stored and wanted parameters; IncompatibleShapesError."""
-    if reason := _fixed_depth(stored, wanted):
-        raise IncompatibleShapesError([reason])
-    specs = {
-        name: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in wanted.items()
-    }
-    problems = mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
-    if problems:
-        raise IncompatibleShapesError(problems)
+    """Returns the changes of stored parameters without `misfits`."""
     return GrowthPlan(
         {
             name: ParamGrowth(
-                name,
                 stored[name],
-                specs[name],
+                _spec(spec),
                 _resize(SLOTS, stored[name], spec),
                 _resize(LAYERS, stored[name], spec),
                 _role(spec),
@@ -124,35 +114,36 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
     )
 
 
+def _spec(info: ParamSpec) -> ArraySpec:
+    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
+
+
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
-    old = _depth({name: leaf.shape for name, leaf in stored.items()})
-    new = _depth({name: spec.shape for name, spec in wanted.items()})
-    if old == new:
+    old, new = _layers(stored), _layers(wanted)
+    depths = sum(old.values()), sum(new.values())
+    if depths[0] == depths[1]:
         return None
     connected = any(name.startswith("connections/") for name in wanted)
-    if not connected and _singles(stored) == _singles(wanted):
+    if not connected and {*filter(str.isdigit, old)} == {*filter(str.isdigit, new)}:
         return None  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
     has_slots = any(SLOTS in spec.logical_axes for spec in wanted.values())
-    return f"layers {old} -> {new}: {reason}" + ("; only slots can grow" if has_slots else "")
+    only_slots = "; only slots can grow" if has_slots else ""
+    return "layers {} -> {}: {}{}".format(*depths, reason, only_slots)
 
 
-def _depth(shapes: Mapping[str, Sequence[int]]) -> int:
-    rows = {}
-    for name, shape in shapes.items():
+def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
+    """Returns the number of layers by layer or place in a cycle, or in all."""
+    layers = {}
+    for name, info in parameters.items():
         folder, first, *rest = *name.split("/"), ""
         if folder == LAYERS and first.isdigit():
-            rows[first] = 1
-        elif folder == LAYERS and shape:
-            rows["cycle/" + rest[0] if first == "cycle" else ""] = shape[0]
-    return sum(rows.values())
-
-
-def _singles(names: Iterable[str]) -> set[str]:
-    parts = (name.split("/") for name in names)
-    return {path[1] for path in parts if path[0] == LAYERS and path[1].isdigit()}
+            layers[first] = 1
+        elif folder == LAYERS and info.shape:
+            layers["cycle/" + rest[0] if first == "cycle" else ""] = info.shape[0]
+    return layers
 
 
 def _forbidden_change(old: ArraySpec, spec: ParamSpec) -> str | None:

@@ -72,7 +72,7 @@ def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dic
             continue  # the schedule's step
         parameter = _parameter_of(name, growth.plan.leaves)
         if parameter is None or parameter.new.shape != new.shape:
-            parameter = ParamGrowth(name, new, new, None, None, None)
+            parameter = ParamGrowth(new, new, None, None, None)
         path = _OPT_STATE + name
         expected[path] = new._replace(shape=parameter.old.shape)
         plans[name] = parameter._replace(old=others.get(path, new), new=new)

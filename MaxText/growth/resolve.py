@@ -63,11 +63,7 @@ def resolve_growth(
         )
         return _as_recorded(config, [stored], is_resumed=False)
     if not checkpoint.load_parameters_path:
-        if _asked_rate(config):
-            raise UserError(
-                f"{_words(_asked_rate(config))}: has no effect without load_parameters_path, the "
-                "smaller model: a new run has no old slots."
-            )
+        _refuse_rate(config, "a run without load_parameters_path")
         return ResolvedGrowth(config)
     return resolve_growth_from(
         config, open_source(checkpoint.load_parameters_path, flatten(config))
@@ -100,11 +96,7 @@ def _recorded_rate(
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth.old_slots_learning_rate
     if record is None or not existing_slots(record):
-        if _asked_rate(config):
-            raise UserError(
-                f"{_RATE}={asked:g}: the run of {stored} has added no slots, so it has no "
-                "pre-existing ones. learning_rate_overrides sets rates by name."
-            )
+        _refuse_rate(config, f"the run of {stored}")
         return record, {}
     recorded = record["old_slots_learning_rate"]
     if asked is None:
@@ -118,9 +110,14 @@ def _recorded_rate(
     return {**record, "old_slots_learning_rate": asked}, {}
 
 
-def _asked_rate(config: Config) -> dict[str, float]:
+def _refuse_rate(config: Config, what: str) -> None:
+    """Refuses a rate of pre-existing slots if there are no others."""
     asked = config.checkpoint.growth.old_slots_learning_rate
-    return {} if asked is None or asked == 1 else {_RATE: asked}
+    if asked is not None and asked != 1:
+        raise UserError(
+            f"{_RATE}={asked:g}: {what} adds no slots, so none counts as pre-existing. "
+            "learning_rate_overrides sets rates by name."
+        )
 
 
 def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
@@ -132,8 +129,8 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
     _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
     mode = checkpoint.growth.mode
     if growth.changes:
-        _check_possible(config, growth, mode, source)
-    keys = _zoom_keys(config, growth, mode, source)
+        _check_possible(config, growth, source)
+    keys = _zoom_keys(config, growth, source)
     lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
     if keys and growth.slots and mode != "function_preserving":
         names = " and ".join(keys)
@@ -156,26 +153,21 @@ def _resolve_without_change(
     config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
 ) -> ResolvedGrowth:
     checkpoint = config.checkpoint
-    for name, value, unasked in (
-        ("growth.moments", checkpoint.growth.moments, "zeroed"),
-        ("growth.data", checkpoint.growth.data, "restart"),
-    ):
-        if value != unasked:
+    for name, unasked in (("moments", "zeroed"), ("data", "restart")):
+        if (value := getattr(checkpoint.growth, name)) != unasked:
             raise UserError(
-                f"{name}={value} has no effect: {source.folder} already has this model's slots and "
-                "layers. To keep optimizer state and data position, use load_full_state_path."
+                f"growth.{name}={value} has no effect: {source.folder} already has this model's "
+                "slots and layers. To keep optimizer state and data position, use "
+                "load_full_state_path."
             )
     # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
     record = from_metadata(source.metadata) if grown_by_itself else None
-    asked = _asked_rate(config)
     if record:
-        record = {**record, "old_slots_learning_rate": asked.get(_RATE, 1.0)}
-    if asked and not existing_slots(record):
-        raise UserError(
-            f"{_words(asked)}: {source.folder} has the slots of this model, so none of them is "
-            "new. learning_rate_overrides sets rates by name."
-        )
+        rate = section.growth.old_slots_learning_rate
+        record = {**record, "old_slots_learning_rate": 1.0 if rate is None else rate}
+    if not existing_slots(record):
+        _refuse_rate(config, f"a run from {source.folder}")
     if keys:
         record = {**(record or make_record(GrowthPlan({}), checkpoint, keys)), "zoom": dict(keys)}
     return ResolvedGrowth(_with(config, keys), None, record, lines)
@@ -191,51 +183,27 @@ def _words(keys: Mapping[str, float]) -> str:
 
 def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint) -> None:
     stored = growth.stored_slots
-    if number == -1:
+    possible = {*stored.values()}
+    possible |= {slots / 4 for name, slots in stored.items() if slot_place(name) == "ffn"}
+    if number == -1 or number in possible:
         return
-    if not stored:
-        raise UserError(
-            f"growth.stored_slot_num={number}: {source.folder} has no slots. Remove the key."
-        )
-    right = _slot_numbers(stored, zoom.stored_config(source.metadata))
-    if number in right:
-        return
-    found = slots_by_place({name: str(slots) for name, slots in stored.items()})
+    found = slots_by_place({name: str(slots) for name, slots in stored.items()}) or "0"
     raise UserError(
-        f"growth.stored_slot_num={number}: {source.folder} has slots {found}, which is "
-        f"slot_num={' or '.join(map(str, right))}. The number is read from the checkpoint; "
-        "remove the key."
+        f"growth.stored_slot_num={number}: the slots of {source.folder} are {found}. The number is "
+        "read from the checkpoint; remove the key."
     )
 
 
-def _slot_numbers(stored: Mapping[str, int], config: Config | None) -> list[int]:
-    """Returns the possible slot_num values of a stored model."""
-    counts = {slot_place(name): slots for name, slots in stored.items()}
-    if config is not None:
-        pattention = config.model.pattention
-        if pattention.slot_num != -1:
-            return [pattention.slot_num]
-        if any(getattr(pattention, f"{place}_slot_num", -1) == -1 for place in counts):
-            return [config.model.shape.dimensions.emb_dim]
-    bases = {slots / 4 if place == "ffn" else slots for place, slots in counts.items()}
-    if len(bases) == 1 and (base := bases.pop()) == int(base):
-        return [int(base)]
-    # Each place has its own number, and none is more right than another.
-    return sorted(set(counts.values()))
-
-
-def _check_possible(
-    config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
-) -> None:
+def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> None:
     checkpoint = config.checkpoint
     if growth.drops and not checkpoint.growth.allow_shrinking:
         raise UserError(
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
             "last slots, or layers evenly, set growth.allow_shrinking=true."
         )
-    if (asked := _asked_rate(config)) and not growth.adds_slots:
-        raise UserError(f"{_words(asked)}: no slots are added, so none counts as pre-existing.")
-    if mode != "function_preserving":
+    if not growth.adds_slots:
+        _refuse_rate(config, f"a run from {source.folder}")
+    if checkpoint.growth.mode != "function_preserving":
         return
     if growth.layers:
         old, new = growth.layers
@@ -259,11 +227,9 @@ def _check_possible(
         )
 
 
-def _zoom_keys(
-    config: Config, growth: GrowthPlan, mode: Mode, source: SourceCheckpoint
-) -> dict[str, float]:
+def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> dict[str, float]:
     stored = zoom.stored_config(source.metadata)
-    if growth.slots and mode != "function_preserving":
+    if growth.slots and config.checkpoint.growth.mode != "function_preserving":
         # As in TokenFormer's JAX code, the user sets the scale; one that is already fixed stays.
         return zoom.inherited(stored, config, by_keys=True)
     if not growth.adds_slots:
@@ -271,7 +237,12 @@ def _zoom_keys(
     if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
         return {}
     zooms = zoom.source_zoom_dims(stored, growth, config)
-    if wrong := zoom.conflicts(zooms, config):
+    wrong = [
+        f"zoom_dims.{place} {zooms[place]:g}, not {own:g}"
+        for place, own in zoom.fixed_zooms(config).items()
+        if own != zooms[place]
+    ]
+    if wrong:
         raise UserError(
             "growth.mode=function_preserving keeps the zoom that the stored slots were trained "
             f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth.mode=random."

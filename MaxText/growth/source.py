@@ -8,11 +8,10 @@ import numpy as np
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.compatibility import ArraySpec, ConfigDiff, format_mismatches
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import GrowthPlan, IncompatibleShapesError, plan
+from MaxText.growth.growth_plan import GrowthPlan, misfits, plan
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 KEY = "load_parameters_path"
-_PARAMS = "params/"
 
 
 class SourceCheckpoint(NamedTuple):
@@ -24,22 +23,21 @@ class SourceCheckpoint(NamedTuple):
     parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
     stored: checkpoint_files.StoredCheckpoint | None = None  # None for a Hugging Face checkpoint
-    others: Mapping[str, ArraySpec] = {}  # by path: the rest of a train state (moments)
+    others: Mapping[str, ArraySpec] = {}  # by path: the whole train state, with moments
     read_other: Callable[[str], np.ndarray] | None = None  # returns one of them by path
 
     def plan(
         self, parameters: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]
     ) -> GrowthPlan:
         """Returns the plan for a model; raises UserError with all misfits."""
-        try:
-            return plan(self.parameters, parameters)
-        except IncompatibleShapesError as error:
+        if problems := misfits(self.parameters, parameters):
             hint = ConfigDiff(self.metadata.get("config"), config_flat)
-            lines = [f"{self.folder}: {format_mismatches(error.problems, hint)}"]
+            lines = [f"{self.folder}: {format_mismatches(problems, hint)}"]
             if self.stored is None:
                 command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
                 lines.append(f"  {command} writes a config.yml with these keys.")
-            raise UserError("\n".join(lines)) from None
+            raise UserError("\n".join(lines))
+        return plan(self.parameters, parameters)
 
     def position(self) -> dict[str, Any]:
         """Returns the data position; raises UserError if it is not stored."""
@@ -72,23 +70,17 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
         return SourceCheckpoint(
             str(weights.folder), None, {"config": theirs}, parameters, weights.read
         )
-    from MaxText.conversion.stored_arrays import LazyCheckpointReader
+    from MaxText.conversion.stored_arrays import PARAMS, LazyCheckpointReader
 
     stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = LazyCheckpointReader(stored.items)
-    parameters, others = {}, {}
-    for name, leaf in arrays.leaves.items():
-        if name.startswith(_PARAMS):
-            parameters[name.removeprefix(_PARAMS)] = leaf
-        else:
-            others[name] = leaf
     return SourceCheckpoint(
         folder=str(stored),
         step=stored.step,
         metadata=stored.try_metadata(),
-        parameters=parameters,
-        read=lambda name: arrays.read(_PARAMS + name),
+        parameters=arrays.params,
+        read=lambda name: arrays.read(PARAMS + name),
         stored=stored,
-        others=others,
+        others=arrays.leaves,
         read_other=arrays.read,
     )

@@ -11,8 +11,8 @@ from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.config.serialization import renamed
-from MaxText.errors import UserError
 from MaxText.growth.growth_plan import GrowthPlan
+from MaxText.layers.pattention import slot_place
 
 ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
 # Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
@@ -30,13 +30,16 @@ def places(config: Config) -> list[SlotPlace]:
     return found
 
 
-def explicit_zoom_dim(config: Config, place: SlotPlace) -> float:
-    """Returns a place's configured zoom; 0 if it follows the slots."""
+def fixed_zooms(config: Config) -> dict[SlotPlace, float]:
+    """Returns place -> zoom where it does not follow the number of slots."""
     pattention = config.model.pattention
-    own: float = getattr(pattention.zoom_dims, place)
-    if own == -1:
-        return 4 * pattention.zoom_dim if place == "ffn" else pattention.zoom_dim
-    return own
+    zooms: dict[SlotPlace, float] = {}
+    for place in places(config):
+        default = 4 * pattention.zoom_dim if place == "ffn" else pattention.zoom_dim
+        own = getattr(pattention.zoom_dims, place)
+        if zoom := default if own == -1 else own:
+            zooms[place] = zoom
+    return zooms
 
 
 def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -> dict[str, float]:
@@ -44,17 +47,10 @@ def inherited(stored: Config | None, config: Config, *, by_keys: bool = False) -
 
     With `by_keys`, a place without a fixed zoom follows its new number of slots.
     """
-
-    def is_fixed(config: Config) -> bool:
-        return any(explicit_zoom_dim(config, place) for place in places(config))
-
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
-    if stored is None or not uses_zoom or not is_fixed(stored) or is_fixed(config):
+    if stored is None or not uses_zoom or not fixed_zooms(stored) or fixed_zooms(config):
         return {}
-    zooms = _zooms(stored, config)
-    if by_keys:
-        zooms = {place: zoom for place, zoom in zooms.items() if explicit_zoom_dim(stored, place)}
-    return zoom_dim_overrides(zooms, config)
+    return zoom_dim_overrides(fixed_zooms(stored) if by_keys else _zooms(stored, config), config)
 
 
 def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
@@ -75,42 +71,24 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
 def source_zoom_dims(
     stored: Config | None, growth: GrowthPlan, config: Config
 ) -> dict[SlotPlace, float]:
-    """Returns place -> zoom in training; raises UserError if unknown."""
+    """Returns place -> zoom in training, by slots if `stored` is unknown."""
     if stored is not None:
         return _zooms(stored, config)
-    zooms = {}
-    for place in places(config):
-        slots = config.model.pattention.num_slots(place, config.model.shape.dimensions.emb_dim)
-        counts = {leaf.slots.old for leaf in growth.leaves.values()
-                  if leaf.slots and leaf.slots.new == slots}  # fmt: skip
-        if zoom := explicit_zoom_dim(config, place):
-            zooms[place] = zoom
-        elif len(counts) == 1:
-            zooms[place] = float(counts.pop())
-        else:
-            raise UserError(
-                "the checkpoint does not say which configuration it was made with, and several "
-                f"of its parameters become {slots} slots: {sorted(counts)}. Set zoom_dims.{place} "
-                "to the number of slots that it had there."
-            )
-    return zooms
+    slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}
+    zooms: dict[SlotPlace, float] = {place: slots[place] for place in places(config)}
+    return zooms | fixed_zooms(config)
 
 
 def zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
     """Returns keys to fix the zoom of each place; empty if already set."""
-    if all(explicit_zoom_dim(config, place) == zoom for place, zoom in zooms.items()):
+    if zooms.items() <= fixed_zooms(config).items():
         return {}
     pattention = config.model.pattention
-    own = {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
     bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
-    whole = set(zooms) == set(places(config))
-    if (
-        whole
-        and len(bases) == 1
-        and all(getattr(pattention.zoom_dims, place) == -1 for place in zooms)
-    ):
+    is_whole = zooms.keys() == {*places(config)}
+    if is_whole and len(bases) == 1 and all(own == -1 for _, own in pattention.zoom_dims):
         return {"zoom_dim": bases.pop()}
-    return own
+    return {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
 
 
 def other_changes(stored: Config | None, config: Config) -> list[str]:
@@ -127,12 +105,4 @@ def other_changes(stored: Config | None, config: Config) -> list[str]:
         for name in now
         if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
         if was[name] != now[name]
-    ]
-
-
-def conflicts(zooms: Mapping[SlotPlace, float], config: Config) -> list[str]:
-    return [
-        f"zoom_dims.{place} {zoom:g}, not {explicit_zoom_dim(config, place):g}"
-        for place, zoom in zooms.items()
-        if explicit_zoom_dim(config, place) not in (0, zoom)
     ]

@@ -13,7 +13,7 @@ from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
-from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
+from MaxText.inference.generate import StoppingCriteria, Timing, generate
 from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.text_files import JsonlWriter, Prompt, read_prompts
@@ -150,17 +150,26 @@ def _generate(
         timing=timing,
     ):
         prompt = asked[number]
-        if streams:
-            write("`\n")
-        else:
-            write(f"Input `{_shown(prompt)}` -> `{completion.text}`\n")
+        write("`\n" if streams else f"Input `{_shown(prompt)}` -> `{completion.text}`\n")
         if completion.num_dropped:
             write(
                 f"note: prompt truncated to the last {len(completion.prompt)} of "
                 f"{completion.num_dropped + len(completion.prompt)} tokens; max_target_length is "
                 f"{engine.window}\n"
             )
-        output.add(_row(prompt, number // samples, number % samples, completion))
+        output.add(
+            {
+                **prompt.extra_fields,
+                "index": number // samples,
+                "sample": number % samples,
+                "prompt": prompt.text,
+                "completion": completion.text,
+                "finish_reason": completion.finish_reason,
+                "num_prompt_tokens": len(completion.prompt),
+                "tokens": completion.tokens,
+                "log_probabilities": completion.log_probabilities,
+            }
+        )
         texts.append(completion.text)
         num_tokens += len(completion.tokens)
     seconds = time.perf_counter() - began
@@ -180,17 +189,3 @@ def _generate(
 def _shown(prompt: Prompt) -> str:
     text = prompt.text
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _row(prompt: Prompt, index: int, sample: int, completion: Completion) -> dict[str, Any]:
-    return {
-        **prompt.extra_fields,
-        "index": index,
-        "sample": sample,
-        "prompt": prompt.text,
-        "completion": completion.text,
-        "finish_reason": completion.finish_reason,
-        "num_prompt_tokens": len(completion.prompt),
-        "tokens": completion.tokens,
-        "log_probabilities": completion.log_probabilities,
-    }

@@ -56,15 +56,10 @@ class IncrementalDetokenizer:
             self.stopped = True
             certain = pending[: min(places)]
         else:
-            certain = pending if final else pending[: len(pending) - self._overlap(pending)]
+            # The longest end of the text that may be the start of a stop string.
+            starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+            held = max((len(start) for start in starts if pending.endswith(start)), default=0)
+            certain = pending if final else pending[: len(pending) - held]
         self._held = pending[len(certain) :]
         self.text += certain
         return certain
-
-    def _overlap(self, text: str) -> int:
-        """Returns the number of trailing characters of a possible stop string."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0

@@ -51,12 +51,7 @@ class StepOutput:
 
 
 class Engine:
-    """Prefills and continues batches of sequences.
-
-    Attributes:
-      window: Maximum sequence length in tokens.
-      batch_divisor: Required divisor of the batch size, from data sharding.
-    """
+    """Prefills and continues batches of sequences."""
 
     def __init__(
         self,
@@ -72,32 +67,32 @@ class Engine:
         A step is several times faster with `params` from Model.unstack_params. Ids from `num_ids`
         (tokenizer vocabulary size) on are never sampled.
         """
-        self.window = model.config.shape.max_target_length
-        self.batch_divisor = sharding.num_batch_parts
+        self.window = model.config.shape.max_target_length  # of a sequence
+        self.batch_divisor = sharding.num_batch_parts  # batch sizes are multiples
         self._model, self._params = model, params
         self._sampling, self._num_ids = sampling, num_ids
         # Sampled tokens are replicated, so that every host can read them.
         outputs = {"out_shardings": (None, sharding.replicated)}
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
         self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
-        self._growth = sharding.jit(_with_capacity, static_argnums=1)
+        self._grow = sharding.jit(
+            lambda state, size: dataclasses.replace(state, cache=with_capacity(state.cache, size)),
+            static_argnums=1,
+        )
 
     def prefill(
         self,
-        prompts: Sequence[Sequence[int]],
-        names: Sequence[tuple[int, int]],
-        num_drawn: Sequence[int],
+        prompts: Sequence[Sequence[int]],  # 1 to `window` ids each
+        names: Sequence[tuple[int, int]],  # of prompts
+        num_drawn: Sequence[int],  # trailing tokens of each prompt that were drawn earlier
         *,
         seed: int,
-        room: int,
+        room: int,  # expected final length; affects speed only
     ) -> tuple[DecodeState, StepOutput]:
         """Prefills prompts and draws a token for each.
 
-        Args:
-          prompts: 1 to `window` ids each; their number is a multiple of batch_divisor.
-          names: Two numbers per prompt. Draws depend only on these, the seed and the tokens.
-          num_drawn: Trailing tokens of each prompt that were drawn earlier.
-          room: Expected final length. Affects speed only.
+        Their number is a multiple of batch_divisor. Draws depend only on the seed, the name and the
+        tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not all(1 <= length <= self.window for length in lengths):
@@ -130,7 +125,7 @@ class Engine:
         capacity = capacity_of(state.cache)
         if capacity is None or length <= capacity:
             return state
-        return self._growth(state, self._capacity(max(length, 4 * capacity)))
+        return self._grow(state, self._capacity(max(length, 4 * capacity)))
 
     def _capacity(self, length: int) -> int:
         return min(next_power_of_two(length, SMALLEST_CAPACITY), self.window)
@@ -162,11 +157,10 @@ class Engine:
     def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
         if self._sampling.repetition_penalty == 1:
             return None
-        none_V = jnp.zeros(self._model.config.shape.vocab_size, bool)
+        rows_B1 = jnp.arange(len(tokens_BT))[:, None]
         real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-        return jax.vmap(lambda tokens_T, real_T: none_V.at[tokens_T].max(real_T))(
-            tokens_BT, real_BT
-        )
+        none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
+        return none_BV.at[rows_B1, tokens_BT].max(real_BT)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
@@ -194,10 +188,6 @@ class Engine:
             generated_BV=generated_BV,
         )
         return state, StepOutput(tokens_B, log_probabilities_B)
-
-
-def _with_capacity(state: DecodeState, capacity: int) -> DecodeState:
-    return dataclasses.replace(state, cache=with_capacity(state.cache, capacity))
 
 
 def next_power_of_two(number: int, least: int) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from MaxText.errors import UserError
 from MaxText.inference.detokenizer import IncrementalDetokenizer
-from MaxText.inference.engine import Engine, StepOutput
+from MaxText.inference.engine import Engine
 
 # New tokens that fit into the first decode states; more tokens grow them.
 _FORESEEN = 512
@@ -184,18 +184,15 @@ def _run(
                 state = engine.ensure_cache_capacity(state, length)
                 state, output = engine.step(state)
                 length += 1
-            _take(batch, newest())
+            tokens = newest()
+            for row, token, log_probability in zip(
+                batch, tokens.tokens_B.tolist(), tokens.log_probabilities_B.tolist(), strict=False
+            ):
+                if row.is_active:
+                    row.take(token, log_probability)
             now = time.perf_counter()
             seconds.append(now - began)
             began, seconds = now, timing.steps
             active = [row for row in active if row.is_active]
             if not room:
                 break
-
-
-def _take(batch: list[_ActiveSequence], output: StepOutput) -> None:
-    for row, token, log_probability in zip(
-        batch, output.tokens_B.tolist(), output.log_probabilities_B.tolist(), strict=False
-    ):
-        if row.is_active:
-            row.take(token, log_probability)

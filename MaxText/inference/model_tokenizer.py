@@ -126,20 +126,16 @@ def load_model_tokenizer(
     adds_bos = _adds_bos(folder)
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
     prefix = _post_processor_prefix(folder) if adds_bos is None else ()
-    if (
-        (adds_bos or config.preparation.add_bos)
-        and not prefix
-        and tokenizer.entry.bos_id is not None
-    ):
-        prefix = (tokenizer.entry.bos_id,)
-    rows = config.model.shape.vocab_size
+    bos, rows = tokenizer.entry.bos_id, config.model.shape.vocab_size
+    if bos is not None and not prefix and (adds_bos or config.preparation.add_bos):
+        prefix = (bos,)
     largest = _largest_id(tokenizer.entry, prefix)
     if largest >= rows:
         raise UserError(
             f"{path} has ids up to {largest}, but the model has vocab_size={rows}: it is the "
             "tokenizer of another model. Set tokenizer_path to the right one."
         )
-    if tokenizer.entry.bos_id is not None and tokenizer.entry.bos_id >= rows:
+    if bos is not None and bos >= rows:
         # The model was trained without bos: eos of the preceding text begins a text.
         tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
     if not eos_ids and tokenizer.entry.eos_id is not None:
@@ -168,7 +164,7 @@ def _find(config: Config, weights: str) -> Path | None:
             return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
-        if place.is_dir() and (found := find_tokenizer_near([str(place / CONFIG)], str(place), "")):
+        if place.is_dir() and (found := find_tokenizer_near(str(place / CONFIG), str(place))):
             return found
     data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
@@ -178,7 +174,7 @@ def _find(config: Config, weights: str) -> Path | None:
         folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
-            if found := find_tokenizer_near([probe], str(folder), ""):
+            if found := find_tokenizer_near(probe, str(folder)):
                 return found
     return None
 
@@ -205,10 +201,7 @@ def _post_processor_prefix(folder: Path) -> tuple[int, ...]:
     tokenizer = tokenizers.Tokenizer.from_str(read_text(path))
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start])
-    return ()
+    return tuple(whole[: whole.index(plain[0])]) if plain and plain[0] in whole else ()
 
 
 def _eos_ids(weights: Path, metadata: Mapping[str, Any]) -> Iterator[int]:

@@ -24,51 +24,38 @@ from MaxText.layers.entmax import entmax
 
 _SLACK = 1e-6  # relative tolerance for float32 sums of probabilities
 _BITS_OF_INFINITY = 0x7F800000
-_LARGEST_SETTING = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """Sampling settings. The defaults sample from the model's softmax.
+    """Sampling settings. The defaults sample from the model's softmax."""
 
-    Attributes:
-      temperature: Divides the logits. 0 is argmax (lowest id among ties), where only
-        repetition_penalty has an effect.
-      nucleus_p: Smallest set of most likely ids with this probability (Holtzman et al. 2020,
-        "top-p").
-      min_p: Ids with at least this fraction of the largest probability (Nguyen et al. 2024).
-      typical_p: Smallest set with this probability, of the ids whose surprisal -log p is nearest to
-        the entropy (Meister et al. 2023).
-      eta: Ids with p >= min(eta, sqrt(eta) exp(-entropy)), and the argmax (Hewitt et al. 2022).
-      entmax_alpha: 1 is softmax, 2 sparsemax (Peters et al. 2019); GPT-Neo samples with 1.3.
-      repetition_penalty: Divides positive logits of ids in the sequence and multiplies negative
-        ones (Keskar et al. 2019).
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # divides the logits; 0 is argmax, with the lowest id among ties
     top_k: int = 0  # 0 is off
-    nucleus_p: float = 1.0  # 1 is off
-    min_p: float = 0.0  # 0 is off
-    typical_p: float = 1.0  # 1 is off
-    eta: float = 0.0  # 0 is off
-    entmax_alpha: float = 1.0
-    repetition_penalty: float = 1.0  # 1 is off
+    # Smallest set of most likely ids with this probability (Holtzman et al. 2020, "top-p").
+    nucleus_p: float = 1.0
+    # Ids with at least this fraction of the largest probability (Nguyen et al. 2024).
+    min_p: float = 0.0
+    # Smallest set with this probability, of the ids whose surprisal -log p is nearest to the
+    # entropy (Meister et al. 2023).
+    typical_p: float = 1.0
+    # Ids with p >= min(eta, sqrt(eta) exp(-entropy)), and the argmax (Hewitt et al. 2022).
+    eta: float = 0.0
+    entmax_alpha: float = 1.0  # 1 is softmax, 2 sparsemax (Peters et al. 2019); GPT-Neo has 1.3
+    # Divides positive logits of ids in the sequence, multiplies negative ones (Keskar et al. 2019).
+    repetition_penalty: float = 1.0
 
     def __post_init__(self):
         """Raises UserError for values out of range, including NaN."""
         for name, valid, bounds in (
-            ("temperature", 0 <= self.temperature <= _LARGEST_SETTING, "from 0 (greedy) to 1e6"),
+            ("temperature", 0 <= self.temperature <= 1e6, "from 0 (greedy) to 1e6"),
             ("top_k", self.top_k >= 0, "0 (off) or a number of ids"),
             ("nucleus_p", 0 < self.nucleus_p <= 1, "above 0, up to 1 (off)"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
             ("typical_p", 0 < self.typical_p <= 1, "above 0, up to 1 (off)"),
             ("eta", 0 <= self.eta < 1, "from 0 (off), below 1"),
             ("entmax_alpha", 1 <= self.entmax_alpha <= 2, "from 1 (softmax) to 2 (sparsemax)"),
-            (
-                "repetition_penalty",
-                0 < self.repetition_penalty <= _LARGEST_SETTING,
-                "above 0, up to 1e6; 1 is off",
-            ),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 1e6, "above 0, up to 1e6"),
         ):
             if not valid:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be {bounds}.")
@@ -123,7 +110,7 @@ def probabilities(
         p_BV = entmax(logits_BV, params.entmax_alpha)
     filters = (
         (params.top_k > 0, _top_k, params.top_k),
-        (params.nucleus_p < 1, _nucleus, params.nucleus_p),
+        (params.nucleus_p < 1, _top_mass_mask, params.nucleus_p),
         (params.min_p > 0, _min_p, params.min_p),
         (params.typical_p < 1, _typical, params.typical_p),
         (params.eta > 0, _eta, params.eta),
@@ -174,17 +161,13 @@ def _top_k(p_BV, k):
     return p_BV >= kth_B1
 
 
-def _nucleus(p_BV, mass):
-    return _top_mass_mask(p_BV, p_BV, mass)
-
-
 def _min_p(p_BV, fraction):
     return p_BV >= fraction * (1 - _SLACK) * jnp.max(p_BV, axis=-1, keepdims=True)
 
 
 def _typical(p_BV, mass):
     distance_BV = jnp.abs(-jnp.log(p_BV) - _entropy(p_BV))
-    return _top_mass_mask(1 / distance_BV, p_BV, mass)
+    return _top_mass_mask(p_BV, mass, 1 / distance_BV)
 
 
 def _eta(p_BV, eta):
@@ -196,11 +179,13 @@ def _entropy(p_BV):
     return jnp.sum(jax.scipy.special.entr(p_BV), axis=-1, keepdims=True)
 
 
-def _top_mass_mask(score_BV, p_BV, mass):
+def _top_mass_mask(p_BV, mass, score_BV=None):
     """Keeps ids by descending score until their probability reaches `mass`.
 
-    `score_BV` is float32 from 0 to inf. Equal scores are kept or dropped together.
+    `score_BV` is float32 from 0 to inf, by default the probability. Equal scores are kept or
+    dropped together.
     """
+    score_BV = p_BV if score_BV is None else score_BV
 
     def as_float(bits_B1):
         # Bit patterns of non-negative floats order like integers.

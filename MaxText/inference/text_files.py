@@ -33,47 +33,36 @@ def is_json_lines(path: str) -> bool:
 
 
 def read_lines(path: str, key: str, field: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (line number, text, object) of JSON Lines or plain lines.
+    """Returns (line number from 1, text, object) of plain lines or JSON Lines.
 
-    Raises UserError if the file is unreadable or empty.
+    JSON Lines hold objects with the text in `field`. Raises UserError if the file is unreadable,
+    empty or something else.
     """
-    text = read_text_file(path, key)
-    if is_json_lines(path):
-        rows = json_rows(text, field, f"{key}={path}")
-    else:
-        rows = [(number, line.removesuffix("\r"), {}) for number, line in _nonblank_lines(text)]
+    rows = []
+    # Only \n separates lines, unlike in splitlines().
+    for number, line in enumerate(read_text_file(path, key).split("\n"), 1):
+        if line.strip() and is_json_lines(path):
+            rows.append((number, *_text_of_object(line, field, f"{key}={path}:{number}")))
+        elif line.strip():
+            rows.append((number, line.removesuffix("\r"), {}))
     if not rows:
         raise UserError(f"{key}={path} is empty. Write one text per line.")
     return rows
 
 
-def _nonblank_lines(text: str) -> list[tuple[int, str]]:
-    # Only \n separates lines, unlike in splitlines().
-    return [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-
-
-def json_rows(text: str, field: str, location: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (line number from 1, text in `field`, object) by line.
-
-    Raises UserError, citing `location`, if a line is not an object with text in that field.
-    """
-    found = []
-    for number, line in _nonblank_lines(text):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{location}:{number} is not JSON ({error}). Each line must be one object, for "
-                f'example {{"{field}": "..."}}.'
-            ) from error
-        value = row.get(field) if isinstance(row, dict) else None
-        if not isinstance(value, str):
-            fields = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
-            raise UserError(
-                f'{location}:{number} has no text in field "{field}"; its fields: {fields}.'
-            )
-        found.append((number, without_surrogates(value), row))
-    return found
+def _text_of_object(line: str, field: str, location: str) -> tuple[str, dict[str, Any]]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{location} is not JSON ({error}). Each line must be one object, for example "
+            f'{{"{field}": "..."}}.'
+        ) from error
+    value = row.get(field) if isinstance(row, dict) else None
+    if not isinstance(value, str):
+        fields = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
+        raise UserError(f'{location} has no text in field "{field}"; its fields: {fields}.')
+    return without_surrogates(value), row
 
 
 def check_not_input(output_key: str, output: str, input_key: str, input_file: str) -> None:

@@ -74,15 +74,22 @@ def with_stored_zoom(config: Config, path: str, key: str) -> Config:
 
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
-    from MaxText.checkpointing import checkpoint_files
-    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
     from MaxText.growth import zoom
 
-    if is_hf_checkpoint(path):
-        return config
-    metadata = checkpoint_files.resolve_checkpoint(path, key).try_metadata()
+    _, metadata = resolve_weights(path, key)
     keys = zoom.inherited(zoom.stored_config(metadata), config)
     return unflatten(flatten(config) | keys) if keys else config
+
+
+def resolve_weights(path: str, key: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns the step or Hugging Face folder, and a checkpoint's metadata."""
+    from MaxText.checkpointing import checkpoint_files
+    from MaxText.conversion import hf_checkpoint
+
+    if hf_checkpoint.is_hf_checkpoint(path):
+        return str(hf_checkpoint.resolve_hf_path(path, key)), {}
+    stored = checkpoint_files.resolve_checkpoint(path, key)
+    return str(stored), stored.try_metadata()
 
 
 def weights_path(config: Config) -> tuple[str, str]:

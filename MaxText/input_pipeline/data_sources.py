@@ -5,18 +5,16 @@ import functools
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.data_sections import SAMPLINGS, DataConfig, PreparationConfig, mix_part
+from MaxText.config.data_sections import SAMPLINGS, DataConfig, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.order import (
-    Concatenation,
     EpochPermutation,
     Mixture,
     OrderedWindows,
@@ -54,27 +52,6 @@ class DataSource:
     stitch: int = 1  # documents per window with documents_* sampling
 
 
-def train_sources(data: DataConfig) -> list[DataSource]:
-    """Returns the datasets to train on; UserError unless weights are positive."""
-    if data.data_mixture_weights:
-        parts = map(mix_part, data.data_mixture_weights)
-        return [
-            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
-            for location, stitch, sampling, weight in parts
-        ]
-    if data.grain_train_files:
-        return _weighted(data.grain_train_files, "grain_train_files")
-    return _weighted(data.dataset_path, "dataset_path")
-
-
-def eval_sources(data: DataConfig) -> list[DataSource]:
-    if data.grain_eval_files:
-        return _weighted(data.grain_eval_files, "grain_eval_files")
-    if data.dataset_path:
-        return _weighted(data.dataset_path, "dataset_path")
-    return train_sources(data)
-
-
 def _weighted(text: str, key: str) -> list[DataSource]:
     entries = []
     # A name may itself hold a semicolon or end like a weight.
@@ -110,42 +87,37 @@ class OpenDataSource:
     rows: OrderedWindows
 
 
-@dataclasses.dataclass(frozen=True)
-class SourcesRequest:
-    """The datasets to open for training or evaluation."""
+def requested_sources(request: OpenRequest) -> list[DataSource]:
+    """Returns the datasets of a request; UserError unless weights are positive."""
+    data, for_training = request.data, request.for_training
+    if data.grain_eval_files and not for_training:
+        return _weighted(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_path and not for_training:
+        return _weighted(data.dataset_path, "dataset_path")
+    if data.data_mixture_weights:
+        parts = map(mix_part, data.data_mixture_weights)
+        return [
+            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
+            for location, stitch, sampling, weight in parts
+        ]
+    if data.grain_train_files:
+        return _weighted(data.grain_train_files, "grain_train_files")
+    return _weighted(data.dataset_path, "dataset_path")
 
-    data: DataConfig
-    preparation: PreparationConfig
-    for_training: bool
-    vocab_size: int
-    show: Callable[[str], None]
 
-    @property
-    def entries(self) -> list[DataSource]:
-        return train_sources(self.data) if self.for_training else eval_sources(self.data)
-
-    @property
-    def split(self) -> str:
-        return self.data.train_split if self.for_training else self.data.eval_split
-
-    def open_tokens(self, entry: DataSource) -> TokenData:
-        """Opens a dataset; UserError as open_token_data, or for too large ids."""
-        data, for_training = self.data, self.for_training
-        tokens = open_token_data(
-            OpenRequest(
-                entry.location, entry.key, data, self.preparation, self.split, for_training,
-                self.show,
-            )
-        )  # fmt: skip
-        if tokens.largest_id is not None and tokens.largest_id >= self.vocab_size:
-            raise UserError(
-                f"vocab_size={self.vocab_size} is too small: the largest token id in "
-                f"{entry.location} is {tokens.largest_id}. Set vocab_size to "
-                f"{tokens.largest_id + 1} or more"
-                + (f"; the tokenizer has {tokens.vocab_size} ids." if tokens.vocab_size else ".")
-                + " Trained weights need data of their own tokenizer."
-            )
-        return tokens
+def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
+    """Opens a dataset; UserError as open_token_data, or for too large ids."""
+    location, vocab_size = entry.location, request.vocab_size
+    tokens = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
+    largest = tokens.largest_id
+    if largest is not None and largest >= vocab_size:
+        has = f"; the tokenizer has {tokens.vocab_size} ids" if tokens.vocab_size else ""
+        raise UserError(
+            f"vocab_size={vocab_size} is too small: the largest token id in {location} is "
+            f"{largest}. Set vocab_size to {largest + 1} or more{has}. Trained weights need data "
+            "of their own tokenizer."
+        )
+    return tokens
 
 
 def prepare_sources(config: Config) -> None:
@@ -172,62 +144,46 @@ def check_sources(config: Config) -> None:
     if config.data.dataset_type == "synthetic":
         return
     for for_training in (True, False) if config.evaluation.eval_interval > 0 else (True,):
-        request = SourcesRequest(
-            config.data, config.preparation, for_training, config.model.shape.vocab_size, print
-        )
-        for entry in request.entries:
+        vocab_size = config.model.shape.vocab_size
+        request = OpenRequest(config.data, config.preparation, for_training, vocab_size, print)
+        for entry in requested_sources(request):
             if is_url(entry.location):
                 continue  # slow, and the network may fail
             try:
-                request.open_tokens(entry)
+                _open_tokens(request, entry)
             except Exception as error:
                 if not is_transient(error, False):  # the loader retries
                     raise
 
 
 def open_sources(
-    request: SourcesRequest,
-    length: int,
-    num_samples: int | None = None,
-    log: RetryLog | None = None,
+    request: OpenRequest, length: int, num_samples: int | None, log: RetryLog
 ) -> list[OpenDataSource]:
     """Opens datasets.
 
     Args:
       length: T, tokens per sequence.
       num_samples: Sequences of the whole run; None for unbounded.
-      log: Receives retries after storage errors; None for a single attempt.
+      log: Receives retries after storage errors.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
     """
-    data, for_training, vocab_size = request.data, request.for_training, request.vocab_size
-    options = SequenceOptions(
-        length,
-        data.cross_document_attention,
-        data.zero_loss,
-        data.use_truncation and not data.packing,
-    )
+    data, for_training = request.data, request.for_training
+    truncate = data.use_truncation and not data.packing
+    options = SequenceOptions(length, data.cross_document_attention, data.zero_loss, truncate)
 
     def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
-        tokens = request.open_tokens(entry)
-        if tokens.pad_id >= vocab_size:
+        tokens = _open_tokens(request, entry)
+        if tokens.pad_id >= request.vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)
-        if data.megatron.order == "gpt_neox":
-            return tokens, _gpt_neox_samples(
-                data, entry, tokens, options, for_training, num_samples
-            )
-        return tokens, _slice(data, entry, tokens, options)
+        return tokens, _slice(request, entry, tokens, options, num_samples)
 
-    opened = []
-    for number, entry in enumerate(request.entries):
+    policy, opened = RetryPolicy.of(data), []
+    for number, entry in enumerate(requested_sources(request)):
         open_once = functools.partial(open_and_slice, entry)
-        if log is None:
-            tokens, windows = open_once()
-        else:
-            policy = RetryPolicy.of(data)
-            tokens, windows = open_with_retries(entry.location, open_once, policy, log)
+        tokens, windows = open_with_retries(entry.location, open_once, policy, log)
         _check_tokens(request, entry, tokens, windows)
         # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
@@ -245,7 +201,7 @@ def open_sources(
 
 
 def _check_tokens(
-    request: SourcesRequest, entry: DataSource, tokens: TokenData, windows: Windows
+    request: OpenRequest, entry: DataSource, tokens: TokenData, windows: Windows
 ) -> None:
     used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
     if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
@@ -269,11 +225,24 @@ def _check_tokens(
 
 
 def _slice(
-    data: DataConfig, entry: DataSource, tokens: TokenData, options: SequenceOptions
+    request: OpenRequest,
+    entry: DataSource,
+    tokens: TokenData,
+    options: SequenceOptions,
+    num_samples: int | None,
 ) -> Windows:
+    data, has_order = request.data, request.data.megatron.order == "gpt_neox"
     cache_dir = Path(data.data_cache_dir).expanduser()
+    if tokens.labels is not None and (has_order or entry.sampling != CHUNKS):
+        raise UserError(
+            f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
+            "megatron.order=stored and the sampling chunks."
+        )
+    if has_order:
+        part, samples = _gpt_neox_part(request, tokens, options.length, num_samples)
+        seed = data.data_shuffle_seed
+        return GptNeoxSamples(tokens, options, seed, cache_dir, samples, part)
     if entry.sampling != CHUNKS:
-        _check_no_labels(entry, tokens)
         return JoinedDocuments(tokens, options, entry.stitch, entry.sampling == "documents_random")
     if not data.packing or tokens.labels is not None or _are_sequences(tokens, options.length):
         return DocumentWindows(tokens, options, cache_dir)
@@ -291,34 +260,22 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
 
 
-def _check_no_labels(entry: DataSource, tokens: TokenData) -> None:
-    if tokens.labels is not None:
-        raise UserError(
-            f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
-            "megatron.order=stored and the sampling chunks."
-        )
-
-
-def _gpt_neox_samples(
-    data: DataConfig,
-    entry: DataSource,
-    tokens: TokenData,
-    options: SequenceOptions,
-    for_training: bool,
-    num_samples: int | None,
-) -> GptNeoxSamples:
-    _check_no_labels(entry, tokens)
-    offsets = tokens.store.document_offsets
+def _gpt_neox_part(
+    request: OpenRequest, tokens: TokenData, length: int, num_samples: int | None
+) -> tuple[tuple[int, int], int | None]:
+    """Returns the documents to visit, and the samples that the run reads."""
+    offsets, data = tokens.store.document_offsets, request.data
     documents = 0, len(offsets) - 1
     if data.megatron.split:
-        documents = document_range(data.megatron.split, 0 if for_training else 1, documents[1])
-    samples = num_samples if for_training else None
-    if for_training and data.num_epoch > 0:
+        which = 0 if request.for_training else 1
+        documents = document_range(data.megatron.split, which, documents[1])
+    if not request.for_training:
+        return documents, None
+    if data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
-        of_passes = (data.num_epoch * num_tokens - 1) // options.length
-        samples = of_passes if samples is None else min(samples, of_passes)
-    cache_dir = Path(data.data_cache_dir).expanduser()
-    return GptNeoxSamples(tokens, options, data.data_shuffle_seed, cache_dir, samples, documents)
+        of_epochs = (data.num_epoch * num_tokens - 1) // length
+        num_samples = of_epochs if num_samples is None else min(num_samples, of_epochs)
+    return documents, num_samples
 
 
 def _file_groups(data: DataConfig, tokens: TokenData, windows: Windows) -> np.ndarray | None:
@@ -343,10 +300,6 @@ def mix_sources(data: DataConfig, opened: list[OpenDataSource]) -> SequenceDatas
     return Mixture([source.rows for source in opened], weights(data, opened))
 
 
-def concatenate_sources(opened: list[OpenDataSource]) -> SequenceDataset:
-    return opened[0].rows if len(opened) == 1 else Concatenation([source.rows for source in opened])
-
-
 def weights(data: DataConfig, opened: list[OpenDataSource]) -> list[float]:
     power = 1 / data.mixture_temperature if data.mixture_temperature else 0
     return [source.entry.weight * len(source.data.store) ** power for source in opened]
@@ -356,7 +309,16 @@ def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | Non
     """Describes the sources: contents, share, and epochs."""
     lines = []
     for source in opened:
-        lines += [source.data.description, *_padding(data, source)]
+        lines.append(source.data.description)
+        windows, location = source.rows.windows, source.entry.location
+        line = f"padding: {windows.padding_share:.1%} of the positions of {location}"
+        if windows.padding_share > 0.01 and source.data.labels is not None:
+            lines.append(
+                f"warning: {line}: records with labels are never packed. Set max_target_length "
+                f"(now {windows.length}) to the length of a record, or a divisor of it."
+            )
+        elif windows.padding_share > 0.01:
+            lines.append(line if data.packing else f"{line}; packing=true packs documents")
     if len(opened) > 1:
         shares = weights(data, opened)
         for source, share in zip(opened, shares, strict=True):
@@ -367,17 +329,3 @@ def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | Non
                 line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
             lines.append(line)
     return "\n".join(lines)
-
-
-def _padding(data: DataConfig, source: OpenDataSource) -> list[str]:
-    """Returns a line if more than 1% of the positions are padding."""
-    windows = source.rows.windows
-    if windows.padding_share <= 0.01:
-        return []
-    line = f"padding: {windows.padding_share:.1%} of the positions of {source.entry.location}"
-    if source.data.labels is None:
-        return [line if data.packing else f"{line}; packing=true packs documents"]
-    return [
-        f"warning: {line}: records with labels are never packed. Set max_target_length (now "
-        f"{windows.length}) to the length of a record, or a divisor of it."
-    ]

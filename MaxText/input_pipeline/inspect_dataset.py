@@ -6,9 +6,11 @@ document 24 bytes are kept.
 Legend: B sequences of a batch, T tokens of a sequence, N ids of a block, D documents.
 """
 
+import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
+from MaxText.layers.batch import Batch
 from MaxText.storage.file_access import local_path
 
 BLOCK_TOKENS = 2**20  # a few times 8 MB in memory
@@ -40,23 +43,24 @@ _SHOWN_CHARACTERS = 500
 _SHOWN_IDS = 60
 
 _MASK = "[MASK]"
+_SYMBOLS = {**{code: 0x2400 + code for code in range(32)}, 0x7F: 0x2421}  # of control characters
 
 Origin = Sequence[tuple[str, int, int]]
 """(document, first token, number of tokens) for each document in a sequence."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class TokenStatistics:
     """Statistics of the tokens of a split."""
 
     num_tokens: int
-    num_read: int
-    smallest_id: int
-    largest_id: int
-    largest_document: tuple[int, int]  # (document, token in it) of the first largest id
-    num_documents: int  # nonempty ones that start in the blocks read
-    num_repeats: int  # of these, copies of an earlier one
-    example: tuple[int, int] | None  # first two numbers of the most frequent duplicate
+    num_read: int = 0
+    smallest_id: int = ANY_ID
+    largest_id: int = -1
+    largest_document: tuple[int, int] = (0, 0)  # (document, token in it) of the first largest id
+    num_documents: int = 0  # nonempty ones that start in the blocks read
+    num_repeats: int = 0  # of these, copies of an earlier one
+    example: tuple[int, int] | None = None  # first two numbers of the most frequent duplicate
 
 
 def measure_tokens(
@@ -66,59 +70,40 @@ def measure_tokens(
 
     Reads about `max_tokens` in all, and at least one block.
     """
-    offsets, num_tokens = data.store.document_offsets, len(data.store)
-    num_read, smallest, largest, largest_position = 0, ANY_ID, -1, 0
+    offsets, found = data.store.document_offsets, TokenStatistics(len(data.store))
     hashes: list[int] = []
     documents: list[int] = []
-    for block in evenly_spaced_indices(
-        -(-num_tokens // BLOCK_TOKENS), max_tokens // BLOCK_TOKENS
-    ).tolist():
+    num_blocks = -(-found.num_tokens // BLOCK_TOKENS)
+    for block in evenly_spaced_indices(num_blocks, max_tokens // BLOCK_TOKENS).tolist():
         start = block * BLOCK_TOKENS
-        stop = min(start + BLOCK_TOKENS, num_tokens)
+        stop = min(start + BLOCK_TOKENS, found.num_tokens)
         first, last = np.searchsorted(offsets, (start, stop)).tolist()
         begins = np.asarray(offsets[first : last + 1])
         ends = np.minimum(begins[1:], begins[:-1] + COMPARED_TOKENS)
-        end = int(ends[-1]) if ends.size else stop
-        ids_N = data.store.read(np.array([start]), np.array([max(stop, end)]))
+        # The last document of the block may end after it.
+        ids_N = data.store.read(np.array([start]), np.array([max([stop, *ends[-1:]])]))
         inside = ids_N[: stop - start]
-        num_read += inside.size
-        smallest = min(smallest, int(inside.min()))
-        if (high := int(inside.max())) > largest:
-            largest, largest_position = high, start + int(inside.argmax())
-        sizes = np.diff(begins).tolist()
-        for number, size in enumerate(sizes):
+        found.num_read += inside.size
+        found.smallest_id = min(found.smallest_id, int(inside.min()))
+        if (high := int(inside.max())) > found.largest_id:
+            position = start + int(inside.argmax())
+            document = int(np.searchsorted(offsets, position, side="right")) - 1
+            found.largest_id = high
+            found.largest_document = document, position - int(offsets[document])
+        for number, size in enumerate(np.diff(begins).tolist()):
             if size:
                 compared = ids_N[begins[number] - start : ends[number] - start]
                 hashes.append(hash((size, compared.tobytes())))
                 documents.append(first + number)
         progress(stop - start)
-    document = int(np.searchsorted(offsets, largest_position, side="right")) - 1
-    num_repeats, example = find_duplicates(np.array(hashes, np.int64), documents)
-    return TokenStatistics(
-        num_tokens=num_tokens,
-        num_read=num_read,
-        smallest_id=smallest,
-        largest_id=largest,
-        largest_document=(document, largest_position - int(offsets[document])),
-        num_documents=len(documents),
-        num_repeats=num_repeats,
-        example=example,
-    )
-
-
-def find_duplicates(
-    hashes_D: np.ndarray, numbers: Sequence[int]
-) -> tuple[int, tuple[int, int] | None]:
-    """Returns the number of repeats, and the most frequent one's first two."""
-    if not hashes_D.size:
-        return 0, None
-    order = np.argsort(hashes_D, kind="stable")
-    _, first, counts = np.unique(hashes_D[order], return_index=True, return_counts=True)
-    most = int(counts.argmax())
-    if counts[most] == 1:
-        return 0, None
-    before, after = order[first[most] : first[most] + 2].tolist()
-    return hashes_D.size - first.size, (numbers[before], numbers[after])
+    hashes_D = np.array(hashes, np.int64)
+    distinct, counts = np.unique(hashes_D, return_counts=True)
+    found.num_documents = len(documents)
+    found.num_repeats = len(documents) - distinct.size
+    if found.num_repeats:
+        same = np.flatnonzero(hashes_D == distinct[counts.argmax()])
+        found.example = documents[same[0]], documents[same[1]]
+    return found
 
 
 def evenly_spaced_indices(count: int, limit: int) -> np.ndarray:
@@ -141,7 +126,13 @@ class Inspection:
             )
 
         def samples(per_device: float) -> int:
-            return _whole(per_device, num_devices) * config.batch.gradient_accumulation_steps
+            count = per_device * num_devices
+            if count != int(count):
+                raise UserError(
+                    f"{per_device:g} sequences per device x num_devices={num_devices} is not a "
+                    "whole number. Set num_devices to the devices of the run."
+                )
+            return int(count) * config.batch.gradient_accumulation_steps
 
         data = config.data
         if os.path.isfile(local_path(data.dataset_path)):
@@ -174,24 +165,16 @@ class Inspection:
                 f"{batches.num_steps} steps. Give a step from 0 to {batches.num_steps - 1}."
             )
         batches.seek(step)
-        try:
+        with contextlib.closing(batches):
             batch = next(batches)
-        finally:
-            batches.close()
-        arrays = {"tokens": batch.tokens_BT, "weights": batch.loss_mask_BT}
-        if batch.segments_BT is not None:
-            arrays["segments"] = batch.segments_BT
         mask_id = None
         if masking.mlm_training:
             of_tokenizers = [source.data.mask_id for source in batches.opened]
             named = [token for token in of_tokenizers if token is not None]
             mask_id = masking.mlm.mask_id if masking.mlm.mask_id >= 0 else named[0]
+        show_tokens = functools.partial(show_sequence, tokenizer=self._tokenizer, mask_id=mask_id)
         pad_id = batches.opened[0].data.pad_id
-
-        def show_tokens(tokens_T: np.ndarray) -> list[str]:
-            return show_sequence(tokens_T, self._tokenizer, mask_id)
-
-        self._lines(batch_lines(step, arrays, batches.origin(step), show_tokens, pad_id))
+        self._lines(batch_lines(step, batch, batches.origin(step), show_tokens, pad_id))
         # Targets that are labels need not occur among the tokens.
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
 
@@ -230,16 +213,6 @@ class Inspection:
         self._show("\n".join(lines))
 
 
-def _whole(per_device: float, num_devices: int) -> int:
-    samples = per_device * num_devices
-    if samples != int(samples):
-        raise UserError(
-            f"{per_device:g} sequences per device x num_devices={num_devices} is not a whole "
-            "number. Set num_devices to the devices of the run."
-        )
-    return int(samples)
-
-
 def _load(
     preparation: PreparationConfig, folder: Path | None, show: Callable[[str], None]
 ) -> TextTokenizer | None:
@@ -258,15 +231,8 @@ def _load(
 
 def visible(text: str) -> str:
     """Returns `text` on one line: control characters as symbols (␊)."""
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character.isprintable():
-        return character
-    if character < " ":
-        return chr(0x2400 + ord(character))
-    return "\u2421" if character == "\x7f" else character.encode("unicode_escape").decode()
+    symbols = text.translate(_SYMBOLS)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in symbols)
 
 
 def _share(part: int, whole: int) -> str:
@@ -286,27 +252,20 @@ def token_lines(
             f"a sample, {statistics.num_read:,} of {statistics.num_tokens:,} "
             f"({_share(statistics.num_read, statistics.num_tokens)}), read in evenly spread blocks"
         )
-    lines = [f"Tokens: {read}", f"  ids: {statistics.smallest_id} to {statistics.largest_id}"]
+    largest, (document, offset) = statistics.largest_id, statistics.largest_document
+    lines = [f"Tokens: {read}", f"  ids: {statistics.smallest_id} to {largest}"]
     ids_of_tokenizer = data.vocab_size
     if ids_of_tokenizer is None and tokenizer is not None:
         ids_of_tokenizer = tokenizer.entry.vocab_size
+    beyond = f"id {largest} is beyond, at token {offset} of {data.store.document_name(document)}"
     for name, limit in (
         ("the tokenizer has", ids_of_tokenizer),
         ("the model has vocab_size =", vocab_size),
     ):
         if limit is not None:
-            lines.append(f"  {name} {limit} ids: {_fit(data, statistics, limit)}")
+            fit = "every id is below that" if largest < limit else beyond
+            lines.append(f"  {name} {limit} ids: {fit}")
     return lines
-
-
-def _fit(data: TokenData, statistics: TokenStatistics, limit: int) -> str:
-    if statistics.largest_id < limit:
-        return "every id is below that"
-    document, offset = statistics.largest_document
-    return (
-        f"id {statistics.largest_id} is beyond, at token {offset} of "
-        f"{data.store.document_name(document)}"
-    )
 
 
 def document_lines(
@@ -331,17 +290,17 @@ def document_lines(
 
 def batch_lines(
     step: int,
-    arrays: Mapping[str, np.ndarray],
+    batch: Batch,
     origins: Sequence[Origin],
     show_tokens: Callable[[np.ndarray], Iterable[str]],
     pad_id: int,
 ) -> list[str]:
     """Describes a batch, sequence by sequence.
 
-    `arrays` are tokens, weights and optionally segments, [B, T]. `origins` are per sample, which is
-    several rows if sequences are shortened. `show_tokens` gets ids without padding.
+    `origins` are per sample, which is several rows if sequences are shortened. `show_tokens` gets
+    ids without padding.
     """
-    tokens_BT, loss_mask_BT = arrays["tokens"], arrays["weights"]
+    tokens_BT, loss_mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)
     num_rows, length = tokens_BT.shape
     rows_of_sample = num_rows // len(origins)
     lines = [
@@ -350,10 +309,8 @@ def batch_lines(
         f"{tokens_BT.min()} to {tokens_BT.max()}. Ranges of documents include the token after the "
         "sequence, if it is a target."
     ]
-    if "segments" in arrays:
-        used_BT = (loss_mask_BT > 0) | (arrays["segments"] > 0)
-    else:
-        used_BT = (loss_mask_BT > 0) | (tokens_BT != pad_id)
+    has_token_BT = tokens_BT != pad_id if batch.segments_BT is None else batch.segments_BT > 0
+    used_BT = (loss_mask_BT > 0) | has_token_BT
     for row in range(num_rows):
         used = int(np.flatnonzero(used_BT[row])[-1]) + 1 if used_BT[row].any() else 0
         padding = f", {length - used:,} tokens of padding" if used < length else ""

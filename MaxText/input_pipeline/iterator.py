@@ -83,16 +83,13 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
     ):
         """Initializes before step 0; `reuse_first` repeats its batch."""
         super().__init__(source, opened, policy, log, num_workers)
+        self._source = source
         self.opened = opened
         self.identity = identity
         self.description = description
         self._reuse_first = reuse_first
         self._first_batch: Batch | None = None
         self._step = 0
-
-    @property
-    def _source(self) -> GlobalBatch:
-        return self._reader.source
 
     @property
     def num_steps(self) -> int | None:
@@ -125,21 +122,17 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         """Returns a step's range [first, end) of samples over all hosts."""
         return self._source.sample_range(step)
 
-    def exclude(self, first: int, end: int) -> None:
-        """Excludes samples [first, end) from the next batch on.
+    def exclude(self, first: int, end: int) -> bool:
+        """Excludes samples [first, end) from the next batch on, if they are not.
 
-        Commutes with a seek to an earlier position. Raises UserError unless 0 <= first < end.
+        Commutes with a seek to an earlier position. Returns whether anything changed. Raises
+        UserError unless 0 <= first < end.
         """
-        exclusions = ExcludedRanges([(first, end)])
+        exclusions, known = ExcludedRanges([(first, end)]), self._source.excluded
+        if known | exclusions == known:
+            return False
         self.close()
         self._source.exclude(exclusions, self._step)
-
-    def exclude_if_new(self, first: int, end: int) -> bool:
-        """Excludes samples; returns whether anything changed."""
-        known = self._source.excluded
-        if known | ExcludedRanges([(first, end)]) == known:
-            return False
-        self.exclude(first, end)
         return True
 
     @property

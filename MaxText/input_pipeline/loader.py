@@ -15,7 +15,7 @@ from MaxText.config.data_sections import DataConfig, MaskingConfig, PreparationC
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
-from MaxText.input_pipeline.data_sources import OpenDataSource, SourcesRequest
+from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, never
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -23,8 +23,10 @@ from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, Global
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from MaxText.input_pipeline.sequences.order import (
     EVAL_STREAM,
+    Concatenation,
     EpochPermutation,
     OrderedWindows,
+    SequenceDataset,
     SyntheticSequences,
 )
 from MaxText.input_pipeline.sequences.windows import (
@@ -32,6 +34,7 @@ from MaxText.input_pipeline.sequences.windows import (
     SequenceOptions,
     SlidingWindows,
 )
+from MaxText.input_pipeline.token_store.opening import OpenRequest
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
@@ -111,18 +114,16 @@ def make_train_iterator(
     excluded = f"Excluded samples (excluded_samples): {exclusions}" if exclusions else ""
     log = RetryLog(show)
     opened: list[OpenDataSource] = []
-    options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
         rows = SyntheticSequences(schedule.window, vocab_size, data.data_shuffle_seed)
         description = excluded
     else:
         num_samples = None if num_steps is None else schedule.samples_before(num_steps)
-        request = SourcesRequest(data, preparation, True, vocab_size, show)
+        request = OpenRequest(data, preparation, True, vocab_size, show)
         opened = _open(request, masking, schedule.window, num_samples, log)
         rows = data_sources.mix_sources(data, opened)
         lines = [data_sources.describe(data, opened, num_samples), excluded]
         description = "\n".join(filter(None, lines))
-        options = _processing(opened, masking, vocab_size)
         identity |= {
             "data_set": " ".join(source.data.fingerprint for source in opened),
             "split": data.train_split,
@@ -133,10 +134,13 @@ def make_train_iterator(
         if len(opened) > 1:
             identity["mixture"] = " ".join(map(repr, data_sources.weights(data, opened)))
         if masking.mlm_training:
-            identity["masking"] = _stored_masking(masking)
+            entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
+            stored = {"mlm_training": masking.mlm_training, **entries}
+            identity["masking"] = TypeAdapter(dict).dump_json(stored).decode()
     source = GlobalBatch(
         rows, schedule, process_index, process_count,
-        seed=data.data_shuffle_seed, exclusions=exclusions, **options,
+        seed=data.data_shuffle_seed, exclusions=exclusions,
+        **_processing(opened, masking, vocab_size),
     )  # fmt: skip
     return BatchIterator(
         source,
@@ -172,13 +176,11 @@ def make_eval_iterator(
     masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
     schedule = BatchSchedule.constant(global_batch_size, max_target_length)
     _check_hosts(schedule, process_index, process_count)
-    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
     log = RetryLog(show)
     opened: list[OpenDataSource] = []
-    options: dict[str, Any] = {}
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
-            num_steps = _SYNTHETIC_EVAL_STEPS
+            eval_steps = _SYNTHETIC_EVAL_STEPS
             show(
                 "note: dataset_type=synthetic is unbounded: an evaluation takes "
                 f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
@@ -187,14 +189,28 @@ def make_eval_iterator(
             max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
         )
     else:
-        request = SourcesRequest(data, preparation, False, vocab_size, show)
+        request = OpenRequest(data, preparation, False, vocab_size, show)
         opened = _open(request, masking, max_target_length, None, log)
-        rows = data_sources.concatenate_sources(opened)
-        options = _processing(opened, masking, vocab_size)
-    source = GlobalBatch(
-        rows, schedule, process_index, process_count, num_steps=num_steps, **options
-    )
-    return EvalBatches(source, opened, RetryPolicy.of(data), log)
+        rows = Concatenation([source.rows for source in opened])
+    share = process_index, process_count
+    return _eval_batches(data, opened, rows, schedule, share, eval_steps, masking, vocab_size, log)
+
+
+def _eval_batches(
+    data: DataConfig,
+    opened: list[OpenDataSource],
+    rows: SequenceDataset,
+    schedule: BatchSchedule,
+    share: tuple[int, int],
+    eval_steps: int,
+    masking: MaskingConfig,
+    vocab_size: int,
+    log: RetryLog,
+) -> EvalBatches:
+    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
+    options = _processing(opened, masking, vocab_size)
+    batches = GlobalBatch(rows, schedule, *share, num_steps=num_steps, **options)
+    return EvalBatches(batches, opened, RetryPolicy.of(data), log)
 
 
 def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenDataSource]:
@@ -202,7 +218,7 @@ def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> li
     if config.data.dataset_type == "synthetic":
         return []
     shape = config.model.shape
-    request = SourcesRequest(config.data, config.preparation, False, shape.vocab_size, show)
+    request = OpenRequest(config.data, config.preparation, False, shape.vocab_size, show)
     return _open(request, config.masking, shape.max_target_length, None, RetryLog(show))
 
 
@@ -222,29 +238,29 @@ def open_source_batches(
     adjacent windows, packed as in evaluation during training. With a stride, raises UserError for
     records with labels and for documents without targets.
     """
-    shape, eval_steps = config.model.shape, config.evaluation.eval_steps
+    eval_steps, masking = config.evaluation.eval_steps, config.masking
+    length, vocab_size = config.model.shape.max_target_length, config.model.shape.vocab_size
     if source is None:
         return make_eval_iterator(
             config.data,
             eval_steps=eval_steps,
-            max_target_length=shape.max_target_length,
-            vocab_size=shape.vocab_size,
+            max_target_length=length,
+            vocab_size=vocab_size,
             global_batch_size=rows,
             process_index=part,
             process_count=parts,
             show=show,
         )
-    masking, sequences = config.masking, source.rows
+    data, sequences, log = config.data, source.rows, RetryLog(show)
     if stride != -1:
-        windows = _sliding_windows(config.data, source, stride, shape.max_target_length)
+        windows = _sliding_windows(data, source, stride, length)
         sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
         masking = MaskingConfig()
-    schedule = BatchSchedule.constant(rows, shape.max_target_length)
-    _check_hosts(schedule, part, parts)
-    options = _processing([source], masking, shape.vocab_size)
-    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
-    batches = GlobalBatch(sequences, schedule, part, parts, num_steps=num_steps, **options)
-    return EvalBatches(batches, [source], RetryPolicy.of(config.data), RetryLog(show))
+    schedule, share = BatchSchedule.constant(rows, length), (part, parts)
+    _check_hosts(schedule, *share)
+    return _eval_batches(
+        data, [source], sequences, schedule, share, eval_steps, masking, vocab_size, log
+    )
 
 
 def _sliding_windows(
@@ -278,7 +294,7 @@ def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int
 
 
 def _open(
-    request: SourcesRequest,
+    request: OpenRequest,
     masking: MaskingConfig,
     window: int,
     num_samples: int | None,
@@ -297,34 +313,22 @@ def _open(
     return opened
 
 
-def _stored_masking(masking: MaskingConfig) -> str:
-    """Returns the identity of masking, as stored with data positions."""
-    entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
-    flat = {"mlm_training": masking.mlm_training, **entries}
-    return TypeAdapter(dict).dump_json(flat).decode()
-
-
 def _processing(
     opened: list[OpenDataSource], masking: MaskingConfig, vocab_size: int
 ) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
     # Without labels, opening the data may have checked all ids.
     known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    return {
-        "masked": _masked(masking, opened, vocab_size) if masking.mlm_training else None,
-        "largest_id": None if known else vocab_size - 1,
-    }
-
-
-def _masked(masking: MaskingConfig, opened: list[OpenDataSource], vocab_size: int) -> MLMMasking:
-    special: set[int] = set()
-    mask_id = None
-    for source in opened:
-        if source.data.labels is not None:
-            raise UserError(
-                f"mlm_training=true chooses its own targets, and {source.entry.location} has "
-                "labels. Name records without labels, or train without mlm_training."
-            )
-        special.update(source.data.special_ids)
-        mask_id = source.data.mask_id if mask_id is None else mask_id
-    return MLMMasking(masking, vocab_size, mask_id, special)
+    options: dict[str, Any] = {"largest_id": None if known else vocab_size - 1}
+    if masking.mlm_training and opened:
+        for source in opened:
+            if source.data.labels is not None:
+                raise UserError(
+                    f"mlm_training=true chooses its own targets, and {source.entry.location} has "
+                    "labels. Name records without labels, or train without mlm_training."
+                )
+        special = {token for source in opened for token in source.data.special_ids}
+        mask_ids = (source.data.mask_id for source in opened)
+        mask_id = next((token for token in mask_ids if token is not None), None)
+        options["masked"] = MLMMasking(masking, vocab_size, mask_id, special)
+    return options

@@ -77,7 +77,7 @@ def cached_arrays(
         delete_unused(cache_dir)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
-            lengths = _write(staging, itertools.chain(first, blocks))
+            lengths = write_arrays(staging, itertools.chain(first, blocks))
             (staging / _LENGTHS_NAME).write_text(json.dumps(lengths))
             with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
@@ -107,30 +107,31 @@ def _load(folder: Path) -> Arrays | None:
     return None
 
 
-def _write(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
-    """Appends blocks to .npy files, fills in headers, returns lengths."""
+def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
+    """Appends blocks to .npy files, fills in headers, returns lengths.
+
+    Sequentially, so that a full disk is an error; with a memory map it would kill the process.
+    """
     counts: dict[str, int] = {}
-    dtypes: dict[str, np.dtype] = {}
+
+    def write_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+        np.lib.format.write_array_header_1_0(file, header)
+
     with contextlib.ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
+        block: dict[str, np.ndarray] = {}
         for block in blocks:
             for name, array in block.items():
                 if name not in files:
                     files[name] = stack.enter_context(open(folder / f"{name}.npy", "wb"))
-                    counts[name], dtypes[name] = 0, array.dtype
-                    write_array_header(files[name], array.dtype, 0)
+                    write_header(files[name], array.dtype, 0)
                 files[name].write(array.tobytes())
-                counts[name] += array.size
+                counts[name] = counts.get(name, 0) + array.size
         for name, file in files.items():
             file.seek(0)
-            write_array_header(file, dtypes[name], counts[name])
+            write_header(file, block[name].dtype, counts[name])
     return counts
-
-
-def write_array_header(file: BinaryIO, dtype: np.dtype, count: int) -> None:
-    """Writes the header of a .npy file of `count` numbers."""
-    header = {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
-    np.lib.format.write_array_header_1_0(file, header)
 
 
 def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
@@ -178,7 +179,16 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as staging:
             for file in missing:
                 copy = os.path.join(staging, _name(file))
-                _copy(file, copy)
+                try:
+                    system, name = file_access.file_system(file.path)
+                    system.get_file(name, copy)
+                except UserError:
+                    raise
+                except Exception as error:  # fsspec backends raise their own errors
+                    problem = f"{file.path} cannot be read ({file_access.reason(error)})"
+                    raise FileReadError(problem, file.path) from error
+                if os.path.getsize(copy) != file.size:
+                    raise FileReadError(f"{file.path} ended early while it was copied", file.path)
                 os.replace(copy, folder / _name(file))
     except UserError:
         raise
@@ -188,16 +198,3 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
 
 def _name(file: FileInfo) -> str:
     return file.path.rsplit("/", 1)[-1]
-
-
-def _copy(file: FileInfo, to: str) -> None:
-    try:
-        system, name = file_access.file_system(file.path)
-        system.get_file(name, to)
-    except UserError:
-        raise
-    except Exception as error:  # fsspec backends raise their own errors
-        problem = f"{file.path} cannot be read ({file_access.reason(error)})"
-        raise FileReadError(problem, file.path) from error
-    if os.path.getsize(to) != file.size:
-        raise FileReadError(f"{file.path} ended early while it was copied", file.path)

@@ -15,7 +15,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grain
 import numpy as np
@@ -27,10 +27,12 @@ from MaxText.storage import file_access
 from MaxText.storage.errors import FileReadError, is_transient
 from MaxText.storage.file_access import is_url
 
-# Prefetched elements are whole batches, so a few suffice.
-BATCHES_READY = 4
-# Buffered in each worker process.
-_BATCHES_SENT = 2
+if TYPE_CHECKING:
+    from MaxText.input_pipeline.data_sources import OpenDataSource
+    from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+
+BATCHES_READY = 4  # prefetched elements are whole batches, so a few suffice
+_BATCHES_SENT = 2  # buffered in each worker process
 _SECONDS_TO_CLOSE = 2.0  # close() waits this long for a read in progress, then abandons it
 _SECONDS_BETWEEN_LOOKS = 0.1  # polling interval of `stopping`
 _MAX_WAIT_SECONDS = 60.0  # longest delay before a retry
@@ -42,14 +44,6 @@ def never() -> bool:
     return False
 
 
-class StepDataset(Protocol):
-    """Random access to batches by step; pickled to worker processes."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, step: int) -> dict[str, Any]: ...
-
-
 class ReadTimeout(TimeoutError):
     pass
 
@@ -58,29 +52,67 @@ class WorkerDiedError(OSError):
     pass
 
 
-class _Failure:
-    def __init__(self, error: BaseException):
-        self.error = error
+class Prefetcher:
+    """Prefetched batches of a source, starting at step `first`."""
+
+    def __init__(self, source: "GlobalBatch", first: int, num_processes: int):
+        self._stopped = threading.Event()
+        # SimpleQueue is implemented in C: handing over a batch takes microseconds.
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(BATCHES_READY):
+            self._wanted.put(None)
+        self._batches = _batches_from(source, first, num_processes)
+        batches = map(_copied, self._batches) if num_processes else self._batches
+        # The thread holds no reference to this object, so it ends when the object is collected.
+        queues = self._ready, self._wanted, self._stopped
+        self._thread = _start(functools.partial(_produce, batches, *queues))
+        weakref.finalize(self, _stop, self._stopped, self._wanted)
+
+    def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
+        """Returns the next batch within `timeout` seconds (None: no limit).
+
+        Raises ReadTimeout, WaitCancelledError if `stopping` returns true, WorkerDiedError, or any
+        error from reading the batch.
+        """
+        batch = _get(self._ready, timeout, stopping, "no batch came")
+        self._wanted.put(None)
+        return batch
+
+    def close(self) -> None:
+        """Stops reading; abandons a hanging read."""
+        _stop(self._stopped, self._wanted)
+        self._thread.join(_SECONDS_TO_CLOSE)
+        # Grain's close() joins its processes, even one that hangs, before it terminates them.
+        _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
 
 
-class _StepsFrom:
-    """View of a source with step `first` as element 0, at no cost.
+def _batches_from(
+    source: "GlobalBatch", first: int, num_processes: int
+) -> Iterator[dict[str, Any]]:
+    steps, read = range(first, len(source)), functools.partial(_read, source)
+    if not num_processes:
+        return map(read, steps)
+    # Grain's worker processes read absl flags, which programs without absl's main never parse.
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    options = grain.MultiprocessingOptions(
+        num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
+    )
+    dataset = (
+        grain.MapDataset.source(steps)
+        .map(read)
+        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    )
+    return iter(dataset.mp_prefetch(options))
 
-    Errors are returned as elements, so that they arrive intact from another process.
-    """
 
-    def __init__(self, source: StepDataset, first: int):
-        self._source = source
-        self._first = first
-
-    def __len__(self) -> int:
-        return max(0, len(self._source) - self._first)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        try:
-            return self._source[self._first + index]
-        except Exception as error:
-            return {"failure": _Failure(_picklable(error))}
+def _read(source: "GlobalBatch", step: int) -> dict[str, Any]:
+    """Returns a batch, or its error, to arrive intact from another process."""
+    try:
+        return source[step]
+    except Exception as error:
+        return {"failure": _picklable(error)}
 
 
 def _picklable(error: Exception) -> Exception:
@@ -94,85 +126,29 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-class Prefetcher:
-    """Prefetched batches of a source, starting at step `first`."""
-
-    def __init__(self, source: StepDataset, first: int, num_processes: int):
-        self._stopped = threading.Event()
-        # SimpleQueue is implemented in C: handing over a batch takes microseconds.
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[None] = queue.SimpleQueue()
-        for _ in range(BATCHES_READY):
-            self._wanted.put(None)
-        self._batches = _steps_from(source, first, num_processes)
-        # The thread holds no reference to this object, so it ends when the object is collected.
-        copies = num_processes > 0
-        work = functools.partial(
-            _produce, self._batches, self._ready, self._wanted, self._stopped, copies
-        )
-        self._thread = _start(work)
-        weakref.finalize(self, _stop, self._stopped, self._wanted)
-
-    def next(self, timeout: float | None, stopping: Callable[[], bool] = never) -> dict[str, Any]:
-        """Returns the next batch within `timeout` seconds (None: no limit).
-
-        Raises ReadTimeout, WaitCancelledError if `stopping` returns true, WorkerDiedError, or any
-        error from reading the batch.
-        """
-        result = _get(self._ready, timeout, stopping, "no batch came")
-        self._wanted.put(None)
-        if isinstance(result, _Failure):
-            raise result.error
-        return result
-
-    def close(self) -> None:
-        """Stops reading; abandons a hanging read."""
-        _stop(self._stopped, self._wanted)
-        self._thread.join(_SECONDS_TO_CLOSE)
-        # Grain's close() joins its processes, even one that hangs, before it terminates them.
-        _start(functools.partial(_end, self._batches)).join(_SECONDS_TO_CLOSE)
-
-
-def _steps_from(source: StepDataset, first: int, num_processes: int) -> Iterator[dict[str, Any]]:
-    steps = _StepsFrom(source, first)
-    if not num_processes:
-        return map(steps.__getitem__, range(len(steps)))
-    # Grain's worker processes read absl flags, which programs without absl's main never parse.
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(
-        num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
-    )
-    dataset = grain.MapDataset.source(steps).to_iter_dataset(
-        grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-    )
-    return iter(dataset.mp_prefetch(options))
+def _copied(batch: dict[str, Any]) -> dict[str, Any]:
+    """Copies out of shared memory, which a worker reuses for its next batch."""
+    return batch if "failure" in batch else {name: np.array(batch[name]) for name in batch}
 
 
 def _produce(
-    batches: Iterator[Any],
+    batches: Iterator[dict[str, Any]],
     ready: "queue.SimpleQueue[Any]",
     wanted: "queue.SimpleQueue[None]",
     stopped: threading.Event,
-    copies: bool,
 ) -> None:
     result: Any = None
-    while not isinstance(result, _Failure):
+    while not isinstance(result, Exception):
         wanted.get()
         if stopped.is_set():
             return
         try:
-            result = next(batches)
-            result = result.get("failure", result)
-            if copies and isinstance(result, dict):
-                # Copy out of shared memory, which the worker then reuses for the next batch.
-                result = {name: np.array(value) for name, value in result.items()}
+            batch = next(batches)
+            result = batch.get("failure", batch)
         except StopIteration:
             return
         except Exception as error:
-            if stopped.is_set():
-                return
-            result = _Failure(WorkerDiedError(f"a reader process ended: {error}"))
+            result = WorkerDiedError(f"a reader process ended: {error}")
         ready.put(result)
 
 
@@ -199,11 +175,15 @@ def _get(
     stopping: Callable[[], bool],
     problem: str,
 ) -> Any:
+    """Returns the next element of a queue, or raises it if it is an error."""
     until = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         with contextlib.suppress(queue.Empty):
             left = until - time.monotonic()
-            return ready.get(timeout=max(0.0, min(left, _SECONDS_BETWEEN_LOOKS)))
+            result = ready.get(timeout=max(0.0, min(left, _SECONDS_BETWEEN_LOOKS)))
+            if isinstance(result, Exception):
+                raise result
+            return result
         if stopping():
             raise WaitCancelledError
         if time.monotonic() >= until:
@@ -223,13 +203,10 @@ def call_with_timeout(
         try:
             ready.put(call())
         except Exception as error:
-            ready.put(_Failure(error))
+            ready.put(error)
 
     _start(work)
-    result = _get(ready, timeout, stopping, "storage did not answer")
-    if isinstance(result, _Failure):
-        raise result.error
-    return result
+    return _get(ready, timeout, stopping, "storage did not answer")
 
 
 def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
@@ -242,11 +219,6 @@ def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
         if left <= 0:
             return
         time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
-
-
-if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenDataSource
-    from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 
 
 class RetryLog:
@@ -294,38 +266,30 @@ class RetryPolicy:
         raised at once. Raises UserError, starting with `what` and ending with `hint`, after the
         last attempt, and WaitCancelledError if `stopping` returned true.
         """
-        began, delay, number = time.monotonic(), self.seconds, 0
+        began, tries, delay, number = time.monotonic(), self.retries + 1, self.seconds, 0
         while True:
             number += 1
             try:
                 result = attempt(number)
+                break
             except Exception as error:
                 if not is_worth_it(error):
                     raise
-                if number > self.retries:
-                    tries = "1 try" if number == 1 else f"{number} tries"
+                problem = (str(error) or type(error).__name__).removesuffix(".")
+                if number >= tries:
+                    how_often = "1 try" if number == 1 else f"{number} tries"
+                    seconds = time.monotonic() - began
                     raise UserError(
-                        f"{what} after {tries} in {time.monotonic() - began:,.1f} s: "
-                        f"{_sentence(error)} {hint(error)}"
+                        f"{what} after {how_often} in {seconds:,.1f} s: {problem}. {hint(error)}"
                     ) from error
                 delay = min(delay, _MAX_WAIT_SECONDS)
-                log.add(
-                    f"{what}: {_sentence(error)} Try {number + 1} of {self.retries + 1} in "
-                    f"{delay:g} s."
-                )
-            else:
-                if number > 1:
-                    done = what.replace("could not be", "was")
-                    seconds = time.monotonic() - began
-                    log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
-                return result
+                log.add(f"{what}: {problem}. Try {number + 1} of {tries} in {delay:g} s.")
             interruptible_sleep(delay, stopping)
             delay *= 2
-
-
-def _sentence(problem: BaseException) -> str:
-    text = str(problem) or type(problem).__name__
-    return text if text.endswith(".") else f"{text}."
+        if number > 1:
+            done, seconds = what.replace("could not be", "was"), time.monotonic() - began
+            log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
+        return result
 
 
 def open_with_retries(
@@ -435,14 +399,12 @@ class RetryingReader:
         step, arrays = self._last_batch
         try:
             again = self.source[step]
-            if all(np.array_equal(again[name], arrays[name]) for name in arrays):
-                return
         except FileReadError:
             raise
         except UserError:  # ids beyond vocab_size
-            pass
-        raise FileReadError(
-            f"The files changed: step {step}, read again, gives another batch. Restore the files "
-            "that the run was started with, or start a new run (another run_name).",
-            "",
-        )
+            again = {}
+        if not all(np.array_equal(again.get(name, ()), arrays[name]) for name in arrays):
+            raise FileReadError(
+                f"The files changed: step {step}, read again, gives another batch. Restore the "
+                "files that the run was started with, or start a new run (another run_name)."
+            )

@@ -22,7 +22,6 @@ _NO_CAPACITY = re.compile(
     r"internal error|try again later",
     re.IGNORECASE,
 )
-_QUOTA = re.compile(r"quota", re.IGNORECASE)
 
 
 class RunArguments(NamedTuple):
@@ -47,15 +46,7 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
 
 
 def train_command() -> list[str]:
-    """Returns the command line of train.py, without arguments."""
     return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
-
-
-class CapacityRetry(NamedTuple):
-    """Retries for lack of capacity, `seconds` apart."""
-
-    max_attempts: int
-    seconds: float
 
 
 class Commands:
@@ -65,31 +56,30 @@ class Commands:
         self._log = log
         self.dry_run = dry_run
 
-    def run(self, command: Sequence[str], *, retry: CapacityRetry | None = None) -> None:
+    def run(self, command: Sequence[str], *, max_attempts: int = 1, delay: float = 0.0) -> None:
         """Runs a command with its output on the terminal.
 
-        With `retry`, the command is repeated while the cloud reports a lack of capacity. Raises
+        Repeats it, `delay` seconds apart, while the cloud reports a lack of capacity. Raises
         UserError if it fails.
         """
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
-        max_attempts = retry.max_attempts if retry else 1
-        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"} if retry else {}
+        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
         for number in range(1, max_attempts + 1):
-            done = self._start(command, **kept)
+            done = self._start(command, **(kept if max_attempts > 1 else {}))
             if done.stderr:
                 self._log(done.stderr.rstrip())
             if done.returncode == 0:
                 return
             errors = done.stderr or ""
-            is_full = _NO_CAPACITY.search(errors) and not _QUOTA.search(errors)
-            if retry is None or not is_full or number == max_attempts:
+            is_full = _NO_CAPACITY.search(errors) and "quota" not in errors.lower()
+            if not is_full or number == max_attempts:
                 many = f" (attempt {number}/{max_attempts})" if is_full else ""
                 code = done.returncode
                 raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
-            self._log(f"No capacity. Attempt {number + 1}/{max_attempts} in {retry.seconds:g} s.")
-            time.sleep(retry.seconds)
+            self._log(f"No capacity. Attempt {number + 1}/{max_attempts} in {delay:g} s.")
+            time.sleep(delay)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
         """Returns the stripped output of a command, or `in_dry_run`."""

@@ -9,13 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
 
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
-
-Log = Callable[[str], None]
 
 _POLL_SECONDS = 0.1
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
@@ -50,7 +47,6 @@ def process_env(
 
 
 def free_port() -> int:
-    """Returns a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -66,15 +62,12 @@ class LocalProcesses:
         logs: Path,
         *,
         grace_seconds: float,
-        out: IO[str] | None = None,
     ):
         """Starts one process per environment, appending to logs/<process>.log.
 
-        After a failure the other processes have `grace_seconds` to exit by themselves, and again
-        after SIGTERM.
+        After a failure the others have `grace_seconds` to exit, and again after SIGTERM.
         """
         self._grace = grace_seconds
-        self._out = sys.stdout if out is None else out
         self._printing = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._copying: list[threading.Thread] = []
@@ -113,8 +106,8 @@ class LocalProcesses:
                     file.write(line)
                     file.flush()
                 with self._printing, contextlib.suppress(OSError, ValueError):
-                    self._out.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
-                    self._out.flush()
+                    sys.stdout.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                    sys.stdout.flush()
 
     def wait(self) -> list[int | None]:
         """Waits for all processes; stops the others after one has failed.
@@ -144,7 +137,6 @@ class LocalProcesses:
             time.sleep(_POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kills all processes immediately."""
         self.send(signal.SIGKILL)
         for process in self._processes:
             process.wait()

@@ -4,31 +4,19 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from MaxText import exit_codes
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, train_command
+from MaxText.launchers.commands import Commands, Log, train_command
+from MaxText.launchers.options import SlurmOptions
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
 
 
-class SlurmJob(NamedTuple):
-    """Resources and options of a SLURM job."""
-
-    name: str
-    nodes: int
-    processes_per_node: int  # 1 takes all devices of a node; the GPU count gives one GPU to each
-    gpus_per_node: int  # 0 for none
-    options: Sequence[str]  # further #SBATCH lines, such as "--partition=long"
-    max_restarts: int  # of the whole job, by requeueing
-    logs: Path  # for script and output, shared by the nodes
-
-
-def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
+def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
     """Returns the batch script; it requeues itself on restartable codes."""
-    logs = shlex.quote(str(job.logs))
+    logs = shlex.quote(job.log_dir)
     lines = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
@@ -39,8 +27,8 @@ def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
         f"--signal=TERM@{_SECONDS_BEFORE_END}",
         "--requeue",
         "--open-mode=append",
-        f"--output={job.logs}/%j.log",
-        *job.options,
+        f"--output={job.log_dir}/%j.log",
+        *job.sbatch,
     ]
     devices = job.nodes * job.gpus_per_node
     codes = "|".join(str(code) for code in exit_codes.RESTARTABLE)
@@ -66,24 +54,23 @@ def render_batch_script(job: SlurmJob, arguments: Sequence[str]) -> str:
     )
 
 
-def submit(job: SlurmJob, arguments: Sequence[str], commands: Commands, log) -> str:
+def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log: Log) -> str:
     """Submits the batch script; returns the job id, empty in a dry run."""
     text = render_batch_script(job, arguments)
-    path = job.logs / f"{job.name}.sh"
+    path = Path(job.log_dir, f"{job.name}.sh")
     if commands.dry_run:
         log(f"# {path}\n{text}")
     else:
         try:
-            job.logs.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise UserError(
-                f"cannot write {path}: {error}. Set --log-dir to another folder."
-            ) from error
+            what = f"cannot write {path}: {error}. Set --log-dir to another folder."
+            raise UserError(what) from error
     answer = commands.output(["sbatch", "--parsable", str(path)])
     number = answer.partition(";")[0]
     if not commands.dry_run:
         if not re.fullmatch(r"\d+", number):
             raise UserError(f"sbatch printed {answer!r} instead of a job id.")
-        log(f"job {number}; output in {job.logs}/{number}-<process>.log")
+        log(f"job {number}; output in {job.log_dir}/{number}-<process>.log")
     return number

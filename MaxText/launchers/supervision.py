@@ -7,39 +7,17 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.early_signals import handled
-from MaxText.launchers.local_processes import (
-    LocalProcesses,
-    Log,
-    free_port,
-    process_env,
-)
+from MaxText.launchers.commands import Log
+from MaxText.launchers.local_processes import LocalProcesses, free_port, process_env
+from MaxText.launchers.options import LocalOptions
 from MaxText.storage.paths import parse_path
 
 _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
-
-
-class RestartPolicy(NamedTuple):
-    """Restart policy. The backoff doubles with each restart, up to 60 s."""
-
-    max_restarts: int = 0  # in a row without a new checkpoint
-    backoff_seconds: float = 1.0
-    grace_seconds: float = 60.0  # see LocalProcesses
-
-
-class SupervisedJob(NamedTuple):
-    """Processes to run; checkpoints in `run_folder` count as progress."""
-
-    command: Sequence[str]
-    number: int  # of processes
-    devices: int | None  # per process; see process_env
-    logs: Path
-    run_folder: str | None
 
 
 def combined_exit_code(codes: Sequence[int | None]) -> int:
@@ -76,34 +54,37 @@ def newest_checkpoint(run_folder: str | None) -> int:
     return max(steps, default=-1)
 
 
-def supervise(job: SupervisedJob, policy: RestartPolicy, log: Log) -> int:
-    """Runs all processes to completion, restarting them by `policy`.
+def supervise(
+    command: Sequence[str], number: int, options: LocalOptions, run_folder: str | None, log: Log
+) -> int:
+    """Runs `number` processes to completion, restarting all after a failure.
 
+    The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
     SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
     last attempt's exit code, or 128 + n for signal n.
     """
-    restarts = 0
+    most, restarts = options.max_restarts if options.supervise else 0, 0
     signals = _SignalForwarder()
     with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signals.forward):
         while True:
-            before = newest_checkpoint(job.run_folder)
-            code = _run_once(job, policy, signals)
-            if signals.number or not is_restartable(code) or policy.max_restarts == 0:
+            before = newest_checkpoint(run_folder)
+            code = _run_once(command, number, options, signals)
+            if signals.number or not is_restartable(code) or most == 0:
                 return _as_shell(code)
-            if newest_checkpoint(job.run_folder) > before:
+            if newest_checkpoint(run_folder) > before:
                 restarts = 0
-            if restarts >= policy.max_restarts:
+            if restarts >= most:
                 log(
                     f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
                     "checkpoint (--max-restarts). Logs of each process are in "
-                    f"{shlex.quote(str(job.logs))}"
+                    f"{shlex.quote(options.log_dir)}"
                 )
                 return _as_shell(code)
-            seconds = min(_LONGEST_WAIT, policy.backoff_seconds * 2**restarts)
+            seconds = min(_LONGEST_WAIT, options.backoff * 2**restarts)
             restarts += 1
             log(
-                f"launch: {_words(code)}. Restarting all {job.number} processes in {seconds:g} s "
-                f"(restart {restarts}/{policy.max_restarts} since the last checkpoint)."
+                f"launch: {_words(code)}. Restarting all {number} processes in {seconds:g} s "
+                f"(restart {restarts}/{most} since the last checkpoint)."
             )
             end = time.monotonic() + seconds
             while time.monotonic() < end and not signals.number:
@@ -112,16 +93,16 @@ def supervise(job: SupervisedJob, policy: RestartPolicy, log: Log) -> int:
                 return 128 + signals.number
 
 
-def _run_once(job: SupervisedJob, policy: RestartPolicy, signals: "_SignalForwarder") -> int:
+def _run_once(
+    command: Sequence[str], number: int, options: LocalOptions, signals: "_SignalForwarder"
+) -> int:
     port = free_port()  # the last port may still be in TIME_WAIT
+    environments = [
+        process_env(os.environ, number, process, port, options.devices_per_process)
+        for process in range(number)
+    ]
     processes = LocalProcesses(
-        job.command,
-        [
-            process_env(os.environ, job.number, process, port, job.devices)
-            for process in range(job.number)
-        ],
-        job.logs,
-        grace_seconds=policy.grace_seconds,
+        command, environments, Path(options.log_dir), grace_seconds=options.grace_period
     )
     try:
         signals.forward_to(processes)

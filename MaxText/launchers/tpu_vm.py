@@ -7,12 +7,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
 from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
-from MaxText.launchers.commands import CapacityRetry, Commands
+from MaxText.launchers.commands import Commands
+from MaxText.launchers.options import GcloudOptions
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -22,76 +22,52 @@ _ARCHIVE = "maxtext.tar.gz"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
 
 
-class TpuVm(NamedTuple):
-    """A TPU VM and how to request it."""
-
-    name: str  # of the TPU VM and of the queued resource
-    zone: str  # such as us-central2-b
-    project: str = ""  # empty for gcloud's default
-    accelerator_type: str = ""  # such as v5p-32; for create and queue
-    version: str = ""  # runtime version, for create and queue
-    spot: bool = False
-    retry: CapacityRetry = CapacityRetry(1, 60.0)
-    flags: tuple[str, ...] = ()  # further gcloud flags for create and queue
-
-    @property
-    def options(self) -> list[str]:
-        return [*(["--spot"] if self.spot else []), *self.flags]
-
-
-class TpuVmLaunch:
+class TpuVm:
     """Actions on one TPU VM. Commands run on all of its hosts."""
 
-    def __init__(self, tpu: TpuVm, commands: Commands):
-        self._tpu = tpu
-        self._commands = commands
+    def __init__(self, options: GcloudOptions, commands: Commands):
+        self._options, self._commands = options, commands
 
     def create(self) -> None:
         """Creates the TPU VM; retries while there is no capacity."""
-        tpu = self._require_accelerator_type("create")
-        self._commands.run(
-            [
-                *self._vm("create", tpu.name),
-                f"--accelerator-type={tpu.accelerator_type}",
-                f"--version={tpu.version}",
-                *tpu.options,
-            ],
-            retry=tpu.retry,
-        )
+        self._request(self._vm("create", self._options.name), "version")
 
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
-        tpu = self._require_accelerator_type("queue")
-        for number in range(1, tpu.retry.max_attempts + 1):
-            self._commands.run(
-                [
-                    *self._queued("create", tpu.name),
-                    f"--node-id={tpu.name}",
-                    f"--accelerator-type={tpu.accelerator_type}",
-                    f"--runtime-version={tpu.version}",
-                    *tpu.options,
-                ],
-                retry=tpu.retry,
-            )
+        name, most = self._options.name, self._options.max_attempts
+        for number in range(1, most + 1):
+            self._request([*self._queued("create", name), f"--node-id={name}"], "runtime-version")
             state = self._wait_in_queue()
             if state == "ACTIVE":
                 return
             # A refused or preempted resource keeps its name taken.
-            self._commands.run([*self._queued("delete", tpu.name), "--force", "--quiet"])
-            if number < tpu.retry.max_attempts:
-                time.sleep(tpu.retry.seconds)
+            self.delete_queued()
+            if number < most:
+                time.sleep(self._options.retry_seconds)
         raise UserError(
-            f"the request for {tpu.name} ended in state {state}, {tpu.retry.max_attempts} times. "
-            "Use another zone or type, or more --max-attempts."
+            f"the request for {name} ended in state {state}, {most} times. Use another zone or "
+            "type, or more --max-attempts."
         )
 
+    def _request(self, command: list[str], version: str) -> None:
+        asked = self._options
+        if not (asked.accelerator_type and asked.version):
+            raise UserError(
+                "create and queue require --accelerator-type and --version, e.g. "
+                "--accelerator-type=v5p-32 --version=v2-alpha-tpuv5 "
+                "(gcloud compute tpus versions list)."
+            )
+        command += [f"--accelerator-type={asked.accelerator_type}", f"--{version}={asked.version}"]
+        command += [*(["--spot"] if asked.spot else []), *asked.gcloud]
+        self._commands.run(command, max_attempts=asked.max_attempts, delay=asked.retry_seconds)
+
     def _wait_in_queue(self) -> str:
-        describe = [*self._queued("describe", self._tpu.name), "--format=value(state.state)"]
+        describe = [*self._queued("describe", self._options.name), "--format=value(state.state)"]
         while True:
             state = self._commands.output(describe, in_dry_run="ACTIVE")
             if state not in _WAITING:
                 return state
-            time.sleep(self._tpu.retry.seconds)
+            time.sleep(self._options.retry_seconds)
 
     def copy(self) -> None:
         """Copies the working tree, except git-ignored files, to every host."""
@@ -100,7 +76,7 @@ class TpuVmLaunch:
             if not self._commands.dry_run:
                 _archive_worktree(archive)
             self._commands.run(
-                [*self._vm("scp", str(archive), f"{self._tpu.name}:{_ARCHIVE}"), "--worker=all"]
+                [*self._vm("scp", str(archive), f"{self._options.name}:{_ARCHIVE}"), "--worker=all"]
             )
         self._ssh(f"mkdir -p {FOLDER} && tar -xzf {_ARCHIVE} -C {FOLDER}")
 
@@ -108,15 +84,12 @@ class TpuVmLaunch:
         """Installs the requirements on every host."""
         self._ssh(f"cd {FOLDER} && bash setup.sh DEVICE=tpu")
 
-    def run(self, arguments: Sequence[str], max_restarts: int) -> None:
-        """Starts training on every host in the background.
-
-        Each host restarts its process up to `max_restarts` times in a row without a new checkpoint.
-        """
+    def run(self, arguments: Sequence[str]) -> None:
+        """Starts training on every host in the background, supervised."""
         launch = [
             *self._expected_devices(),
             ".venv/bin/python", "MaxText/launch.py", "local", "1", "--supervise",
-            f"--max-restarts={max_restarts}", f"--log-dir={_LOGS}", "--", *arguments,
+            f"--max-restarts={self._options.max_restarts}", f"--log-dir={_LOGS}", "--", *arguments,
         ]  # fmt: skip
         self._ssh(
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
@@ -129,15 +102,16 @@ class TpuVmLaunch:
     def _expected_devices(self) -> list[str]:
         """Returns a command prefix with the device count, if it is known."""
         try:
-            number = find_hardware(self._tpu.accelerator_type).num_devices
+            number = find_hardware(self._options.accelerator_type).num_devices
         except UserError:  # no type given, or newer than the table
             return []
         return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]
 
-    def logs(self, lines: int, follow: bool, worker: str) -> None:
+    def logs(self) -> None:
         """Prints the end of the launch log of the hosts."""
-        option = "-F " if follow else ""
-        self._ssh(f"tail -n {lines} {option}{FOLDER}/{_LOGS}/launch.log", worker)
+        asked = self._options
+        option = "-F " if asked.follow else ""
+        self._ssh(f"tail -n {asked.tail} {option}{FOLDER}/{_LOGS}/launch.log", asked.worker)
 
     def stop(self) -> None:
         """Asks every host to save and stop."""
@@ -145,19 +119,18 @@ class TpuVmLaunch:
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
 
     def status(self) -> None:
-        """Prints gcloud's description of the TPU VM."""
-        self._commands.run(self._vm("describe", self._tpu.name))
+        self._commands.run(self._vm("describe", self._options.name))
 
     def delete(self) -> None:
-        self._commands.run([*self._vm("delete", self._tpu.name), "--quiet"])
+        self._commands.run([*self._vm("delete", self._options.name), "--quiet"])
 
     def delete_queued(self) -> None:
         """Deletes the queued resource with its TPU VM."""
-        self._commands.run([*self._queued("delete", self._tpu.name), "--force", "--quiet"])
+        self._commands.run([*self._queued("delete", self._options.name), "--force", "--quiet"])
 
     def _ssh(self, command: str, worker: str = "all") -> None:
         self._commands.run(
-            [*self._vm("ssh", self._tpu.name), f"--worker={worker}", f"--command={command}"]
+            [*self._vm("ssh", self._options.name), f"--worker={worker}", f"--command={command}"]
         )
 
     def _vm(self, action: str, *operands: str) -> list[str]:
@@ -167,18 +140,8 @@ class TpuVmLaunch:
         return ["gcloud", "compute", "tpus", "queued-resources", action, *operands, *self._place()]
 
     def _place(self) -> list[str]:
-        project = [f"--project={self._tpu.project}"] if self._tpu.project else []
-        return [f"--zone={self._tpu.zone}", *project]
-
-    def _require_accelerator_type(self, action: str) -> TpuVm:
-        tpu = self._tpu
-        if not (tpu.accelerator_type and tpu.version):
-            raise UserError(
-                f"{action} requires --accelerator-type and --version, e.g. "
-                "--accelerator-type=v5p-32 --version=v2-alpha-tpuv5 "
-                "(gcloud compute tpus versions list)."
-            )
-        return tpu
+        project = [f"--project={self._options.project}"] if self._options.project else []
+        return [f"--zone={self._options.zone}", *project]
 
 
 def _archive_worktree(archive: Path) -> None:

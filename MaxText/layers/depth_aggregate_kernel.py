@@ -101,8 +101,8 @@ def _call(
 ) -> dict[str, Any]:
     """Runs a kernel over tiles of tokens with shared scales and factors.
 
-    `body` takes (chunk, backend, inputs, results, scratch). "accumulated" donates its memory
-    to "grad_sources", for which both must come first by name.
+    `body` takes (chunk, backend, inputs, results, scratch). "accumulated" donates its
+    memory to "grad_sources", for which both must come first by name.
     """
     num_tokens, emb_dim = operands["sources"][0].shape
 

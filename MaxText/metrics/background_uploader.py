@@ -21,17 +21,13 @@ class BackgroundUploader:
         self._asked = self._tried = self._done = 0  # sequence numbers of writes
         self._ends = self._warned = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        threading.Thread(target=self._work, name="records", daemon=True).start()
 
     def write(self, content: Callable[[], bytes]) -> None:
         """Schedules a write; the thread calls `content` at each try."""
         with self._changed:
             self._content = content
             self._asked += 1
-            if self._thread is None:
-                self._ends = False
-                self._thread = threading.Thread(target=self._work, name="records", daemon=True)
-                self._thread.start()
             self._changed.notify_all()
 
     @property
@@ -48,7 +44,7 @@ class BackgroundUploader:
         """Waits for pending writes and ends the thread. Idempotent."""
         self.wait_durable(until)
         with self._changed:
-            self._ends, self._thread = True, None
+            self._ends = True
             left = not self.is_durable
             self._changed.notify_all()
         if left:

@@ -48,16 +48,10 @@ class EventLog:
         self._seconds_to_close = SECONDS_TO_CLOSE
 
     def emit(
-        self,
-        kind: str,
-        *,
-        step: int | None = None,
-        seconds: float = 0.0,
-        report: Any = None,
-        **fields: Any,
+        self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: Any
     ) -> None:
-        """Records an event at its end; `report` is for the terminal only."""
-        event = Event(kind, time.time(), self._attempt, step, seconds, fields, report)
+        """Records an event at its end."""
+        event = Event(kind, time.time(), self._attempt, step, seconds, fields)
         for sink in self._sinks:
             sink.write(event)
         for callback in self._callbacks:
@@ -116,8 +110,7 @@ def open_stream(
 ) -> EventLog:
     """Opens the event stream of a new or resumed run.
 
-    Process 0 records rows with `run_name`, after removing those from `first_step`
-    (`first_evaluation`) on. The other processes feed only the terminal.
+    Process 0 records, after removing rows from `first_step` (`first_evaluation`) on.
     """
     if jax.process_index() != 0:
         return EventLog([terminal], callbacks=callbacks)

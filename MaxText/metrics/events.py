@@ -1,14 +1,6 @@
 """Events of a run, as rows of events.jsonl, the source of all records.
 
-A row is a JSON object with these fields and those of its kind
-(docs/reference/run_folder_and_events.md):
-
-  time     Unix seconds at which it ended
-  event    its kind, see PHASES
-  phase    activity until then, see PHASES
-  attempt  0 for the first start of the program in this run folder, 1 for its first restart, ...
-  step     its training step, from 0, or null
-  seconds  wall time, to be summed by phase
+docs/reference/run_folder_and_events.md lists the fields of each kind.
 """
 
 import dataclasses
@@ -40,15 +32,14 @@ REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sa
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl, plus a `report` for the terminal."""
+    """A row of events.jsonl."""
 
     kind: str
-    time: float
-    attempt: int = 0
-    step: int | None = None
-    seconds: float = 0.0
+    time: float  # Unix seconds at its end
+    attempt: int = 0  # starts of the program in this run folder before this one
+    step: int | None = None  # from 0
+    seconds: float = 0.0  # wall time, to be summed by phase
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    report: Any = None
 
     def row(self) -> dict[str, Any]:
         return {
@@ -63,10 +54,7 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread.
-
-    Times are those of time.monotonic.
-    """
+    """A destination of events, called from one thread; times are monotonic."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -82,7 +70,4 @@ class Sink:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases files and threads.
-
-        By default this ends within a minute. Idempotent.
-        """
+        """Flushes and releases files and threads, in a minute. Idempotent."""

@@ -4,8 +4,8 @@ The base is the program's running time over all attempts, without the downtime b
 says nothing about the program. docs/reference/run_folder_and_events.md defines every part.
 """
 
+import collections
 import dataclasses
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -29,23 +29,13 @@ SMALLEST_SHARE = 0.0002  # smallest share shown: times are stored in millisecond
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A start of the program in a run folder; times in seconds.
-
-    Attributes:
-      first_row: Its start or resume row.
-      running_before: Running time of earlier attempts.
-      seconds: Running time, of a killed attempt up to its last row plus lost work reported later.
-      down_after: Time until the next attempt; 0 for the last.
-      stopped: Whether it ended by itself.
-    """
+    """A start of the program in a run folder; times in seconds."""
 
     number: int
-    first_row: Mapping[str, Any]
+    first_row: Mapping[str, Any]  # its start or resume row
     launched: float
-    running_before: float
-    seconds: float
-    down_after: float
-    stopped: bool
+    seconds: float  # running, if killed up to its last row plus lost work reported later
+    down_after: float  # until the next attempt; 0 for the last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +62,11 @@ class Goodput:
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Returns running seconds at each row, without downtime, float [N]."""
-        before = {each.number: each.running_before - each.launched for each in self.attempts}
-        return np.array([row["time"] + before[row["attempt"]] for row in rows], float)
+        offsets, before = {}, 0.0
+        for attempt in self.attempts:
+            offsets[attempt.number] = before - attempt.launched
+            before += attempt.seconds
+        return np.array([row["time"] + offsets[row["attempt"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
@@ -87,10 +80,8 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     skipped = _skipped_seconds(kept)
     parts["useful"] -= skipped
-    parts["lost"] += skipped + sum(
-        _recomputed_seconds(rows_of[0]) for rows_of in by_attempt.values()
-    )
-    attempts, other = _attempts(list(by_attempt.items()))
+    parts["lost"] += skipped + sum(_recomputed_seconds(of[0]) for of in by_attempt.values())
+    attempts, other = _attempts(by_attempt)
     parts["other"] += other
     return Goodput(parts, attempts)
 
@@ -111,19 +102,15 @@ def is_step_skip(row: Mapping[str, Any]) -> bool:
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    steps = iter(sorted((row for row in rows if row["event"] == "step"), key=lambda r: r["step"]))
-    skips = [row for row in rows if is_step_skip(row) and row.get("step") is not None]
-    step, total, counted = next(steps, None), 0.0, 0
-    for skip in sorted(skips, key=lambda row: row["step"]):
-        # A row stands for several steps if not every step is reported.
-        while step is not None and step["step"] < skip["step"]:
-            step, counted = next(steps, None), 0
-        if step is None:
-            break
-        updates = step.get("updates") or 1
-        newly = min(skip.get("count") or 1, updates - counted)
-        counted += newly
-        total += _parts_of(step, False)[0][1] * newly / updates
+    skips, total = collections.Counter[int | None](), 0.0
+    for row in filter(is_step_skip, rows):
+        skips[row.get("step")] += row.get("count") or 1
+    for row in rows if skips else ():
+        if row["event"] == "step":
+            # A row stands for several steps if not every step is reported.
+            updates = row.get("updates") or 1
+            skipped = sum(skips[row["step"] - age] for age in range(updates))
+            total += _parts_of(row, False)[0][1] * min(skipped, updates) / updates
     return total
 
 
@@ -133,14 +120,14 @@ def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
 
 
 def _attempts(
-    by_attempt: Sequence[tuple[int, Sequence[Mapping[str, Any]]]],
+    by_attempt: dict[int, list[Mapping[str, Any]]],
 ) -> tuple[tuple[Launch, ...], float]:
     """Returns the attempts, and their time without rows."""
     found: list[Launch] = []
     other = pending = 0.0
     next_launch = None
     # Backwards, because each attempt reports the losses of earlier ones.
-    for number, rows in reversed(by_attempt):
+    for number, rows in reversed(by_attempt.items()):
         launched = rows[0]["time"] - (rows[0].get("seconds") or 0.0)
         ended = max(row["time"] for row in rows)
         stopped = any(row["event"] == "stop" for row in rows)
@@ -151,14 +138,7 @@ def _attempts(
         in_gap = 0.0 if stopped else min(pending, gap)
         in_attempt = min(pending - in_gap, unnamed)
         other += unnamed - in_attempt
-        seconds = ended - launched + in_gap
-        found.append(Launch(number, rows[0], launched, 0.0, seconds, gap - in_gap, stopped))
+        found.append(Launch(number, rows[0], launched, ended - launched + in_gap, gap - in_gap))
         pending += _recomputed_seconds(rows[0]) - in_gap - in_attempt
         next_launch = launched
-    found.reverse()
-    before = itertools.accumulate((attempt.seconds for attempt in found), initial=0.0)
-    attempts = (
-        dataclasses.replace(each, running_before=running)
-        for each, running in zip(found, before, strict=False)
-    )
-    return tuple(attempts), other
+    return tuple(reversed(found)), other

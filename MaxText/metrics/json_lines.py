@@ -46,24 +46,22 @@ class JsonlFile(Sink):
         is_remote = is_object_store_path(self.path)
         existing = list(_segments(self.path)) or [self.path]
         lines: list[str] = []
-        for segment in existing:
-            if keep is not None or is_remote:
+        if keep is not None or is_remote:
+            for segment in existing:
                 lines = _kept(segment, keep or (lambda _row: True))
-        self._number = len(existing) - 1
-        self._segment = existing[-1]
+        self._number, self._segment = len(existing) - 1, existing[-1]
         self._last = lines[-1] if lines else ""
         if is_remote:
             self._begin(lines)
             return
         # Line-buffered, so that a killed process loses no finished row.
-        self._file = open(existing[-1], "a", buffering=1)  # noqa: SIM115
-        if keep is None and _ends_within_a_line(existing[-1]):
+        self._file = open(self._segment, "a", buffering=1)  # noqa: SIM115
+        if keep is None and _ends_within_a_line(self._segment):
             self._file.write("\n")
 
     def _begin(self, lines: list[str]) -> None:
         self._lines = lines
         self._last = lines[-1] if lines else ""
-        self._bytes = sum(map(len, lines))
         self._changed = False  # since the last hand-over to the writer
         self._object = BackgroundUploader(_segment(self.path, self._number))
         self._full: list[BackgroundUploader] = []  # full segments still being written
@@ -73,9 +71,8 @@ class JsonlFile(Sink):
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
             if kept or self._number == 0:
-                self._lines, self._bytes = kept, sum(map(len, kept))
+                self._lines, self._changed = kept, True
                 self._last = kept[-1] if kept else ""
-                self._changed = True
                 return
         self.close()
         self._open(keep)
@@ -85,7 +82,6 @@ class JsonlFile(Sink):
         line = self._last = _line(row)
         if self._file is None:
             self._lines.append(line)
-            self._bytes += len(line)
             self._changed = True
         else:
             self._file.write(line + "\n")
@@ -100,7 +96,6 @@ class JsonlFile(Sink):
         old, new = self._last, _line({**self.newest, **more})
         if self._file is None:
             self._lines[-1] = new
-            self._bytes += len(new) - len(old)
             self._changed = True
         else:
             # The new row is longer, so one write replaces the old one.
@@ -126,7 +121,7 @@ class JsonlFile(Sink):
         for segment in [segment for segment in self._full if segment.is_durable]:
             segment.close(time.monotonic())
             self._full.remove(segment)
-        if self._bytes >= self._segment_bytes:
+        if sum(map(len, self._lines)) >= self._segment_bytes:
             full = [*self._full, self._object]
             self._number += 1
             self._begin([])

@@ -63,18 +63,18 @@ class LossTrend:
         """Description of a divergence; empty if there is none."""
         if self._first is None or len(self._last) < 2:
             return ""
-        now = self._now()
+        now, baseline = self._now(), self._baseline
+        ended = f"the training loss ended at {now:.3f}, above"
         margin = max(_LEAST_MARGIN, _MARGIN_SHARE * self._first)
         above_first = self._first + margin
         if now > above_first:
-            return f"the training loss ended at {now:.3f}, above its first value {self._first:.3f}"
-        if self._baseline is None or now <= self._baseline + margin:
-            return ""
-        ended = f"the training loss ended at {now:.3f}, above the unigram baseline of "
-        if self._lowest < self._baseline:
-            return f"{ended}{self._baseline:.3f}, below which it had been"
-        if self._highest > above_first:
-            return f"{ended}{self._baseline:.3f}, after it had risen above its first value"
+            return f"{ended} its first value {self._first:.3f}"
+        if baseline is not None and now > baseline + margin:
+            ended += f" the unigram baseline of {baseline:.3f}, "
+            if self._lowest < baseline:
+                return f"{ended}below which it had been"
+            if self._highest > above_first:
+                return f"{ended}after it had risen above its first value"
         return ""
 
     def _now(self) -> float:

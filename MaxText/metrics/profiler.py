@@ -48,10 +48,7 @@ class StepProfiler:
 
 
 def memory_row() -> dict[str, float]:
-    """Returns memory in use and its peak, in GiB of the fullest local device.
-
-    On CPU, those of this process; empty if unknown.
-    """
+    """Returns GiB in use and their peak on the fullest device, or of the CPU."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     words: list[str] = []
     if not stats and _PROCESS_STATUS.exists():

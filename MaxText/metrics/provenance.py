@@ -38,10 +38,7 @@ def provenance() -> dict[str, Any]:
 
 @functools.cache
 def _commit() -> str:
-    """Returns the git commit of this checkout, or "" without git.
-
-    It ends in "-dirty" if files have changes.
-    """
+    """Returns the git commit, with "-dirty" if changed, or "" without git."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # an installed package may be inside another repository
         return ""

@@ -153,19 +153,13 @@ def resolve_run_dir(folder: str | PathLike[str]) -> str:
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     """Rejects another program's file, before a field is missing."""
     for number, row in enumerate(rows, 1):
-        kinds: dict[str, Any] = {"time": int | float, "event": str, "phase": str, "attempt": int}
+        kinds: dict[str, Any] = {name: int | float | None for name in row if "/" in name}
+        kinds |= dict.fromkeys(_NUMBERS, int | float | None)
+        kinds |= {"time": int | float, "event": str, "phase": str, "attempt": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int
-        wrong = [
-            f"{name}={row.get(name)!r}"
-            for name, kind in kinds.items()
-            if not isinstance(row.get(name), kind)
-        ]
-        wrong += [
-            f"{name}={value!r}"
-            for name, value in row.items()
-            if (name in _NUMBERS or "/" in name) and not isinstance(value, int | float | None)
-        ]
+        values = ((name, row.get(name), kind) for name, kind in kinds.items())
+        wrong = [f"{name}={value!r}" for name, value, kind in values if not isinstance(value, kind)]
         if wrong:
             raise UserError(
                 f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
@@ -204,12 +198,10 @@ def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
     attempt = rows[-1]["attempt"]
-    for row in reversed(rows):
-        if row["attempt"] != attempt:
-            break
-        if row["event"] == "stop":
-            reason = row.get("reason")
-            return reason if reason in _END_STATES else "error"
+    stops = [row for row in rows if row["event"] == "stop" and row["attempt"] == attempt]
+    if stops:
+        reason = stops[-1].get("reason")
+        return reason if reason in _END_STATES else "error"
     patience = max(_SILENT_SECONDS, _SILENT_ROWS * (rows[-1].get("seconds") or 0.0))
     return "running" if silent_for < patience else "killed"
 
@@ -219,14 +211,11 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
         return {}
     try:
         config = yaml.safe_load(file.read_text())
+        if not isinstance(config, dict):
+            raise yaml.YAMLError("not a mapping of keys to values")
     except yaml.YAMLError as error:
         raise UserError(
-            f"{file} is not valid YAML: {error}. Restore it, or remove it to read the run without "
-            "its configuration."
+            f"{file} is not valid: {error}. Restore it, or remove it to read the run without its "
+            "configuration."
         ) from error
-    if not isinstance(config, dict):
-        raise UserError(
-            f"{file} is not a mapping of keys to values. Restore it, or remove it to read the run "
-            "without its configuration."
-        )
     return {str(name): value for name, value in config.items()}

@@ -31,132 +31,96 @@ _TAGS = {"learning_rate": "current_learning_rate"}  # metrics that MaxText's tag
 _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run/rollback.py only
 
 
-@dataclasses.dataclass(frozen=True)
-class StepMetrics:
-    """Report of a train step.
+def step_row(
+    metrics: Mapping[str, float],
+    seconds: float,
+    tokens: float,
+    tflops: float,
+    peak_tflops: float = 0.0,
+) -> dict[str, float]:
+    """Returns the numbers of a train step, under MaxText's tags.
 
-    Attributes:
-      seconds: Wall time of a step, including the device's work; a mean since the last report.
-      metrics: Scalars of the train step. Needs loss, total_weights (target tokens), and lm_loss
-        (nats per token) or entmax_loss for such objectives. Losses are means, too.
-      peak_tflops: Peak per device; 0 if unknown, which hides MFU.
+    `metrics` are the scalars of the step: loss, total_weights (target tokens), lm_loss (nats per
+    token) or entmax_loss, and others. `seconds` is the wall time of a step with the device's work.
+    `tokens`, `tflops` and the peak are per device; an unknown peak is 0 and has no MFU.
     """
+    row = {
+        f"learning/{_TAGS.get(name, name)}": float(value)
+        for name, value in metrics.items()
+        if name not in _NOT_RECORDED
+    }
+    # The mean target loss without auxiliary losses; else the total loss.
+    names = ("lm_loss", "entmax_loss", "loss")
+    row["learning/lm_loss"] = float(next(metrics[name] for name in names if name in metrics))
+    if "lm_loss" in metrics:  # a log-probability, unlike entmax
+        row["learning/perplexity"] = perplexity(row["learning/lm_loss"])
+    row |= {
+        "perf/step_time_seconds": seconds,
+        "perf/per_device_tflops": tflops,
+        "perf/per_device_tflops_per_sec": tflops / seconds,
+        "perf/per_device_tokens": tokens,
+        "perf/per_device_tokens_per_sec": tokens / seconds,
+    }
+    if peak_tflops:
+        row["perf/mfu"] = tflops / seconds / peak_tflops  # PaLM, appendix B
+    return row
 
-    step: int
-    seconds: float
-    metrics: Mapping[str, float]
-    tokens_per_device: float
-    tflops_per_device: float
-    peak_tflops: float = 0.0
-    seconds_left: float | None = None
 
-    @property
-    def tflops_per_second(self) -> float:
-        return self.tflops_per_device / self.seconds
+def step_line(step: int, row: Mapping[str, float], seconds_left: float | None = None) -> str:
+    """Returns MaxText's line for scripts, plus additional fields."""
+    parts = [
+        f"completed step: {step}",
+        f"seconds: {row['perf/step_time_seconds']:.3f}",
+        f"TFLOP/s/device: {row['perf/per_device_tflops_per_sec']:.3f}",
+        f"Tokens/s/device: {row['perf/per_device_tokens_per_sec']:.3f}",
+        f"total_weights: {int(row['learning/total_weights'])}",
+        f"loss: {row['learning/loss']:.3f}",
+        f"lm_loss: {row['learning/lm_loss']:.3f}",
+    ]
+    if "learning/perplexity" in row:
+        parts.append(f"perplexity: {_shown(row['learning/perplexity'])}")
+    if "perf/mfu" in row:
+        parts.append(f"mfu: {100 * row['perf/mfu']:.1f}%")
+    if "learning/grad_norm" in row:
+        parts.append(f"grad_norm: {row['learning/grad_norm']:.3f}")
+    if row.get("learning/skipped"):
+        parts.append("skipped: 1")
+    if "learning/current_learning_rate" in row:
+        parts.append(f"lr: {row['learning/current_learning_rate']:.3e}")
+    if seconds_left is not None:
+        parts.append(f"eta: {format_duration(seconds_left)}")
+    return ", ".join(parts)
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_per_device / self.seconds
 
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization (PaLM, appendix B)."""
-        return self.tflops_per_second / self.peak_tflops if self.peak_tflops else math.nan
-
-    @property
-    def has_perplexity(self) -> bool:
-        """False for losses other than log-probabilities, such as entmax."""
-        return "lm_loss" in self.metrics
-
-    @property
-    def lm_loss(self) -> float:
-        """Mean target loss without auxiliary losses; else the total loss."""
-        names = ("lm_loss", "entmax_loss", "loss")
-        return float(next(self.metrics[name] for name in names if name in self.metrics))
-
-    def line(self) -> str:
-        """Returns MaxText's line for scripts, plus additional fields."""
-        metrics = self.metrics
-        parts = [
-            f"completed step: {self.step}",
-            f"seconds: {self.seconds:.3f}",
-            f"TFLOP/s/device: {self.tflops_per_second:.3f}",
-            f"Tokens/s/device: {self.tokens_per_second:.3f}",
-            f"total_weights: {int(metrics['total_weights'])}",
-            f"loss: {float(metrics['loss']):.3f}",
-            f"lm_loss: {self.lm_loss:.3f}",
-        ]
-        if self.has_perplexity:
-            parts.append(f"perplexity: {_shown(perplexity(self.lm_loss))}")
-        if self.peak_tflops:
-            parts.append(f"mfu: {100 * self.mfu:.1f}%")
-        if "grad_norm" in metrics:
-            parts.append(f"grad_norm: {float(metrics['grad_norm']):.3f}")
-        if metrics.get("skipped"):
-            parts.append("skipped: 1")
-        if "learning_rate" in metrics:
-            parts.append(f"lr: {float(metrics['learning_rate']):.3e}")
-        if self.seconds_left is not None:
-            parts.append(f"eta: {format_duration(self.seconds_left)}")
-        return ", ".join(parts)
-
-    def compact_line(self, num_steps: int) -> str:
-        """Returns a line of about 90 columns, with `num_steps` of the run."""
-        metrics, done = self.metrics, self.step + 1
-        parts = [
-            f"step {done}/{num_steps} ({done / num_steps:.0%})",
-            f"loss {float(metrics['loss']):.4f}",
-        ]
-        if "grad_norm" in metrics:
-            parts.append(f"grad_norm {float(metrics['grad_norm']):.3f}")
-        if "learning_rate" in metrics:
-            parts.append(f"lr {float(metrics['learning_rate']):.2e}")
-        parts.append(f"{self.tokens_per_second:,.0f} tokens/s/device")
-        if self.peak_tflops:
-            parts.append(f"mfu {self.mfu:.1%}")
-        if metrics.get("skipped"):
-            parts.append("skipped")
-        if self.seconds_left is not None:
-            parts.append(f"{format_duration(self.seconds_left)} left")
-        return "  ".join(parts)
-
-    def row(self) -> dict[str, float]:
-        row = {
-            f"learning/{_TAGS.get(name, name)}": float(value)
-            for name, value in self.metrics.items()
-            if name not in _NOT_RECORDED
-        }
-        row["learning/lm_loss"] = self.lm_loss
-        if self.has_perplexity:
-            row["learning/perplexity"] = perplexity(self.lm_loss)
-        row |= {
-            "perf/step_time_seconds": self.seconds,
-            "perf/per_device_tflops": self.tflops_per_device,
-            "perf/per_device_tflops_per_sec": self.tflops_per_second,
-            "perf/per_device_tokens": self.tokens_per_device,
-            "perf/per_device_tokens_per_sec": self.tokens_per_second,
-        }
-        if self.peak_tflops:
-            row["perf/mfu"] = self.mfu
-        return row
+def compact_step_line(step: int, row: Mapping[str, float], num_steps: int, left: float) -> str:
+    """Returns a line of about 90 columns, for a run with `left` seconds left."""
+    done = step + 1
+    parts = [
+        f"step {done}/{num_steps} ({done / num_steps:.0%})",
+        f"loss {row['learning/loss']:.4f}",
+    ]
+    if "learning/grad_norm" in row:
+        parts.append(f"grad_norm {row['learning/grad_norm']:.3f}")
+    if "learning/current_learning_rate" in row:
+        parts.append(f"lr {row['learning/current_learning_rate']:.2e}")
+    parts.append(f"{row['perf/per_device_tokens_per_sec']:,.0f} tokens/s/device")
+    if "perf/mfu" in row:
+        parts.append(f"mfu {row['perf/mfu']:.1%}")
+    if row.get("learning/skipped"):
+        parts.append("skipped")
+    return "  ".join([*parts, f"{format_duration(left)} left"])
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """Report of one pass over held-out data.
-
-    Attributes:
-      total_loss: Sum over targets, in nats for log-probability objectives.
-      total_weights: Number of target tokens.
-      correct: Targets that were the argmax; None if not counted.
-    """
+    """Report of one pass over held-out data."""
 
     step: int
-    total_loss: float
-    total_weights: float
+    total_loss: float  # sum over targets, in nats for log-probability objectives
+    total_weights: float  # number of target tokens
     num_batches: int
     seconds: float
-    correct: float | None = None
+    correct: float | None = None  # targets that were the argmax; None if not counted
     has_perplexity: bool = True
 
     @property

@@ -125,10 +125,7 @@ def byte_count(number: int) -> str:
 
 
 def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
-    """Formats rows as "name = formula = numbers = value", without blanks.
-
-    tokens per step = per_device_batch_size x devices x length = 12 x 1 x 2048 = 24,576
-    """
+    """Formats rows as "name = formula = numbers = value", without blanks."""
     lines = []
     for name, formula, numbers, value in rows:
         parts = [part for part in (formula, numbers, _number(value)) if part]

@@ -61,12 +61,9 @@ def logical_to_mesh_axes(
     """Returns the mesh axes of each dimension of an array by `names`.
 
     Rules apply in order: each gives its mesh axes to the first dimension of its name that has none
-    yet, unless another dimension has one of them or they do not divide this one. A name may occur
-    in several rules. A dimension that no rule fits is replicated. Axes of `embed` move to `mlp` or
-    `slots` if its shards do not fill tiles.
-
-    Raises:
-      UserError: A name is in no rule.
+    yet, unless another dimension has one of them or they do not divide this one. A dimension that
+    no rule fits is replicated. Axes of `embed` move to `mlp` or `slots` if its shards do not fill
+    tiles.
     """
     known = {name for name, _ in rules}
     for name in names:

@@ -1,7 +1,4 @@
-"""Descriptions of charts, independent of their drawing.
-
-plots.py draws them as HTML with plotly, figures.py as PNG.
-"""
+"""Descriptions of charts, drawn by plots.py (plotly) and figures.py."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -46,33 +43,21 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A curve of N points.
+    """A curve of N points."""
 
-    Attributes:
-      label: Shown in the legend; empty for none.
-      owner: Label of its run or group.
-      color: Index of color and dashes.
-      x: Positions on each axis, ascending: float [N].
-      y: Values: float [N]; NaN interrupts the curve.
-      low: Smallest value of the seeds, [N]; None without seeds. `high` is the largest.
-    """
-
-    label: str
-    owner: str
-    color: int
+    label: str  # in the legend; empty for none
+    owner: str  # label of its run or group
+    color: int  # index of color and dashes
     kind: Kind
-    x: Mapping[AxisName, np.ndarray]
-    y: np.ndarray
-    low: np.ndarray | None = None
+    x: Mapping[AxisName, np.ndarray]  # positions on each axis, ascending: float [N]
+    y: np.ndarray  # float [N]; NaN interrupts the curve
+    low: np.ndarray | None = None  # smallest value of the seeds, [N]; None without seeds
     high: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """An event of a run, drawn on its curve.
-
-    `x` has its position on each axis.
-    """
+    """An event of a run, drawn on its curve."""
 
     kind: str
     owner: str
@@ -83,28 +68,19 @@ class Annotation:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """Curves over a common axis.
+    """Curves over a common axis."""
 
-    Attributes:
-      name: File name without extension.
-      series: In drawing order.
-      references: (label, y) of dashed horizontal lines.
-      y_range: Initial range, so that a spike does not flatten everything else; None for all.
-      log_y: Initially logarithmic.
-      percent: y is a share.
-      folded: Shown on request.
-    """
-
-    name: str
+    name: str  # of its file, without extension
     title: str
     y_title: str
-    series: Sequence[Series]
+    series: Sequence[Series]  # in drawing order
     marks: Sequence[Annotation] = ()
-    references: Sequence[tuple[str, float]] = ()
+    references: Sequence[tuple[str, float]] = ()  # label and y of dashed horizontal lines
+    # Initial range, so that a spike does not flatten everything else; None for all.
     y_range: tuple[float, float] | None = None
-    log_y: bool = False
-    percent: bool = False
-    folded: bool = False
+    log_y: bool = False  # initially
+    percent: bool = False  # y is a share
+    folded: bool = False  # shown on request
 
 
 def color_of(index: int) -> str:

@@ -1,6 +1,8 @@
 """Curves from rows of a run: axes, thinning, smoothing, bands of seeds."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,10 +11,15 @@ import numpy as np
 from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import time_unit
 from MaxText.reports.chart import Axis, AxisName, Kind, Series
-from MaxText.reports.downsampling import downsample, running_median
 from MaxText.reports.entries import Entry, averaged
 
 Row = Mapping[str, Any]
+
+MAX_POINTS = 1200  # about a screen's columns; more would only slow the page down
+MAX_SMOOTH_POINTS = 400
+
+_MIN_HALF = 4  # minimum half window of the running median
+_WINDOWS = 25  # the window is 1/_WINDOWS of all points
 
 
 class Axes:
@@ -57,49 +64,38 @@ def curve(
 
     For a run: its values, with "smooth" faint below their running median. For a group: their mean
     over the seeds with its band, and a thin line per seed unless there are few values ("dots").
-
-    Args:
-      value: (run, rows) -> float [N], NaN for none.
+    `value` maps a run and rows to float [N], NaN for none.
     """
     color = entry.color if color is None else color
     raw: list[Series] = []
-    lines: list[Series] = []
-    averaged_lines: list[Series] = []
+    lines: dict[int, Series] = {}  # by id of the run
     for run in entry.runs.values():
         rows = rows_of(run)
-        values = value(run, rows)
-        places = axes.places(run, rows)
+        values, places = value(run, rows), axes.places(run, rows)
 
         def drawn(kind: Kind, indices: np.ndarray, y: np.ndarray, places=places) -> Series:
             x = {name: place[indices] for name, place in places.items()}
             return Series("", entry.label, color, kind, x, y)
 
         kept = downsample(values)
-        if kind == "smooth":
-            line = drawn("line", *running_median(values))
-        else:
-            line = drawn("dots" if kind == "dots" else "line", kept, values[kept])
-        if not np.isfinite(line.y).any():
-            continue
-        lines.append(line)
-        if kind == "smooth":
+        points = running_median(values) if kind == "smooth" else (kept, values[kept])
+        line = drawn("dots" if kind == "dots" else "line", *points)
+        if np.isfinite(line.y).any():
+            lines[id(run)] = line
             raw.append(drawn("raw", kept, values[kept]))
-        if any(run is other for other in averaged(entry)):
-            averaged_lines.append(lines[-1])
     if not lines:
         return []
     if not entry.is_group:
-        return [*raw, dataclasses.replace(lines[0], label=label)]
-    mean = _mean(averaged_lines or lines)
-    thin = [dataclasses.replace(line, kind="thin") for line in lines if kind != "dots"]
+        (line,) = lines.values()
+        return [*(raw if kind == "smooth" else ()), dataclasses.replace(line, label=label)]
+    known = [lines[id(run)] for run in averaged(entry) if id(run) in lines]
+    mean = _mean(known or list(lines.values()))
+    thin = [dataclasses.replace(each, kind="thin") for each in lines.values() if kind != "dots"]
     return [*thin, dataclasses.replace(mean, label=label)] if mean.y.size else thin
 
 
 def _mean(lines: Sequence[Series]) -> Series:
-    """Returns the mean of seeds with its band.
-
-    It has all their steps until the shortest ends.
-    """
+    """Returns the mean of seeds with its band, until the shortest ends."""
     known = [np.isfinite(line.y) for line in lines]
     steps_of = [line.x["step"][there] for line, there in zip(lines, known, strict=True)]
     steps = np.unique(np.concatenate(steps_of))
@@ -130,10 +126,57 @@ def column(name: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
 
 
 def ratio(name: str, other: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
-    """Returns a function dividing one field of rows by another.
+    """Returns a function dividing one field of rows by another; NaN for 0."""
 
-    The ratio is NaN where the divisor is zero.
+    def value(_run: RunHistory, rows: Sequence[Row]) -> np.ndarray:
+        below = _column(rows, other)
+        return _column(rows, name) / np.where(below == 0, np.nan, below)
+
+    return value
+
+
+def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
+    """Returns ascending indices of points to draw, at most `most`.
+
+    Keeps minimum, maximum and the first NaN (so that the gap shows) of equal ranges.
     """
-    return lambda _run, rows: (
-        _column(rows, name) / np.where((below := _column(rows, other)) == 0, np.nan, below)
-    )
+    count = values_N.size
+    if count <= most:
+        return np.arange(count)
+    # Up to three points per range, and both ends.
+    edges = np.linspace(0, count, (most - 2) // 3 + 1).astype(np.int64)
+    kept = [0, count - 1]
+    for begin, end in itertools.pairwise(edges):
+        stretch = values_N[begin:end]
+        absent = np.isnan(stretch)
+        if absent.any():
+            kept.append(begin + int(absent.argmax()))
+        if not absent.all():
+            kept += [begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))]
+    return np.unique(np.array(kept, np.int64))
+
+
+def median_window(count: int) -> int:
+    """Returns the window of a running median: 1/25, nine at least."""
+    return 2 * max(count // (2 * _WINDOWS), _MIN_HALF) + 1
+
+
+def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (indices [M], medians [M]), M at most 600, without NaN."""
+    count = values_N.size
+    half = median_window(count) // 2
+    spacing = max(count / MAX_SMOOTH_POINTS, 1.0)
+    indices_M = np.minimum((np.arange(math.ceil(count / spacing)) * spacing).astype(int), count - 1)
+    if count:
+        indices_M[-1] = count - 1
+    # The window shrinks on both sides at the steep start, on one side at the flat end.
+    reach_M = np.minimum(half, indices_M)
+    offsets_W = np.arange(-half, half + 1)
+    padded = np.pad(values_N, half, constant_values=np.nan)
+    windows_MW = padded[indices_M[:, None] + half + offsets_W]
+    windows_MW[np.abs(offsets_W) > reach_M[:, None]] = np.nan
+    absent_M = np.isnan(values_N[indices_M])
+    windows_MW[absent_M] = 0.0  # all NaN would warn
+    medians_M = np.nanmedian(windows_MW, axis=1)
+    medians_M[absent_M] = np.nan
+    return indices_M, medians_M

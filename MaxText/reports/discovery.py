@@ -19,27 +19,18 @@ COMPARISON_FILE = "comparison.json"
 
 @dataclasses.dataclass(frozen=True)
 class DiscoveredRuns:
-    """Runs and their groups.
+    """Runs and their groups."""
 
-    Attributes:
-      runs: Each folder once, in command-line order.
-      groups: Label -> folders of its seeds, from comparisons.
-      problems: One line per unreadable run inside a named folder.
-    """
-
-    runs: list[RunHistory]
-    groups: dict[str, list[str]]
-    problems: list[str]
+    runs: list[RunHistory]  # each folder once, in command-line order
+    groups: dict[str, list[str]]  # label -> folders of its seeds, from comparisons
+    problems: list[str]  # one line per unreadable run inside a named folder
 
 
 def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     """Reads the runs in folders at any depth.
 
-    Groups are those of comparison.json, or of the runs with the same value of a key.
-
-    Raises:
-      UserError: A folder is missing or has no run, a named run cannot be read, or no run has the
-        key.
+    Groups are those of comparison.json, or of the runs with the same value of a key. Raises
+    UserError for a folder without runs, a named run that cannot be read, or an unknown key.
     """
     discovered = DiscoveredRuns([], {}, [])
     for path in paths:
@@ -71,27 +62,18 @@ def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]
 
 def _add(path: str, discovered: DiscoveredRuns) -> None:
     folder = parse_path(str(path), "RUN")
-    if not folder.exists():
-        raise UserError(f"{path}: no such folder. Give the folder of a run.")
-    if not folder.is_dir():
+    if folder.is_file():
         raise UserError(f"{path} is a file. Give the folder of a run.")
     known = {resolve_run_dir(run.folder) for run in discovered.runs}
-    if (folder / EVENTS_FILE).exists():
-        if resolve_run_dir(folder) not in known:
-            discovered.runs.append(read_run(folder))
-        return
-    inside = list(_folders_of_runs(folder, set()))
-    if not inside:
-        raise UserError(
-            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
-            "folder of a run. Give base_output_directory/run_name."
-        )
+    inside = list(_folders_of_runs(folder, set())) if folder.exists() else []
     problems: list[str] = []
-    for each in inside:
+    for each in inside or [folder]:  # which raises the error of a folder without runs
         try:
             if resolve_run_dir(each) not in known:
                 discovered.runs.append(read_run(each))
         except UserError as error:
+            if each == folder:
+                raise
             # A run that has just begun must not hide the others.
             problems.append(f"Skipped: {error}")
     if len(problems) == len(inside):
@@ -102,12 +84,9 @@ def _add(path: str, discovered: DiscoveredRuns) -> None:
 
 
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
-    """Yields run folders below a folder, without searching inside runs.
-
-    `visited` collects real paths, because links may form cycles.
-    """
+    """Yields run folders below a folder, without searching inside runs."""
     real = resolve_run_dir(folder)
-    if real in visited:
+    if real in visited:  # links may form cycles
         return
     visited.add(real)
     if (folder / EVENTS_FILE).exists():
@@ -124,11 +103,8 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
     if not file.exists():
         return {}
     try:
-        content: Any = json.loads(file.read_text())
-        return {
-            str(label): [str(folder / member) for member in members]
-            for label, members in content["groups"].items()
-        }
+        groups: Any = json.loads(file.read_text())["groups"]
+        return {name: [str(folder / each) for each in runs] for name, runs in groups.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f'{file} is not of the form {{"groups": {{label: [folder, ...]}}}}: '

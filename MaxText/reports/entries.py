@@ -1,6 +1,7 @@
 """Compared items of a report: runs, and groups of seeds."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,20 +10,14 @@ from MaxText.config.serialization import diff_configs
 from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
 from MaxText.metrics.run_record import RunHistory, resolve_run_dir
 
-_NAMES_OF_RUNS = ("run_name",)  # keys that always differ
-
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A run, or a group of runs with different seeds.
+    """A run, or a group of runs with different seeds."""
 
-    `label` is unique on the page, `color` an index of color and dashes, `runs` maps names to
-    records.
-    """
-
-    label: str
-    color: int
-    runs: Mapping[str, RunHistory]
+    label: str  # unique on the page
+    color: int  # index of color and dashes
+    runs: Mapping[str, RunHistory]  # by name
     is_group: bool = False
 
 
@@ -33,27 +28,23 @@ def group_runs(
 
     `groups` maps a label to the folders of its runs; folders of other runs are ignored.
     """
-    names = dict(zip((resolve_run_dir(run.folder) for run in runs), _names(runs), strict=True))
     by_folder = {resolve_run_dir(run.folder): run for run in runs}
-    members: dict[str, list[str]] = {
-        label: [folder for folder in map(resolve_run_dir, folders) if folder in by_folder]
-        for label, folders in (groups or {}).items()
-    }
-    members = {label: folders for label, folders in members.items() if folders}
-    grouped = {folder for folders in members.values() for folder in folders}
-    found = [
-        (label, {names[folder]: by_folder[folder] for folder in folders}, True)
-        for label, folders in members.items()
-    ]
-    taken = set(members)
+    names = dict(zip(by_folder, _names(list(by_folder.values())), strict=True))
+    entries: dict[str, dict[str, RunHistory]] = {}
+    for label, folders in (groups or {}).items():
+        known = [folder for folder in map(resolve_run_dir, folders) if folder in by_folder]
+        if known:
+            entries[label] = {names[folder]: by_folder[folder] for folder in known}
+    grouped = {id(run) for members in entries.values() for run in members.values()}
+    num_groups = len(entries)
     for folder, run in by_folder.items():
-        if folder not in grouped:
-            name = names[folder]
-            # Disambiguates a run named like a group by its folder.
-            found.append((name if name not in taken else str(run.folder), {name: run}, False))
+        if id(run) not in grouped:
+            # A run named like a group is labeled by its folder.
+            label = str(run.folder) if names[folder] in entries else names[folder]
+            entries[label] = {names[folder]: run}
     return [
-        Entry(label, color, members, is_group)
-        for color, (label, members, is_group) in enumerate(found)
+        Entry(label, color, members, color < num_groups)
+        for color, (label, members) in enumerate(entries.items())
     ]
 
 
@@ -70,24 +61,18 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     return {
         key: {name: config[key] for name, config in configs.items() if key in config}
         for key in dict.fromkeys(changed)
-        if key not in _NAMES_OF_RUNS
+        if key != "run_name"  # always differs
     }
 
 
 def alike(entries: Sequence[Entry], fact: Callable[[RunHistory], Any]) -> list[tuple[str, Any]]:
     """Returns (names of the runs, value) for each distinct value of a fact."""
-    values: list[tuple[list[str], Any]] = []
+    values: dict[str, tuple[list[str], Any]] = {}
     for name, run in all_runs(entries).items():
-        value = fact(run)
-        if value in (None, "", {}):
-            continue
-        for names, known in values:
-            if known == value:
-                names.append(name)
-                break
-        else:
-            values.append(([name], value))
-    return [(", ".join(names), value) for names, value in values]
+        if (value := fact(run)) not in (None, "", {}):
+            names, _ = values.setdefault(json.dumps(value, sort_keys=True), ([], value))
+            names.append(name)
+    return [(", ".join(names), value) for names, value in values.values()]
 
 
 def shown_parts(runs: Iterable[RunHistory]) -> dict[str, str]:
@@ -107,8 +92,7 @@ def _names(runs: Sequence[RunHistory]) -> list[str]:
         homonyms = [resolve_run_dir(other.folder) for other in runs if other.name == run.name]
         common = os.path.commonprefix(homonyms).rpartition("/")[0]  # noqa: RUF071, of buckets, too
         path = resolve_run_dir(run.folder)[len(common) :].lstrip("/")
-        is_folder = path.rpartition("/")[2] == run.name
-        longer = path if is_folder else f"{run.name} ({path})"
+        longer = path if path.rpartition("/")[2] == run.name else f"{run.name} ({path})"
         names.append(run.name if len(homonyms) == 1 else longer)
     return names
 

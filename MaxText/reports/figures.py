@@ -3,12 +3,11 @@
 import io
 import textwrap
 import warnings
-from collections.abc import Sequence
 
 import numpy as np
 
 from MaxText.metrics.tables import short_count
-from MaxText.reports.chart import SYMBOLS, Annotation, Axis, Chart, Series, color_of, dash_of
+from MaxText.reports.chart import SYMBOLS, Axis, Chart, Series, color_of, dash_of
 
 _INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
 _MAX_LEGEND_ROWS = 14
@@ -41,8 +40,10 @@ def draw_chart(
         _draw_series(axes, series, axis)
     for label, level in chart.references:
         axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
-    for kind in SYMBOLS:
-        _draw_marks(axes, kind, [mark for mark in chart.marks if mark.kind == kind], axis)
+    for kind, (_, marker) in SYMBOLS.items():
+        if marks := [mark for mark in chart.marks if mark.kind == kind]:
+            x, y = [mark.x[axis.name] for mark in marks], [mark.y for mark in marks]
+            axes.scatter(x, y, marker=marker, color=_INK, s=34, zorder=3, label=kind)
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
     if axis.name != "flops":  # powers of ten read better
@@ -66,12 +67,6 @@ def _draw_series(axes, series: Series, axis: Axis) -> None:
     axes.plot(x, series.y, color=color, linestyle=dashes, label=label, **style)
 
 
-def _draw_marks(axes, kind: str, marks: Sequence[Annotation], axis: Axis) -> None:
-    if marks:
-        x, y = [mark.x[axis.name] for mark in marks], [mark.y for mark in marks]
-        axes.scatter(x, y, marker=SYMBOLS[kind][1], color=_INK, s=34, zorder=3, label=kind)
-
-
 def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
     """Draws another axis if it is a linear function of the first."""
     lines = [each.x for each in chart.series if each.kind == "line"]
@@ -92,10 +87,10 @@ def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
 
 def _legend(figure, axes) -> None:
     _, labels = axes.get_legend_handles_labels()
+    # Long legends would hide the curves.
+    is_long = len(labels) > _MAX_LEGEND_ROWS
+    place = {"loc": "outside lower center", "ncols": 3} if is_long else {}
     if labels:
-        # Long legends would hide the curves.
-        is_long = len(labels) > _MAX_LEGEND_ROWS
-        place = {"loc": "outside lower center", "ncols": 3} if is_long else {}
         legend = (figure if is_long else axes).legend(frameon=False, fontsize=9, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)

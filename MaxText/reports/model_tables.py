@@ -11,6 +11,15 @@ from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 _RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
 
+# Fact of the data -> what is different, and the consequence.
+_MISMATCHES = {
+    "tokenizer": "tokenizers. A loss per token depends on the tokenization, so these losses cannot "
+    "be compared.",
+    "vocab_size": "sizes of the vocabulary. Losses per token are comparable only if token ids have "
+    "the same meaning.",
+    "identity": "data. A difference in loss may come from the data instead of the model.",
+}
+
 _MAX_SAMPLES = 5
 _MAX_OPEN_SAMPLES = 4
 
@@ -40,11 +49,8 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
     header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
     if len(costs) == 1:
         header, rows = header[1:], [row[1:] for row in rows]
-    return [
-        PageSection(
-            "Parameters and operations", list(dict.fromkeys(notes)), PageTable(header, rows)
-        )
-    ]
+    notes = list(dict.fromkeys(notes))
+    return [PageSection("Parameters and operations", notes, PageTable(header, rows))]
 
 
 def _peak(run: RunHistory) -> tuple[float, str] | None:
@@ -53,16 +59,18 @@ def _peak(run: RunHistory) -> tuple[float, str] | None:
 
 
 def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
-    parameters, flops = own
-    held, spent = _part(parameters, total[0]), _part(flops, total[1])
-    return [name, formatting.whole(parameters), held, short_count(flops), spent]
+    held, spent = (
+        formatting.share(part / whole if whole else None)
+        for part, whole in zip(own, total, strict=True)
+    )
+    return [name, formatting.whole(own[0]), held, short_count(own[1]), spent]
 
 
 def memory(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns memory of the state, of the compiled step, and of the KV cache."""
     runs = all_runs(entries)
     columns = [_memory_of(run) for run in runs.values()]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    names = dict.fromkeys(name for column in columns for name in column)
     if not names:
         return []
     rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
@@ -87,13 +95,13 @@ def _memory_of(run: RunHistory) -> dict[str, str]:
             for name, value in mark["memory"].items():
                 rows[f"step of {shape} tokens: {name}"] = formatting.size(value)
     length = found.get("sequence_length")
-    for key, name in (
-        ("kv_cache_bytes_per_token", "KV cache: per token"),
-        ("kv_cache_bytes", f"KV cache: a sequence of {length:,}" if length else "KV cache"),
-    ):
-        if found.get(key) is not None:
-            rows[name] = formatting.size(found[key])
-    return rows
+    whole = f"KV cache: a sequence of {length:,}" if length else "KV cache"
+    cache = {"kv_cache_bytes_per_token": "KV cache: per token", "kv_cache_bytes": whole}
+    return rows | {
+        name: formatting.size(found[key])
+        for key, name in cache.items()
+        if found.get(key) is not None
+    }
 
 
 def lineage(entries: Sequence[Entry]) -> list[PageSection]:
@@ -116,19 +124,19 @@ def lineage(entries: Sequence[Entry]) -> list[PageSection]:
 def _ancestor(ancestor: Mapping[str, Any]) -> str:
     step, tokens, flops = (ancestor.get(key) for key in ("step", "tokens", "flops"))
     name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
-    words = [f"step {step:,}"] if step is not None else []
-    words += [str(ancestor.get("how") or "").replace("_", " ")]
-    words += [f"{short_count(tokens)} tokens"] if tokens is not None else []
-    words += [f"{formatting.operations(flops)} FLOPs"] if flops is not None else []
-    return f"{name}: {', '.join(word for word in words if word)}"
+    words = [
+        "" if step is None else f"step {step:,}",
+        str(ancestor.get("how") or "").replace("_", " "),
+        "" if tokens is None else f"{short_count(tokens)} tokens",
+        "" if flops is None else f"{formatting.operations(flops)} FLOPs",
+    ]
+    return f"{name}: {', '.join(filter(None, words))}"
 
 
 def _branches(tree: Mapping[str, Any]) -> list[str]:
     lines = []
     for number, (words, below) in enumerate(tree.items(), 1):
-        first, rest = (
-            ("\u2514\u2500 ", "   ") if number == len(tree) else ("\u251c\u2500 ", "\u2502  ")
-        )
+        first, rest = ("└─ ", "   ") if number == len(tree) else ("├─ ", "│  ")
         lines += [first + words, *(rest + line for line in _branches(below))]
     return lines
 
@@ -149,34 +157,13 @@ def samples(entries: Sequence[Entry]) -> list[PageSection]:
 def warnings(entries: Sequence[Entry]) -> list[str]:
     """Returns warnings against comparing the losses of the runs."""
     found = []
-    for key, what, consequence in (
-        (
-            "tokenizer",
-            "tokenizers",
-            "A loss per token depends on the tokenization, so these losses cannot be compared.",
-        ),
-        (
-            "vocab_size",
-            "sizes of the vocabulary",
-            "Losses per token are comparable only if token ids have the same meaning.",
-        ),
-        (
-            "identity",
-            "data",
-            "A difference in loss may come from the data instead of the model.",
-        ),
-    ):
+    for key, difference in _MISMATCHES.items():
         values = alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
         if len(values) > 1:
-            which = "; ".join(f"{names}: {_shown(value)}" for names, value in values)
-            found.append(f"The runs have different {what}. {consequence} {which}.")
+            shown = ((names, str(value)) for names, value in values)
+            which = "; ".join(
+                f"{names}: {text if len(text) <= 16 else f'{text[:12]}...'}"
+                for names, text in shown
+            )
+            found.append(f"The runs have different {difference} {which}.")
     return found
-
-
-def _part(number: float, total: float) -> str:
-    return formatting.share(number / total if total else None)
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 16 else f"{text[:12]}..."

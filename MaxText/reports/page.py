@@ -2,15 +2,16 @@
 
 import base64
 import dataclasses
-import functools
 import hashlib
 import html
 import json
+import string
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Literal
 
 import plotly.graph_objects as go
+import plotly.offline
 
 from MaxText.reports.chart import PALETTE, Axis, color_of, dash_of
 from MaxText.reports.formatting import ABSENT
@@ -38,21 +39,16 @@ class Verbatim:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A plotly figure with its text alternative.
+    """A plotly figure with its text alternative."""
 
-    Attributes:
-      name: Its id on the page and name of its downloads.
-      size: Of half of the page's width ("") or all; "folded" figures are drawn on request.
-      height: In pixels; 0 for the usual one.
-    """
-
-    name: str
+    name: str  # its id on the page and name of its downloads
     title: str
     figure: go.Figure
     description: str = ""
     subtitle: str = ""
+    # Of half of the page's width ("") or all; "folded" figures are drawn on request.
     size: Literal["", "wide", "folded"] = ""
-    height: int = 0
+    height: int = 0  # in pixels; 0 for the usual one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,30 +68,22 @@ class PageSection:
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """Contents of the page.
-
-    Attributes:
-      made: How and when it was generated.
-      controls: HTML of `controls`, above the first plots.
-      colors: Index of the color of each run's or group's label in tables.
-      links: Addresses of the runs' own reports.
-      refresh: Seconds until the page reloads; 0 for never.
-    """
+    """Contents of the page."""
 
     title: str
-    made: str
+    made: str  # how and when
     warnings: Sequence[str]
     sections: Sequence[PageSection]
-    controls: str
-    colors: Mapping[str, int]
-    links: Mapping[str, str]
-    refresh: int = 0
+    controls: str  # HTML of `controls`, above the first plots
+    colors: Mapping[str, int]  # label of a run or group in tables -> index of its color
+    links: Mapping[str, str]  # addresses of the runs' own reports
+    refresh: int = 0  # seconds until the page reloads; 0 for never
 
 
 def render(page: Page) -> str:
     """Returns the page as HTML."""
     style, program = _own("page.css"), _own("page.js")
-    library = _plotly()
+    library = plotly.offline.get_plotlyjs()
     # Only these scripts may run and nothing may be loaded, whatever a sample contains.
     policy = (
         f"default-src 'none'; script-src {_hash(library)} {_hash(program)}; "
@@ -107,26 +95,22 @@ def render(page: Page) -> str:
         for section in page.sections
         for plot in section.plots
     ).replace("<", "\\u003c")  # so that nothing can end the script element
+    warnings = [f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings]
     first = next(section for section in page.sections if section.plots)
-    body = "\n".join(
-        [
-            f"<header><h1>{_text(page.title)}</h1></header>",
-            *(f'<p class="warning" role="alert">{_text(words)}</p>' for words in page.warnings),
-            *(
-                _section(section, page, page.controls if section is first else "")
-                for section in page.sections
-            ),
-            f"<footer>{_text(page.made)}</footer>",
-            f'<script type="application/json" id="data">{{{figures}}}</script>',
-            f"<script>{library}</script>\n<script>{program}</script>",
-        ]
+    sections = (
+        _section(section, page, page.controls if section is first else "")
+        for section in page.sections
     )
-    return (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{refresh}'
-        f"<title>{_text(page.title)}</title>\n<style>\n{style}</style>\n</head>\n"
-        f"<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+    return string.Template(_own("page.html")).substitute(
+        policy=policy,
+        refresh=refresh,
+        title=_text(page.title),
+        style=style,
+        body="\n".join([*warnings, *sections]),
+        made=_text(page.made),
+        figures=figures,
+        library=library,
+        program=program,
     )
 
 
@@ -280,13 +264,6 @@ def _text(text: str) -> str:
 
 def _own(name: str) -> str:
     return resources.files("MaxText.reports").joinpath(name).read_text(encoding="utf-8")
-
-
-@functools.cache
-def _plotly() -> str:
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
 
 
 def _hash(script: str) -> str:

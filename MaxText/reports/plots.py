@@ -1,7 +1,4 @@
-"""Charts as plotly figures, completed by page.js.
-
-page.js applies the reader's choices.
-"""
+"""Charts as plotly figures; page.js applies the reader's choices."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -154,8 +151,8 @@ def plot_hyperparameters(
 
     `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
     """
-    losses = {name: run.final_loss for name, run in all_runs(entries).items()}
-    losses = {name: value for name, value in losses.items() if value is not None}
+    runs = all_runs(entries).items()
+    losses = {name: loss for name, run in runs if (loss := run.final_loss) is not None}
     keys = {
         key: {name: v if type(v) in (int, float) else str(v) for name, v in values.items()}
         for key, values in keys.items()
@@ -191,10 +188,7 @@ def _parallel_coordinates(
     keys: Mapping[str, Mapping[str, Any]],
     losses: Mapping[str, float],
 ) -> go.Figure:
-    """Draws a line per run over all keys and the loss.
-
-    The values of a key are evenly spaced.
-    """
+    """Draws a line per run over all keys, evenly spaced, and the loss."""
     figure = _figure(hovermode="closest")
     low, high = min(losses.values()), max(losses.values())
     order = {

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
-from MaxText.reports import model_tables, provenance_tables, run_tables
+from MaxText.reports import model_tables, run_tables
 from MaxText.reports.chart import SYMBOLS, AxisName, Chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
@@ -18,6 +18,7 @@ from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
+from MaxText.storage.atomic import atomic_write_text
 
 PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
@@ -43,18 +44,11 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes report.html and the figures atomically; returns the path.
+    """Writes the figures, then report.html atomically; returns its path.
 
-    Args:
-      output: Folder for all files; created if absent.
-      title: Page title; by default the names of the runs.
-      groups: Label -> folders of runs that differ only in seed, drawn in one color with mean and
-        band. Other runs are drawn on their own.
-      sections: Shown before the table of runs.
-      refresh: Seconds after which the page reloads; 0 for never.
-
-    Raises:
-      UserError: The folder cannot be written.
+    Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
+    band. `sections` precede the table of runs. The page reloads after `refresh` seconds, unless 0.
+    Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
     title = title or _title(entries)
@@ -64,6 +58,7 @@ def write_report(
     # More would make the table of runs unreadable.
     keys = differences if len(differences) <= _MAX_KEYS else {}
     losses = plot_hyperparameters(entries, keys)
+    colors = {name: each.color for each in entries for name in (*each.runs, each.label)}
     page = Page(
         title=title,
         made=_made(runs, refresh),
@@ -73,8 +68,8 @@ def write_report(
             PageSection(
                 "Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)
             ),
-            *provenance_tables.provenance(entries),
-            *provenance_tables.configuration(entries, {} if keys else differences),
+            *run_tables.provenance(entries),
+            *run_tables.configuration(entries, {} if keys else differences),
             PageSection(
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],
@@ -93,7 +88,7 @@ def write_report(
             *run_tables.event_table(entries),
         ],
         controls=_controls(entries, axes, charts),
-        colors=_colors(entries),
+        colors=colors if len(runs) > 1 else {},
         links=_links(entries, output),
         refresh=refresh,
     )
@@ -102,13 +97,11 @@ def write_report(
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _PICTURES:
             figure = draw_chart(loss, axes.axis(axis), title) if loss else None
-            file = output / f"loss_{axis}.png"
-            if figure is None:
-                # A figure of an earlier report would be mistaken for one of this report.
-                file.unlink(missing_ok=True)
-            else:
-                _replace(file, figure)
-        _replace(output / PAGE_FILE, render(page).encode("utf-8"))
+            # A figure of an earlier report would be mistaken for one of this report.
+            (output / f"loss_{axis}.png").unlink(missing_ok=True)
+            if figure is not None:
+                (output / f"loss_{axis}.png").write_bytes(figure)
+        atomic_write_text(output / PAGE_FILE, render(page))
     except OSError as error:
         raise UserError(
             f"cannot write to output={output}: {error.strerror}. Set output= to a writable folder."
@@ -117,16 +110,12 @@ def write_report(
 
 
 def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over steps and tokens; returns the path, or None.
-
-    Raises UserError if the folder has no readable events.
-    """
+    """Draws loss over steps and tokens; returns the path, or None."""
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)
-    if chart is None:
-        return None
-    figure = draw_chart(chart, axes.axis("step"), run.name, above=axes.axis("tokens"))
+    step, tokens = axes.axis("step"), axes.axis("tokens")
+    figure = draw_chart(chart, step, run.name, above=tokens) if chart else None
     if figure is None:
         return None
     path = run.folder / _LOSS_CURVE
@@ -160,12 +149,6 @@ def _made(runs: Sequence[RunHistory], refresh: int) -> str:
     )
 
 
-def _colors(entries: Sequence[Entry]) -> dict[str, int]:
-    if len(all_runs(entries)) == 1:
-        return {}
-    return {name: each.color for each in entries for name in (*each.runs, each.label)}
-
-
 def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
     notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
     kinds = {mark.kind for chart in charts for mark in chart.marks}
@@ -186,9 +169,3 @@ def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:
         for name, page in pages.items()
         if page.exists() and page.parent != output.resolve()
     }
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.writing")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -1,7 +1,4 @@
-"""Charts of a report.
-
-They show loss, learning rate, gradient norm, speed, all other recorded numbers, and goodput.
-"""
+"""Charts of a report: losses, and all other recorded numbers."""
 
 import dataclasses
 import operator
@@ -14,8 +11,7 @@ import numpy as np
 from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
-from MaxText.reports.curves import Axes, column, curve, ratio
-from MaxText.reports.downsampling import median_window
+from MaxText.reports.curves import Axes, column, curve, median_window, ratio
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
@@ -42,14 +38,14 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
-    charts = []
-    for kind, alike in kinds.items():
-        chart = loss_chart(alike, axes)
-        if chart is not None and len(kinds) > 1:
-            name = f"loss_{len(charts) + 1}" if charts else "loss"
-            chart = dataclasses.replace(chart, name=name, title=f"Loss: {kind}")
-        charts += [] if chart is None else [chart]
-    return charts
+    found = [(kind, chart) for kind, of in kinds.items() if (chart := loss_chart(of, axes))]
+    if len(kinds) == 1:
+        return [chart for _, chart in found]
+    names = ("loss", *(f"loss_{number}" for number in range(2, len(found) + 1)))
+    return [
+        dataclasses.replace(chart, name=name, title=f"Loss: {kind}")
+        for name, (kind, chart) in zip(names, found, strict=False)
+    ]
 
 
 def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
@@ -57,18 +53,15 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
-        run = next(iter(entry.runs.values()))
-        train = f"training (median of {median_window(len(run.steps))} reports)"
-        validation = "validation"
-        if alone and run.final_loss is not None:
-            validation = f"validation (final {run.final_loss:.4f})"
-        if not alone:
-            train, validation = (f"{entry.label}, {words}" for words in ("training", "validation"))
-        loss = column("learning/lm_loss")
+        train, validation, color = f"{entry.label}, training", f"{entry.label}, validation", None
+        if alone:
+            (run,) = entry.runs.values()
+            final = "" if run.final_loss is None else f" (final {run.final_loss:.4f})"
+            train = f"training (median of {median_window(len(run.steps))} reports)"
+            # A single run has two colors, several runs have one each.
+            validation, color = f"validation{final}", entry.color + 1
+        loss, measured = column("learning/lm_loss"), column("eval/avg_loss")
         series += curve(entry, axes, _steps, loss, label=train, kind="smooth")
-        # A single run has two colors, several runs have one each.
-        color = entry.color + 1 if alone else entry.color
-        measured = column("eval/avg_loss")
         series += curve(
             entry, axes, _evaluations, measured, label=validation, kind="dots", color=color
         )
@@ -86,11 +79,7 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
-    """Returns the charts of all recorded numbers except losses.
-
-    Learning rate, gradient norm, speed and MFU come first; the others are folded. MFU is omitted if
-    the peaks of devices differ.
-    """
+    """Returns the charts of all recorded numbers except losses."""
     charts = []
     for name, title, y_title, value, kind in (
         ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), "exact"),
@@ -108,12 +97,11 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
             Chart(name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu)
         )
     update_ratio = ratio("learning/update_norm", "learning/param_norm")
-    others = [(_UPDATE_RATIO, _quantity(entries, axes, _steps, update_ratio, "exact"))]
-    for rows_of, kind in ((_steps, "exact"), (_evaluations, "dots")):
-        for tag in _tags(entries, rows_of):
-            others.append((tag, _quantity(entries, axes, rows_of, column(tag), kind)))
-    for tag, series in others:
-        if series:
+    others = [(_UPDATE_RATIO, _steps, update_ratio, "exact")]
+    others += [(tag, _steps, column(tag), "exact") for tag in _tags(entries, _steps)]
+    others += [(tag, _evaluations, column(tag), "dots") for tag in _tags(entries, _evaluations)]
+    for tag, rows_of, value, kind in others:
+        if series := _quantity(entries, axes, rows_of, value, kind):
             charts.append(Chart(re.sub(r"\W+", "_", tag), tag, "", series, folded=True))
     return charts
 
@@ -128,14 +116,10 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
 
 def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
     """Returns the recorded numbers without their own chart."""
-    found = {
-        tag: None
-        for run in all_runs(entries).values()
-        for row in (rows_of(run)[:1] + rows_of(run)[-1:])
-        for tag in row
-    }
-    own = (*_OWN_CHARTS, "progress/")
-    return [tag for tag in found if "/" in tag and not tag.startswith(own)]
+    runs = all_runs(entries).values()
+    rows = [row for run in runs for row in (rows_of(run)[:1] + rows_of(run)[-1:])]
+    tags = dict.fromkeys(tag for row in rows for tag in row if "/" in tag)
+    return [tag for tag in tags if not tag.startswith((*_OWN_CHARTS, "progress/"))]
 
 
 def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -1,18 +1,19 @@
-"""Tables about runs: overview, goodput, events."""
+"""Tables about runs: overview, provenance, configuration, goodput, events."""
 
 import datetime
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
 from MaxText.metrics.goodput import is_step_skip
+from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
-from MaxText.reports.entries import Entry, all_runs, averaged, differing_peaks, shown_parts
-from MaxText.reports.page import PageSection, PageTable
+from MaxText.reports.entries import Entry, alike, all_runs, averaged, differing_peaks, shown_parts
+from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
 
@@ -35,7 +36,9 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     for entry in entries:
         if entry.is_group:
             losses = [run.final_loss for run in averaged(entry)]
-            rows.append([entry.label, _seeds(losses), _spread(losses), *[""] * (len(header) - 3)])
+            known = [loss for loss in losses if loss is not None]
+            seeds = f"{len(known)} of {len(losses)} seeds evaluated"
+            rows.append([entry.label, seeds, _spread(known), *[""] * (len(header) - 3)])
         for name, run in entry.runs.items():
             row = _overview_row(run, comparable)
             if len(kinds) > 1:
@@ -48,16 +51,10 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     return PageTable(header, rows)
 
 
-def _seeds(losses: Sequence[float | None]) -> str:
-    with_loss = sum(loss is not None for loss in losses)
-    return f"{with_loss} of {len(losses)} seeds evaluated"
-
-
-def _spread(losses: Iterable[float | None]) -> str:
-    known = [loss for loss in losses if loss is not None]
-    if len(known) < 2:
-        return formatting.loss(known[0] if known else None)
-    return f"{statistics.mean(known):.4f} \u00b1 {statistics.stdev(known):.4f}"
+def _spread(losses: Sequence[float]) -> str:
+    if len(losses) < 2:
+        return formatting.loss(losses[0] if losses else None)
+    return f"{statistics.mean(losses):.4f} \u00b1 {statistics.stdev(losses):.4f}"
 
 
 def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
@@ -109,25 +106,77 @@ def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def provenance(entries: Sequence[Entry]) -> list[PageSection]:
+    """Returns command, code, packages, host and data, by distinct value."""
+    runs = all_runs(entries)
+    names = dict.fromkeys(name for run in runs.values() for name in _facts(run))
+    rows = []
+    for name in names:
+        values = alike(entries, lambda run, name=name: _facts(run).get(name))
+        rows += [[name, value, who if len(values) > 1 else "all"] for who, value in values]
+    header = ["fact", "value", "runs"]
+    if len(runs) == 1:
+        header, rows = header[:2], [row[:2] for row in rows]
+    return [PageSection("Provenance", table=PageTable(header, rows))] if rows else []
+
+
+def _facts(run: RunHistory) -> dict[str, str]:
+    facts, found = run.facts, run.facts.get("provenance") or {}
+    data = facts.get("data") or {}
+    packages = found.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
+    shown = {
+        "command": found.get("command"),
+        "git commit": found.get("commit"),
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "host": found.get("host"),
+        "data": data.get("train"),
+        "data identity": data.get("identity"),
+        "source of the state": facts.get("source"),
+    }
+    return {name: str(value) for name, value in shown.items() if value}
+
+
+def configuration(
+    entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
+) -> list[PageSection]:
+    """Returns the keys of one run, or `differences` between runs."""
+    runs = all_runs(entries)
+    if len(runs) > 1:
+        rows = [
+            [
+                key,
+                *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs),
+            ]
+            for key, values in differences.items()
+        ]
+        table = PageTable(["key", *runs], rows)
+        return [PageSection("Configuration differences", table=table)] if rows else []
+    (run,) = runs.values()
+    if not run.config:
+        return []
+    changed = run.facts.get("changed_keys") or {}  # absent in older runs
+    known = {key: to_yaml(value) for key, value in run.config.items()}
+    default = " (default)" if changed else ""
+    facts = {key: known[key] + default for key in MAIN_KEYS if key in known} | changed
+    everything = "\n".join(f"{key}: {value}" for key, value in known.items())
+    texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
+    return [PageSection("Configuration", facts=facts, texts=texts)]
+
+
 def goodput_table(entries: Sequence[Entry]) -> PageTable:
     """Returns the time of each part, per run."""
     runs = all_runs(entries)
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
-    rows = [
-        [
-            name,
-            *(
-                f"{formatting.spent_time(run.goodput.seconds[part])} "
-                f"({formatting.share(run.goodput.share(part))})"
-                for part in present
-            ),
-            formatting.spent_time(run.goodput.running_seconds),
-            str(len(run.goodput.attempts)),
-            formatting.spent_time(run.goodput.down_seconds),
+    rows, time = [], formatting.spent_time
+    for name, run in runs.items():
+        goodput = run.goodput
+        parts = [
+            f"{time(goodput.seconds[part])} ({formatting.share(goodput.share(part))})"
+            for part in present
         ]
-        for name, run in runs.items()
-    ]
+        total, down = time(goodput.running_seconds), time(goodput.down_seconds)
+        rows.append([name, *parts, total, str(len(goodput.attempts)), down])
     return PageTable(header, rows)
 
 

@@ -19,11 +19,11 @@ from MaxText.conversion.convert import log_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
-from MaxText.conversion.weight_source import WeightSource, abstract_model, num_bytes
+from MaxText.conversion.weight_source import WeightSource, num_bytes
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
-from MaxText.growth.source import KEY, SourceCheckpoint, open_source
+from MaxText.growth.source import KEY, open_source
 from MaxText.inference import checkpoint_config
 from MaxText.run.lineage import ancestors_of
 
@@ -33,8 +33,7 @@ Log = Callable[[str], None]
 class GrownModel(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes the new slots, as train.py with the same seed."""
-        self.config = config
-        self.model = abstract_model(config)
+        super().__init__(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
@@ -92,18 +91,14 @@ def grow(request: ConvertArgs, log: Log) -> None:
     # The new parameters themselves own cost.
     spent = {"tokens": 0, "flops": 0.0}
     metadata = {"lineage": [ancestor._asdict() for ancestor in lineage], "spent": spent}
-    with imported_run.atomic_directory(request.target) as partial:
+    with imported_run.atomic_target(request.target) as partial:
         imported_run.write_run(
             partial, weights, model_keys(flatten(resolved.config)), comment, metadata
         )
-        copied = _copy_tokenizer(source, partial)
-    imported_run.log_next_command(request.target, copied, log)
-
-
-def _copy_tokenizer(source: SourceCheckpoint, target: Path) -> list[str]:
-    """Copies the smaller model's tokenizer; a dataset keeps its own."""
-    if source.stored is None:
+        # The smaller model's tokenizer; a dataset keeps its own.
         folder = Path(source.folder)
-    else:
-        folder = Path(str(source.stored.folder.parent.parent)) / tokenizer_copy.RUN_FOLDER_NAME
-    return tokenizer_copy.copy_files(folder, target / tokenizer_copy.RUN_FOLDER_NAME)
+        if source.stored is not None:
+            run_folder = Path(str(source.stored.folder.parent.parent))
+            folder = run_folder / tokenizer_copy.RUN_FOLDER_NAME
+        copied = tokenizer_copy.copy_files(folder, partial / tokenizer_copy.RUN_FOLDER_NAME)
+    imported_run.log_next_command(request.target, copied, log)

@@ -23,22 +23,15 @@ _NOTHING = TrainingCost(0, 0.0)
 
 
 class Ancestor(NamedTuple):
-    """The starting checkpoint of a run.
-
-    Attributes:
-      step: The step after which it was saved, if known.
-      how: "parameters", "full_state", or "growth" (grown parameters).
-      tokens: Used until then, including its own ancestors, as `flops`; None if unknown.
-      growth: How its parameters grew (growth/record.py); None if they did not.
-    """
+    """The starting checkpoint of a run."""
 
     run_name: str | None
     folder: str
-    step: int | None
-    how: str
-    tokens: float | None
+    step: int | None  # the step after which it was saved, if known
+    how: str  # "parameters", "full_state", or "growth" (grown parameters)
+    tokens: float | None  # used until then, including its own ancestors; None if unknown
     flops: float | None
-    growth: Record | None = None
+    growth: Record | None = None  # how its parameters grew; None if they did not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +81,11 @@ def ancestors_of(
     metadata: Mapping[str, Any], folder: str, step: int | None, how: str, growth: Record | None
 ) -> tuple[Ancestor, ...]:
     """Returns the ancestors of a new run, the checkpoint it starts from last."""
-    ancestors, stored = _ancestors(metadata), metadata.get("spent")
-    before = ancestors[-1] if ancestors else None
-    tokens, flops = (_total(stored, before, name) for name in ("tokens", "flops"))
+    ancestors, spent = _ancestors(metadata), metadata.get("spent")
+    earlier = ancestors[-1] if ancestors else _NOTHING
+    tokens = flops = None
+    if spent is not None and earlier.tokens is not None and earlier.flops is not None:
+        tokens, flops = earlier.tokens + spent["tokens"], earlier.flops + spent["flops"]
     run_name = (metadata.get("config") or {}).get("run_name")
     return (*ancestors, Ancestor(run_name, folder, step, how, tokens, flops, growth))
 
@@ -100,10 +95,3 @@ def _by_plan(stats: TrainingStats, first: int, end: int) -> TrainingCost:
         stats.tokens_before(end) - stats.tokens_before(first),
         stats.flops_before(end) - stats.flops_before(first),
     )
-
-
-def _total(stored: Mapping[str, float] | None, before: Ancestor | None, name: str) -> float | None:
-    earlier = 0.0 if before is None else getattr(before, name)
-    if stored is None or earlier is None:
-        return None
-    return stored[name] + earlier

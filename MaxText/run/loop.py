@@ -48,12 +48,7 @@ def actions_after(
 
 @dataclasses.dataclass
 class Loop:
-    """The training loop of a run; `step` is the next step.
-
-    Attributes:
-      metadata: Stored with every checkpoint.
-      eval_loss: Loss of the last evaluation; None without one.
-    """
+    """The training loop of a run; `step` is the next step."""
 
     config: Config
     sharding: ShardingPlan
@@ -64,7 +59,7 @@ class Loop:
     train_step: ShapeSpecializedStep
     eval_step: Callable[..., Any]
     checkpoints: CheckpointManager
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, Any]  # stored with every checkpoint
     run_logger: RunLogger
     rollback: RollbackController
     watchdog: Watchdog
@@ -73,7 +68,7 @@ class Loop:
     state: Any
     step: int
     last_step: int
-    eval_loss: float | None = None
+    eval_loss: float | None = None  # of the last evaluation; None without one
 
     def run(self, evaluation_due: bool) -> str:
         """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.
@@ -158,12 +153,12 @@ class Loop:
             self.metric_logger.exclude_time(),
             self.run_logger.events.timed("evaluation", step=step) as fields,
         ):
-            global_batches = (
+            placed = (
                 self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in batches
             )
-            report = evaluate(self.eval_step, self.state.params, global_batches, step=step)
-            progress = self.run_logger.lineage.progress(step)
-            fields.update(report=report, **report.row(), **progress)
+            report = evaluate(self.eval_step, self.state.params, placed, step=step)
+            fields |= {**report.row(), **self.run_logger.lineage.progress(step)}
+            self.run_logger.terminal.line(report.line())
             self.run_logger.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
         return self.eval_loss is not None

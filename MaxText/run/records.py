@@ -11,7 +11,7 @@ from etils import epath
 
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
-from MaxText.cost.cost_table import ModelCost, model_cost
+from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
@@ -71,12 +71,11 @@ def open_run_logger(
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-    log: Callable[[str], None] = print,
+    show: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
-    `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl. Raises
-    UserError if a package is missing.
+    `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl.
     """
     run, monitoring, model = config.run, config.monitoring, setup.model
     num_steps = last_step + 1
@@ -87,10 +86,10 @@ def open_run_logger(
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    log(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    show(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
     is_due = (
@@ -107,42 +106,31 @@ def open_run_logger(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
-    fields = run_metadata(run.run_name, stats, cost, lineage, batches.facts, baseline)
-    emit_start(events, restored, fields | {"changed_keys": changed_keys(config)})
-    profiler = StepProfiler(monitoring, tensorboard, first_step)
-    trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
-    return RunLogger(events, terminal, profiler, stats, lineage, trend)
-
-
-def run_metadata(
-    run_name: str,
-    stats: TrainingStats,
-    cost: ModelCost,
-    lineage: Lineage,
-    data: Mapping[str, Any],
-    unigram_entropy: float | None,
-) -> dict[str, Any]:
-    """Returns the fields of a start event as JSON values."""
-    return {
-        "run_name": run_name,
-        "num_steps": stats.num_steps,
-        "num_parameters": stats.model.num_parameters,
-        "num_devices": stats.num_devices,
+    fields = {
+        "run_name": run.run_name,
+        "num_steps": num_steps,
+        "num_parameters": model.num_parameters,
+        "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "device_kind": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "jax": jax.__version__,
         "tokens_of_run": stats.tokens_of_run,
         "flops_of_run": stats.flops_of_run,
-        "peak_tflops": stats.peak.tflops,
-        "peak_source": stats.peak.source,
+        "peak_tflops": peak.tflops,
+        "peak_source": peak.source,
         "cost": cost.fields(),
         "lineage": lineage.fields(),
-        "data": {**data, "vocab_size": stats.model.config.shape.vocab_size},
-        "unigram_entropy": unigram_entropy,
+        "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
+        "unigram_entropy": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
+        "changed_keys": changed_keys(config),
     }
+    emit_start(events, restored, fields)
+    profiler = StepProfiler(monitoring, tensorboard, first_step)
+    trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
+    return RunLogger(events, terminal, profiler, stats, lineage, trend)
 
 
 def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:
@@ -161,20 +149,15 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    if grown := _growth_fields(restored):
-        events.emit("growth", step=restored.first_step, **grown)
-
-
-def _growth_fields(restored: RestoreResult) -> dict[str, Any]:
-    """Returns the fields of a growth event; empty if none preceded this start."""
-    if restored.how == "growth":
-        assert restored.growth is not None
-        return event_fields(restored.growth, restored.folder)
+    grown: dict[str, Any] = {}
+    if restored.how == "growth" and restored.growth:
+        grown = event_fields(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
     if restored.how == "parameters" and restored.growth and sizes(restored.growth):
-        return event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
-    return {}
+        grown = event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
+    if grown:
+        events.emit("growth", step=restored.first_step, **grown)
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:

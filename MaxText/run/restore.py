@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
@@ -23,32 +23,19 @@ Log = Callable[[str], None]
 
 
 class RestoreResult(NamedTuple):
-    """The restored start of a run.
-
-    Attributes:
-      first_step: The first step, from 0.
-      position: Data position, or None to start at the data of `first_step`.
-      source: One line, such as "checkpoint of step 120".
-      how: "scratch", "resume", "full_state", "parameters" or "growth".
-      metadata: Of compatibility.checkpoint_metadata; empty if there is none.
-      folder: Of the checkpoint; empty for scratch.
-      stored_step: The step after which the checkpoint was saved, if known.
-      changes: {key: (value in the checkpoint, value now)}.
-      growth: How the parameters grew; None if they did not.
-      rollbacks: Of the run, including those after the checkpoint.
-    """
+    """The restored restored of a run."""
 
     state: Any
-    first_step: int
-    position: dict[str, Any] | None
-    source: str
-    how: str
-    metadata: Mapping[str, Any] = {}
-    folder: str = ""
-    stored_step: int | None = None
-    changes: Mapping[str, tuple[str, str]] = {}
-    growth: Record | None = None
-    rollbacks: tuple[Rollback, ...] = ()
+    first_step: int  # from 0
+    position: dict[str, Any] | None  # of the data; None to start at that of `first_step`
+    source: str  # one line, such as "checkpoint of step 120"
+    how: str  # "scratch", "resume", "full_state", "parameters" or "growth"
+    metadata: Mapping[str, Any] = {}  # of compatibility.checkpoint_metadata, if there is any
+    folder: str = ""  # of the checkpoint; empty for scratch
+    stored_step: int | None = None  # the step after which the checkpoint was saved, if known
+    changes: Mapping[str, tuple[str, str]] = {}  # key -> value in the checkpoint, value now
+    growth: Record | None = None  # how the parameters grew; None if they did not
+    rollbacks: tuple[Rollback, ...] = ()  # of the run, including those after the checkpoint
 
 
 def restore_or_initialize(
@@ -62,13 +49,8 @@ def restore_or_initialize(
 ) -> RestoreResult:
     """Restores the run's state from the first available source.
 
-    Args:
-      abstract_state: A train state of jax.ShapeDtypeStruct with target shardings, on any mesh.
-      initialize: Creates a fresh state, called unless a whole state is restored.
-      resolved: Result of growth.resolve.resolve_growth; None if nothing can grow.
-
-    Raises:
-      UserError: A path has no checkpoint, one does not fit, or none of this run is readable.
+    `abstract_state` has the target shardings, on any mesh; `initialize` draws a fresh state.
+    Raises UserError if a path has no checkpoint, or none of this run fits and is readable.
     """
     if config.load_full_state_path and config.load_parameters_path:
         raise UserError(
@@ -79,7 +61,13 @@ def restore_or_initialize(
     _log_order(checkpoints, config, steps, log)
     began = time.perf_counter()
     if steps:
-        _check_has_train_state(checkpoints.stored(steps[0]))
+        newest = checkpoints.stored(steps[0])
+        if newest.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
+            raise UserError(
+                f"{newest} contains imported parameters and no train state, so it cannot be "
+                "resumed. Start another run_name with "
+                f"load_parameters_path={newest.folder.parent.parent}."
+            )
         restored = _resume(checkpoints, steps, abstract_state, config_flat, log)
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
@@ -112,12 +100,10 @@ def _log_order(
     checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], log: Log
 ) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
+    own = f"step {steps[0]}" if steps else "none"
+    own += f" in {checkpoints.directory}"
     if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
-    elif steps:
-        own = f"step {steps[0]} in {checkpoints.directory}"
-    else:
-        own = f"none in {checkpoints.directory}"
     rows = [
         ("checkpoint of this run", own, bool(steps)),
         ("load_full_state_path", full or "not set", bool(full)),
@@ -131,15 +117,6 @@ def _log_order(
         if available and number > taken and name.startswith("load_"):
             mark = "  (ignored: this run has its own checkpoint)"
         log(f"  {number + 1}. {name:<31}{what}{mark}")
-
-
-def _check_has_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
-    """Rejects a folder with parameters written by convert.py."""
-    if stored.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
-        raise UserError(
-            f"{stored} contains imported parameters and no train state, so it cannot be resumed. "
-            f"Start another run_name with load_parameters_path={stored.folder.parent.parent}."
-        )
 
 
 def _resume(
@@ -238,7 +215,7 @@ def restore_data_position(
     for rollback in active_rollbacks(restored, batches):
         first, end = rollback.samples
         # The state may predate the rollback target: the excluded samples come after both.
-        if batches.exclude_if_new(first, end):
+        if batches.exclude(first, end):
             log(
                 f"Skipping samples {first} to {end - 1} of the training data: rollback at step "
                 f"{rollback.detected_step} (rollbacks.json): {rollback.reason}"

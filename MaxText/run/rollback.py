@@ -5,18 +5,17 @@ whose data never contained them.
 """
 
 import collections
-import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.rollbacks import Rollback
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.input_pipeline.iterator import BatchIterator
@@ -29,8 +28,7 @@ _WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
 _RISE_FACTOR = 1.1
 
 
-@dataclasses.dataclass(frozen=True)
-class RollbackTrigger:
+class RollbackTrigger(NamedTuple):
     """Reason for a rollback, its step, and the first suspicious step."""
 
     detected_step: int
@@ -38,8 +36,7 @@ class RollbackTrigger:
     reason: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """A state in host memory, by addressable shards of each leaf."""
 
     step: int
@@ -48,12 +45,7 @@ class _Snapshot:
 
 
 class RollbackController:
-    """Detects from metrics of reported steps when to roll back, and does so.
-
-    Attributes:
-      trigger: Set when the run should roll back; cleared by `roll_back`.
-      num_rollbacks: Over all restarts of the run.
-    """
+    """Detects from metrics of reported steps when to roll back, and does so."""
 
     def __init__(
         self,
@@ -65,10 +57,11 @@ class RollbackController:
         restored: RestoreResult,
     ):
         """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
-        self.trigger: RollbackTrigger | None = None
+        self.trigger: RollbackTrigger | None = None  # set when the run should roll back
         recorded = active_rollbacks(restored, batches)
         # Earlier versions saved it as "rewinds".
         saved = restored.metadata.get("rollbacks", restored.metadata.get("rewinds", 0))
+        # Over all restarts of the run.
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._batches = batches
         self._abstract_state = abstract_state
@@ -108,16 +101,12 @@ class RollbackController:
         if skipped:
             self._num_skipped += skipped
             self._last_skipped = int(metrics["last_skipped"])
-            numbers = ", ".join(
-                f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm", "update_norm")
-            )
-            self._emit(
-                "skip",
-                step=self._last_skipped,
-                what="update",
-                count=skipped,
-                reason=numbers if self._last_skipped == step else "an outlier or not finite",
-            )
+            reason = "an outlier or not finite"
+            if self._last_skipped == step:
+                names = ("loss", "grad_norm", "update_norm")
+                reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
+            at = self._last_skipped
+            self._emit("skip", step=at, what="update", count=skipped, reason=reason)
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
             self._checkpoints.update_health(each, each > self._last_skipped)
@@ -239,7 +228,7 @@ class RollbackController:
         risen = []
         for name in _WATCHED:
             values = [[row.get(name, math.nan) for row in part] for part in (early, late)]
-            before, after = (statistics.median(part) for part in values)
+            before, after = map(statistics.median, values)
             if before > 0 and after > _RISE_FACTOR * before:
                 risen.append(f"{name} by {after / before - 1:.0%}")
         if not risen:

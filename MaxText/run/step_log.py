@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
 from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.step_line import StepMetrics
+from MaxText.metrics.step_line import step_row
 from MaxText.run.records import RunLogger
 from MaxText.runtime import process_start
 
@@ -34,10 +33,7 @@ class MetricLogger:
         last_step: int,
         observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
-        """Initializes reports every step_log_period steps.
-
-        Each report calls `observe` with step and scalars.
-        """
+        """Reports every step_log_period steps; `observe` gets step and scalars."""
         self._run_logger = run_logger
         self._guard = config.guard
         self._period = config.monitoring.step_log_period
@@ -90,18 +86,10 @@ class MetricLogger:
         shown = metrics | self._losses.take()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
-        seconds = elapsed / updates
         self._since, self._reported_step = now, step
         stats = self._run_logger.stats
-        report = StepMetrics(
-            step=step,
-            seconds=seconds,
-            metrics=shown,
-            seconds_left=seconds * (self._last_step - step),
-            tokens_per_device=stats.tokens_per_device(step),
-            tflops_per_device=stats.tflops_per_device(step),
-            peak_tflops=stats.peak.tflops,
-        )
+        tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
+        row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         fields: dict[str, Any] = {}
         if not self._has_reported:
@@ -111,17 +99,21 @@ class MetricLogger:
             "step",
             step=step,
             seconds=elapsed,
-            report=report,
             updates=updates,
             data_seconds=round(data_seconds, 6),
-            **report.row(),
+            **row,
             **memory_row(),
             **self._run_logger.lineage.progress(step),
             **fields,
         )
         if not metrics.get("skipped"):
-            self._run_logger.trend.add(report.lm_loss)
-            self._check(step, shown["loss"])
+            self._run_logger.trend.add(row["learning/lm_loss"])
+            if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
+                raise TrainingDivergedError(
+                    f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
+                    "the command to resume from the last checkpoint, or set "
+                    "abort_on_nan_loss=false to continue training."
+                )
         self._observe(step, metrics)
 
     def complete(self) -> None:
@@ -157,14 +149,6 @@ class MetricLogger:
         finally:
             self._since += time.perf_counter() - began
 
-    def _check(self, step: int, loss: float) -> None:
-        if not math.isfinite(loss) and self._guard.abort_on_nan_loss:
-            raise TrainingDivergedError(
-                f"the loss of step {step} is {loss}: stopped without saving. Rerun the command to "
-                f"resume from the last checkpoint, or set abort_on_nan_loss=false to continue "
-                "training."
-            )
-
 
 class MeanLoss:
     """Mean losses since the last report.
@@ -173,34 +157,19 @@ class MeanLoss:
     """
 
     def __init__(self):
-        self._first: Any = None
-        self._sums: Any = None  # and the count, on the device
-        self._updates = 0
+        self._steps: list[dict[str, Any]] = []  # on the device
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        losses = {name: metrics[name] for name in _AVERAGED if name in metrics}
-        new = losses, metrics.get("skipped", np.zeros((), np.int32))
-        self._updates += 1
-        if self._updates == 1:
-            self._first = new  # costs nothing if every step is reported
-            return
-        if self._updates == 2:
-            nothing = dict.fromkeys(losses, np.float32(0))
-            self._sums = _add(nothing, np.int32(0), *self._first)
-        self._sums = _add(*self._sums, *new)
+        names = (*_AVERAGED, "skipped")
+        self._steps.append({name: metrics[name] for name in names if name in metrics})
 
     def take(self) -> dict[str, float]:
-        """Blocks for the means, and resets them.
-
-        Empty if they equal the last step's losses.
-        """
-        sums, count = jax.device_get(self._sums) if self._updates > 1 else ({}, 0)
-        self.__init__()
-        return {name: value.item() / int(count) for name, value in sums.items() if count}
-
-
-@jax.jit
-def _add(sums: Any, count: Any, losses: Any, skipped: Any) -> tuple[Any, Any]:
-    # A skipped step's loss may be NaN, which multiplication by zero would keep.
-    added = jax.tree.map(lambda s, loss: s + jnp.where(skipped == 0, loss, 0.0), sums, losses)
-    return added, count + (skipped == 0)
+        """Blocks for the means and resets; empty if those of the last step."""
+        steps, self._steps = self._steps, []
+        if len(steps) < 2:
+            return {}
+        steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]
+        return {
+            name: float(sum((losses[name] for losses in steps), np.float32(0))) / len(steps)
+            for name in (steps[0] if steps else ())
+        }

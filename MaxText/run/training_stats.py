@@ -61,10 +61,7 @@ class TrainingStats:
         return {length: count_flops(self.model, length) for length in lengths}
 
     def summary(self, training_bytes: int) -> str:
-        """Returns the sizes of a run in a few lines.
-
-        `training_bytes` is the size of parameters, gradients and optimizer state.
-        """
+        """Returns a few lines; the state includes gradients and optimizer."""
         d, last = self.model.config.shape.dimensions, max(self.num_steps - 1, 0)
         flops, parameters = self.flops(last), self.model.num_parameters
         batches = ["Batch"]

@@ -34,21 +34,14 @@ _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run.
+    """The processes of a run."""
 
-    Attributes:
-      source: Variables it was detected from, for messages.
-      address: host:port of the coordinator; None (and no numbers) if JAX asks the TPU's metadata.
-      local_device_ids: GPUs of this process if several share a machine; None for all.
-      is_certain: Whether failing to connect is an error. TPU chips alone do not imply other hosts.
-    """
-
-    source: str
-    address: str | None = None
+    source: str  # variables it was detected from, for messages
+    address: str | None = None  # host:port of the coordinator; None if JAX asks the TPU's metadata
     num_processes: int | None = None
     process_id: int | None = None
-    local_device_ids: tuple[int, ...] | None = None
-    is_certain: bool = True
+    local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None for all
+    is_certain: bool = True  # whether failing to connect is an error; TPU chips may be a lone host
 
 
 def find_cluster(environment: Mapping[str, str], hardware: str) -> Cluster | None:

@@ -5,6 +5,7 @@ an entry truncated by a kill would be recompiled on every restart. `enable` remo
 """
 
 import collections
+import contextlib
 import functools
 import hashlib
 import os
@@ -57,7 +58,6 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
 
 
 def folder_in_use() -> str | None:
-    """Returns the cache folder, or None."""
     import jax
 
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
@@ -73,14 +73,11 @@ def remove_truncated_entries(folder: str) -> list[str]:
         pass
     os.utime(marker)
     for entry in entries:
-        try:
-            if entry.stat().st_mtime < since - 1.0:  # some file systems store whole seconds
-                continue
-            if not _is_whole(entry.path):
+        with contextlib.suppress(FileNotFoundError):  # another process removed it first
+            # Some file systems store whole seconds.
+            if entry.stat().st_mtime >= since - 1.0 and not _is_whole(entry.path):
                 os.remove(entry.path)
                 removed.append(entry.name)
-        except FileNotFoundError:
-            pass  # another process removed it first
     return removed
 
 
@@ -100,12 +97,9 @@ def _is_whole(path: str) -> bool:
 def cpu_fingerprint() -> str:
     """Returns a short name for the processor's instruction set."""
     features = ""
-    try:
-        with open("/proc/cpuinfo") as file:
-            named = (line for line in file if line.lower().startswith(("flags", "features")))
-            features = next(named, "")
-    except OSError:
-        pass  # not Linux
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+        named = (line for line in file if line.lower().startswith(("flags", "features")))
+        features = next(named, "")
     named_so = f"{machine.machine()} {machine.processor()} {features}"
     return f"cpu-{hashlib.sha256(named_so.encode()).hexdigest()[:8]}"
 

@@ -18,13 +18,6 @@ _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process k
 class PreemptionHandler:
     """Decides after each step, equally in all processes, whether to stop.
 
-        stop = PreemptionHandler.install()             # in main(), before anything slow
-        for step in range(first_step, last_step + 1):
-            ...                                 # the step, and its checkpoint if one is due
-            if stop.requested(step):
-                save(step)                      # if it was not just saved
-                break                           # close checkpoints; exit_codes.PREEMPTED
-
     A single process uses its own handler. Several use JAX's preemption service, which replaces it
     in jax.distributed; a notice to one makes all agree on a step at most a few later. Before the
     first call of `requested` there is nothing to save, so a signal exits at once (INTERRUPTED after

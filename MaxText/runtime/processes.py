@@ -67,9 +67,8 @@ def run(main: Callable[[], int]) -> NoReturn:
 def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """Exits after an exception in a run of several processes.
 
-    Call it before anything collective. Prints the message of a UserError, else the traceback, and
-    the state of every process if another one died. Exit codes: 2 for a UserError, 76 if another
-    process died, 130 for Ctrl-C, that of a SystemExit, else 1.
+    Prints the message of a UserError, else the traceback, and the state of every process if another
+    one died.
     """
     if _count == 1:
         return

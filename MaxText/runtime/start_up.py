@@ -14,12 +14,9 @@ from MaxText.runtime import cluster, processes
 from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
 
 # Keys that may differ between machines of a run.
-_MACHINE_SPECIFIC_KEYS = (
-    "dataset_path",
-    "jax_cache_dir",
-    "prepare_num_workers",
-    "grain_worker_count",
-)
+_MACHINE_SPECIFIC_KEYS = {
+    "dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count"
+}  # fmt: skip
 
 
 def choose_platform(hardware: str) -> list[str]:
@@ -33,10 +30,9 @@ def choose_platform(hardware: str) -> list[str]:
 def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
     """Connects the processes of the environment; returns log lines.
 
-    Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
-    devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
-    because data preparation varies. From here on JAX swallows SIGTERM, which
-    `PreemptionHandler.requested` reports.
+    Call it before anything asks JAX for devices. Processes wait up to six times heartbeat_timeout
+    (seconds; 0 keeps JAX's limits), because data preparation varies. From here on JAX swallows
+    SIGTERM, which `PreemptionHandler.requested` reports.
     """
     found = cluster.find_cluster(os.environ, hardware)
     if found is None:
@@ -73,9 +69,8 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_certain:
             return [f"single process: {found.source} lists no others ({first_line(error)})"]
-        if found.num_processes is None:
-            which = f"{found.source} describes several processes, and connecting them failed"
-        else:
+        which = f"{found.source} describes several processes, and connecting them failed"
+        if found.num_processes is not None:
             which = (
                 f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
                 f"not be connected with the others over {found.address}"
@@ -132,7 +127,7 @@ def assert_same_config(config_flat: Mapping[str, Any]) -> None:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    names = sorted(set(config_flat) - set(_MACHINE_SPECIFIC_KEYS))
+    names = sorted(set(config_flat) - _MACHINE_SPECIFIC_KEYS)
     # Names first: another version has different keys, and then values do not line up.
     texts = ["\n".join(names)]
     for compared in (texts, [repr(config_flat[name]) for name in names]):

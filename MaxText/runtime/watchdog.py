@@ -5,6 +5,7 @@ A process whose peer is stuck waits in a collective forever: neither JAX nor the
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import socket
@@ -44,15 +45,6 @@ _ENDED = "ended"
 class Watchdog:
     """Tracks the progress of this process and publishes it to the others.
 
-        with Watchdog(run_folder, timeout, jax.process_index(), jax.process_count()) as watchdog:
-            watchdog.enter("compile")
-            for step in ...:
-                watchdog.enter("data", step)
-                watchdog.enter("step", step)
-                watchdog.enter("checkpoint", step)  # before save
-                for batch in watchdog.watch_iterator(batches, "evaluation", step): ...
-            watchdog.enter("finish")
-
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
     {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
     After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
@@ -79,7 +71,7 @@ class Watchdog:
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
         self._timeout = timeout
         self._index, self._count = process_index, process_count
-        self._say = say or _to_stderr
+        self._say = say or functools.partial(print, file=sys.__stderr__, flush=True)
         self._read_seconds = read_seconds
         period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
@@ -145,8 +137,7 @@ class Watchdog:
             return ""
         if wait:
             time.sleep(self._silent_seconds + self._period)
-        rows = self._rows()
-        if not rows:
+        if not (rows := self._rows()):
             return f"cannot read the status files in {self._folder}"
         return describe(rows, self._silent_seconds)
 
@@ -163,10 +154,8 @@ class Watchdog:
                 rows.append(_read(folder, process))
 
         # Daemon threads: a pool would wait at exit for those that hang in storage.
-        readers = [
-            threading.Thread(target=read, daemon=True)
-            for _ in range(min(_PARALLEL_READS, self._count))
-        ]
+        number = min(_PARALLEL_READS, self._count)
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(number)]
         for reader in readers:
             reader.start()
         until = time.monotonic() + self._read_seconds
@@ -232,15 +221,10 @@ class Watchdog:
         with self._writing, contextlib.suppress(Exception):
             phase, step, since = self._phase
             row = {
-                "process": self._index,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "state": self._state,
-                "phase": phase,
-                "step": step,
-                "since": round(since, 3),
+                "process": self._index, "host": socket.gethostname(), "pid": os.getpid(),
+                "state": self._state, "phase": phase, "step": step, "since": round(since, 3),
                 "written": round(time.time(), 3),
-            }
+            }  # fmt: skip
             if not is_object_store_path(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(self._folder / f"{self._index}.json", json.dumps(row))
@@ -318,10 +302,3 @@ def _read(folder: epath.Path, process: int) -> dict[str, Any]:
 
 def _failed(error: BaseException) -> str:
     return f"{_FAILED}: {type(error).__name__}"
-
-
-def _to_stderr(text: str) -> None:
-    stream = sys.__stderr__
-    if stream is not None:
-        stream.write(f"{text}\n")
-        stream.flush()

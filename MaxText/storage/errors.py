@@ -20,12 +20,8 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Answers of storage that works: missing, not permitted, or of another type.
 _ANSWERS = (
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-    FileExistsError,
-)
+    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError
+)  # fmt: skip
 _PERMANENT = {
     errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
     errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
@@ -34,10 +30,7 @@ _TIMEOUT, _TOO_MANY = 408, 429  # HTTP status codes
 
 
 class ObjectStoreError(OSError, UserError):
-    """An object store error after retries: EIO if transient, else EINVAL.
-
-    An OSError for file readers and writers, a UserError for programs that exit with it.
-    """
+    """An object store error after retries: EIO if transient, else EINVAL."""
 
     def __init__(self, message: str, is_transient: bool = True):
         super().__init__(errno.EIO if is_transient else errno.EINVAL, message)
@@ -137,10 +130,10 @@ def _is_transient(error: BaseException, remote: bool) -> bool:
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
-    if isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError):
-        return error.errno is not None and error.errno not in _PERMANENT
     if isinstance(error, OSError):
-        return remote
+        if error.errno is None:
+            return remote and type(error) is OSError
+        return error.errno not in _PERMANENT
     module = type(error).__module__.partition(".")[0]
     if not remote or not isinstance(error, Exception) or module in ("builtins", "MaxText"):
         return False

@@ -122,7 +122,6 @@ class Lease:
 
 
 def describe_holder(holder: Any) -> str:
-    """Describes the holder of a lock."""
     try:
         return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
     except (LookupError, TypeError):

@@ -13,7 +13,6 @@ COMMIT_MARK = "commit_success.txt"
 
 
 def is_object_store_path(path: object) -> bool:
-    """Returns whether a path is in an object store."""
     return "://" in str(path)
 
 

@@ -13,8 +13,12 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
-from MaxText.parallelism.compiler_options import compiler_options
-from MaxText.parallelism.mesh import ShardingPlan, check_lengths, check_sharding
+from MaxText.parallelism.mesh import (
+    ShardingPlan,
+    check_lengths,
+    check_sharding,
+    compiler_options,
+)
 from MaxText.training import backend_defaults
 from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates

@@ -40,8 +40,7 @@ def resolve_auto(
     dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
-    dense = config.dense_connections
-    aggregation, why = _aggregation_impl(config, backend, dtype, sharding)
+    mixing, why = _aggregation_impl(config, backend, dtype, sharding)
     if config.scan_unsupported_reason is not None:
         scanned, reason = False, config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
@@ -62,36 +61,32 @@ def resolve_auto(
         "none" if unrolled_cpu else "full",
         "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
     )
-    if dense.dense_conn:
-        choose("dense_aggregation_impl", dense.dense_aggregation_impl, aggregation, why)
-        if dense.dense_aggregation_impl not in ("auto", aggregation):
-            lines.append(
-                f"dense_aggregation_impl: {dense.dense_aggregation_impl} -> {aggregation} ({why})"
-            )
-        if aggregation == "kernel" and on_cpu:
+    config = _with(config, "numerics", dtype=dtype)
+    config = _with(config, "memory", scan_layers=scan, remat_policy=policy)
+    if config.dense_connections.dense_conn:
+        asked = config.dense_connections.dense_aggregation_impl
+        if asked != mixing:
+            lines.append(f"dense_aggregation_impl: {asked} -> {mixing} ({why})")
+        if mixing == "kernel" and on_cpu:
             lines.append(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
-        dense = dense.model_copy(update={"dense_aggregation_impl": aggregation})
-    resolved = config.model_copy(
-        update={
-            "dense_connections": dense,
-            "numerics": config.numerics.model_copy(update={"dtype": dtype}),
-            "memory": config.memory.model_copy(
-                update={"scan_layers": scan, "remat_policy": policy}
-            ),
-        }
-    )
-    requested = config.attention.attention
-    if requested not in ("autoselected", "flash"):
-        return resolved, lines
-    problem = _flash_problem(resolved, backend, sharding)
-    chosen = "flash" if problem is None else "blocked"
-    if requested != chosen:
-        reason = problem or "scores stay on the chip"
-        lines.append(f"attention: {requested} -> {chosen} ({reason})")
-    attention = config.attention.model_copy(update={"attention": chosen})
-    return resolved.model_copy(update={"attention": attention}), lines
+        config = _with(config, "dense_connections", dense_aggregation_impl=mixing)
+    asked = config.attention.attention
+    if asked in ("autoselected", "flash"):
+        refused = _flash_problem(config, backend, sharding)
+        chosen = "flash" if refused is None else "blocked"
+        if asked != chosen:
+            reason = refused or "scores stay on the chip"
+            lines.append(f"attention: {asked} -> {chosen} ({reason})")
+        config = _with(config, "attention", attention=chosen)
+    return config, lines
+
+
+def _with(config: ModelConfig, name: str, **values: object) -> ModelConfig:
+    """Returns the config with new values of keys in one of its sections."""
+    part = getattr(config, name).model_copy(update=values)
+    return config.model_copy(update={name: part})
 
 
 def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:

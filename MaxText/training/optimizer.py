@@ -119,14 +119,11 @@ def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) 
 
 def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
     """Adds scale * parameter to each update (Loshchilov and Hutter 2019)."""
-    return optax.stateless(
-        lambda updates, params: jax.tree.map(
-            lambda update, parameter, scale: update + scale * parameter if scale else update,
-            updates,
-            params,
-            scales,
-        )
-    )
+
+    def decayed(update: Any, parameter: Any, scale: float) -> Any:
+        return update + scale * parameter if scale else update
+
+    return optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, scales))
 
 
 def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:

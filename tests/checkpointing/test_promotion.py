@@ -11,7 +11,7 @@ import pytest
 from etils import epath
 
 from MaxText.checkpointing.compatibility import checkpoint_metadata
-from MaxText.checkpointing.healthy import HealthyCheckpoints
+from MaxText.checkpointing.history import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.errors import UserError

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.healthy import HealthyCheckpoints
+from MaxText.checkpointing.history import HealthyCheckpoints, Rollback, read_rollbacks
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.rollbacks import Rollback, read_rollbacks
 from MaxText.config.data_sections import DataConfig
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError

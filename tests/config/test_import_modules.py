@@ -160,14 +160,21 @@ TINY = [
 ]  # fmt: skip
 
 
-def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
-    def refused(program, *words):
+@pytest.fixture
+def refused(tmp_path, users_environment):
+    """What a program says that refuses its arguments."""
+
+    def run_and_refuse(program, *words):
         done = run(program, words, tmp_path, users_environment)
         assert done.returncode == exit_codes.USER_ERROR, done.stdout + done.stderr
         assert "Traceback" not in done.stdout + done.stderr
         assert done.stderr.count("error:") == 1
         return done.stderr
 
+    return run_and_refuse
+
+
+def test_what_train_refuses(mine, tmp_path, refused):
     (tmp_path / "half.py").write_text(
         PART.replace("return x_BTD, {}", "return x_BTD[..., ::2], {}")
     )
@@ -177,6 +184,9 @@ def test_what_train_and_decode_refuse(mine, tmp_path, users_environment):
     assert "has to return ([1, 8, 16], scalars)" in found
     assert not (tmp_path / "maxtext_output" / "run" / "checkpoints").exists()
 
+
+@pytest.mark.slow
+def test_what_programs_refuse_after_it(mine, tmp_path, users_environment, refused):
     done = run(
         "train.py", [*TINY, mine, "save_checkpoint_on_start=false"], tmp_path, users_environment
     )

@@ -27,10 +27,10 @@ from MaxText.cost import targets
 from MaxText.config.training_sections import MeshConfig
 from MaxText.parallelism.device_mesh import create_device_mesh
 
-targets.prepare_environment(targets.find("v5e-4"))
+targets.prepare_environment(targets.find_target("v5e-4"))
 for name in targets.names():
     number = 0
-    target = targets.find(name)
+    target = targets.find_target(name)
     devices = targets.devices(target)
     assert len(devices) == target.num_devices, name
     for num_slices in (1, 2) if 8 <= len(devices) <= 1024 else ():
@@ -63,7 +63,7 @@ def test_every_machine_of_the_table_and_its_meshes():
 KERNELS = """
 import sys
 from MaxText.cost import targets
-target = targets.find(sys.argv[1])
+target = targets.find_target(sys.argv[1])
 targets.prepare_environment(target)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding

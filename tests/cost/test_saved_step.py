@@ -62,7 +62,7 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
 def test_another_batch_is_left_to_the_compiler(planned, saved):
     assert open_with(planned) is None
     step_for = open_with(planned, compiled_trainstep_file=saved)
-    length = planned.length
+    length = planned.plan.stages[-1].length
     assert step_for(planned.sharding.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
     assert step_for(planned.sharding.abstract_batch(batch_shapes(ROWS, length, True))) is None
 
@@ -101,7 +101,7 @@ def test_memory_adds_up(planned, compiled):
     found = device_memory.memory_breakdown(planned, compiled)
     assert found.parameters == 4 * planned.model.num_parameters == found.gradients
     assert found.optimizer > 2 * found.parameters  # two moments, and counters
-    assert found.batch == 3 * 4 * ROWS * planned.length
+    assert found.batch == 3 * 4 * ROWS * planned.plan.stages[-1].length
     assert found.temporaries > found.gradients
     assert found.total == sum(size for _, size in found.rows())
 

@@ -6,7 +6,7 @@ import os
 import pytest
 from jax.experimental import topologies
 
-from MaxText.cost import hardware, nvidia, targets
+from MaxText.cost import hardware, targets
 from MaxText.errors import UserError
 
 
@@ -95,9 +95,3 @@ def test_the_environment_keeps_what_the_user_set(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "cpu"
     targets.prepare_environment(targets.find_target("cpu-4"))
     assert os.environ["XLA_FLAGS"].split()[1] == "--xla_force_host_platform_device_count=4"
-
-
-def test_descriptions_name_the_memory():
-    for kind, text in nvidia.DESCRIPTIONS.items():
-        assert f"device_memory_size: {nvidia.MEMORY[kind]}\n" in text
-        assert text.count("{") == text.count("}")

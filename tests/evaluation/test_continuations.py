@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.errors import UserError
-from MaxText.evaluation import position_scorer
-from MaxText.evaluation.position_scorer import padded_length
-from MaxText.evaluation.scorers import Continuation, LoglikelihoodScorer, rolling_windows
+from MaxText.evaluation import scorers
+from MaxText.evaluation.scorer_inputs import Continuation, rolling_windows
+from MaxText.evaluation.scorers import Scorer, padded_length
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 from tests.multi_device.same_results import MIXED
 
@@ -55,25 +55,25 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
         for _ in range(4):
             ids.append(int(full_log_probabilities(trained, [*context, *ids])[-1].argmax()))
         asked += [Continuation(context, ids), Continuation(context, [*ids[:3], (ids[3] + 1) % 64])]
-    found = LoglikelihoodScorer(trained).score(asked)
+    found = Scorer(trained).score_continuations(asked)
     wanted = [expected(trained, one) for one in asked]
     check(found, wanted)
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
-    monkeypatch.setattr(position_scorer, "_CHUNK_LOGITS", 128)
-    check(LoglikelihoodScorer(trained).score(asked), wanted)
-    assert LoglikelihoodScorer(trained).score([]) == []
+    monkeypatch.setattr(scorers, "_CHUNK_LOGITS", 128)
+    check(Scorer(trained).score_continuations(asked), wanted)
+    assert Scorer(trained).score_continuations([]) == []
 
 
 @pytest.mark.parametrize("ids", [[], list(range(WINDOW + 1))])
 def test_lengths_that_cannot_be_scored(trained, ids):
     with pytest.raises(UserError, match=rf"has {len(ids)} tokens.*max_target_length={WINDOW}"):
-        LoglikelihoodScorer(trained).score([Continuation([1], ids)])
+        Scorer(trained).score_continuations([Continuation([1], ids)])
 
 
 def test_a_model_that_sees_both_sides_is_refused():
     trained = tiny_trained(mlm_training=True, mlm_mask_id=3)
     with pytest.raises(UserError, match="causal=false"):
-        LoglikelihoodScorer(trained)
+        Scorer(trained)
 
 
 @given(st.integers(0, 60), st.integers(1, 20))
@@ -102,8 +102,8 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 @pytest.mark.multi_device
 def test_the_same_scores_on_eight_devices(monkeypatch):
     asked = random_continuations(40, seed=3)
-    one = LoglikelihoodScorer(tiny_trained(base_num_kv_heads=4)).score(asked)
-    monkeypatch.setattr(position_scorer, "_CHUNK_LOGITS", 256)
+    one = Scorer(tiny_trained(base_num_kv_heads=4)).score_continuations(asked)
+    monkeypatch.setattr(scorers, "_CHUNK_LOGITS", 256)
     keys = MIXED | {"base_num_kv_heads": 4, "per_device_batch_size": 1}
-    many = LoglikelihoodScorer(tiny_trained(devices=jax.devices(), **keys)).score(asked)
+    many = Scorer(tiny_trained(devices=jax.devices(), **keys)).score_continuations(asked)
     check(many, [(score.log_probability, score.is_greedy) for score in one])

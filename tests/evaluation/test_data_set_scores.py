@@ -175,8 +175,8 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     plain = data_set(tmp_path / "plain", texts, tokenizer_path=path)
     (found,) = score(trained, plain)
     assert (found.num_bytes, found.bits_per_byte) == (None, None)
-    assert "normalizes text (Lowercase); and not every token" in found.bytes_unavailable_reason
-    said = f"bits/byte of {plain} is not shown: its tokenizer.json normalizes"
+    assert "byte by byte; and not every token" in found.bytes_unavailable_reason
+    said = f"bits/byte of {plain} is not shown: the ids of its tokenizer"
     assert said in source_table([found])
 
 

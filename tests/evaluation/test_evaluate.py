@@ -183,18 +183,16 @@ def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
     (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
 
     def read(*arguments):
-        asked = parse_request(load([f"load_parameters_path={tmp_path}", *arguments], "eval.py"))
-        data, steps = asked.config.data, asked.config.evaluation.eval_steps
-        return asked, (data.dataset_path, data.grain_eval_files, steps)
+        loaded = load([f"load_parameters_path={tmp_path}", *arguments], "eval.py")
+        config, scores_data = parse_request(loaded)
+        data, steps = config.data, config.evaluation.eval_steps
+        return config.masking, (data.dataset_path, data.grain_eval_files, steps), scores_data
 
-    asked, (_, files, steps) = read()
-    assert asked.scores_data
-    assert not asked.is_tokenizer_typed
+    masking, (_, files, steps), scores_data = read()
+    assert scores_data
     assert (files, steps) == ("evaluated_on", -1)
-    masking = asked.config.masking
     assert (masking.mlm_training, masking.mlm.mask_id, masking.mlm.cls_token_id) == (True, 3, 4)
     assert read("dataset_path=other", "eval_steps=2")[1] == ("other", "", 2)
     assert read("dataset_type=synthetic", "dataset_path=", "grain_eval_files=")[1][2] == 2
-    assert not read("harness.tasks=[a]")[0].scores_data
-    assert read("harness.tasks=[a]", "eval_split=train")[0].scores_data
-    assert read("tokenizer_path=bytes")[0].is_tokenizer_typed
+    assert not read("harness.tasks=[a]")[2]
+    assert read("harness.tasks=[a]", "eval_split=train")[2]

@@ -11,7 +11,7 @@ import pytest
 from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.evaluation import harness_run, lambada
-from MaxText.evaluation.scorers import LoglikelihoodScorer
+from MaxText.evaluation.scorers import Scorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from tests.evaluation.small_trained import tiny_trained
@@ -250,9 +250,7 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    ours = lambada.score(
-        lambada.read_passages(path), path, LoglikelihoodScorer(trained), tokenizer
-    ).metrics
+    ours = lambada.score(lambada.read_passages(path), path, Scorer(trained), tokenizer).metrics
     assert results["perplexity,none"] == pytest.approx(ours["perplexity"], rel=1e-6)
     assert results["acc,none"] == ours["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"])

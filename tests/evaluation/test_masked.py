@@ -2,8 +2,6 @@
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.config.loading import configure
-from MaxText.evaluation import lambada, masked_text, tasks, wikitext
+from MaxText.evaluation import lambada, scorer_inputs, tasks, wikitext
 from MaxText.evaluation.lambada import Passage
-from MaxText.evaluation.masked_text import Masked, MaskIds
-from MaxText.evaluation.scorers import MaskedScorer
+from MaxText.evaluation.scorer_inputs import MaskIds, hide
+from MaxText.evaluation.scorers import Scorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.token_store.manifest import TokenizerEntry
 from tests.evaluation.small_trained import forward, tiny_trained
@@ -88,29 +86,23 @@ def test_every_hidden_token_is_that_of_a_plain_forward_pass(model, cls, request)
     trained = request.getfixturevalue(model)
     asked = []
     for seed, (length, hidden) in enumerate([(7, [6]), (7, [0, 3, 6]), (15, [1, 14])]):
-        asked += [Masked(random_ids(length, seed).astype(np.int32), hidden)] * 2
-    scorer = MaskedScorer(trained, MaskIds(MASK, cls))
+        asked += [hide(random_ids(length, seed).astype(np.int32), hidden)] * 2
+    scorer = Scorer(trained, MaskIds(MASK, cls))
     assert scorer.window == WINDOW - (cls is not None)
     done = []
     found = scorer.score(asked, lambda *numbers: done.append(numbers))
     assert done[-1] == (6, 6)
-    for (ids, hidden), score in zip(asked, found, strict=True):
+    for (ids, hidden, *_), score in zip(asked, found, strict=True):
         log_p = slow_log_p(trained, ids, hidden, cls)
         wanted = log_p[np.arange(len(hidden)), ids[list(hidden)]]
         np.testing.assert_allclose(score.log_probabilities_C, wanted, rtol=1e-5, atol=1e-4)
         np.testing.assert_array_equal(score.is_argmax_C, log_p.argmax(axis=-1) == ids[list(hidden)])
 
 
-def test_only_masked_models_are_asked_for_hidden_tokens():
-    section = configure(dataset_type="synthetic").model
-    causal: Any = SimpleNamespace(model=SimpleNamespace(config=section))
-    refused("this model is causal", MaskedScorer, causal, MaskIds(MASK, None))
-
-
 @given(st.integers(0, 40), st.integers(0, 2), st.integers(1, 12))
 def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, window):
     ids = list(range(100, 100 + count))
-    texts = list(masked_text.mask_each_token(ids, start, window))
+    texts = list(scorer_inputs.mask_each_token(ids, start, window))
     assert [int(text.ids[place]) for text in texts for place in text.hidden] == ids[start:]
     for text in texts:
         (place,) = text.hidden
@@ -120,7 +112,7 @@ def test_each_token_is_hidden_once_in_a_window_as_full_as_can_be(count, start, w
 
 
 def test_a_word_is_uncovered_from_its_beginning():
-    texts = list(masked_text.mask_word_left_to_right([5, 6, 7, 8], 1))
+    texts = list(scorer_inputs.mask_word_left_to_right([5, 6, 7, 8], 1))
     assert [list(text.hidden) for text in texts] == [[1, 2, 3], [2, 3], [3]]
     assert all(text.ids.tolist() == [5, 6, 7, 8] for text in texts)
 
@@ -131,7 +123,7 @@ def masking(**keys):
 
 def test_mask_and_cls_are_those_of_the_training():
     for keys, expected in (({}, (40, None)), ({"mlm.mask_id": 3, "mlm.cls_token_id": 0}, (3, 0))):
-        assert masked_text.mask_ids(masking(**keys), tokenizer_of(mask_id=40)) == expected
+        assert scorer_inputs.mask_ids(masking(**keys), tokenizer_of(mask_id=40)) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,17 +136,17 @@ def test_mask_and_cls_are_those_of_the_training():
     ],
 )
 def test_masks_that_cannot_be(keys, mask_id, message):
-    refused(message, masked_text.mask_ids, masking(**keys), tokenizer_of(mask_id=mask_id))
+    refused(message, scorer_inputs.mask_ids, masking(**keys), tokenizer_of(mask_id=mask_id))
 
 
 def test_cls_begins_a_row_once():
-    assert masked_text.strip_cls_prefix(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
-    assert masked_text.strip_cls_prefix(tokenizer_of(BOS), CLS).prefix == (BOS,)
-    assert masked_text.strip_cls_prefix(tokenizer_of(CLS), None).prefix == (CLS,)
+    assert scorer_inputs.strip_cls_prefix(tokenizer_of(CLS, BOS), CLS).prefix == (BOS,)
+    assert scorer_inputs.strip_cls_prefix(tokenizer_of(BOS), CLS).prefix == (BOS,)
+    assert scorer_inputs.strip_cls_prefix(tokenizer_of(CLS), None).prefix == (CLS,)
 
 
 def scorer_of(trained):
-    return MaskedScorer(trained, MaskIds(MASK, CLS))
+    return Scorer(trained, MaskIds(MASK, CLS))
 
 
 @pytest.mark.parametrize(

@@ -90,11 +90,10 @@ def test_sentence_piece(tmp_path):
     for number, adds in enumerate((True, False)):
         model = train(tmp_path / f"{number}.model", add_dummy_prefix=adds, **as_it_is)
         check(load_tokenizer(model), adds)
-    with pytest.raises(InexactByteCountError, match="normalizes text"):
-        token_byte_counts(load_tokenizer(train(tmp_path / "nfkc.model")))
-    model = train(tmp_path / "plain.model", byte_fallback=False, vocab_size=60, **as_it_is)
-    with pytest.raises(InexactByteCountError, match="unknown characters"):
-        token_byte_counts(load_tokenizer(model))
+    plain = train(tmp_path / "plain.model", byte_fallback=False, vocab_size=60, **as_it_is)
+    for model in (train(tmp_path / "nfkc.model"), plain):
+        with pytest.raises(InexactByteCountError, match="byte by byte"):
+            token_byte_counts(load_tokenizer(model))
 
 
 def test_where_ids_do_not_tell_the_bytes():
@@ -107,10 +106,6 @@ def test_where_ids_do_not_tell_the_bytes():
     whole["model"]["vocab"] = {token: i for token, i in vocabulary if len(token) == 1}
     del whole["model"]["vocab"]["A"]
     whole["model"]["merges"] = []
-    for tokenizer, reason in {
-        words: "WordLevel model", lower: r"normalizes text \(Lowercase\)",
-        spaced: "prepends a space",
-        tokenizers.Tokenizer.from_str(json.dumps(whole)): "no id for some bytes",
-    }.items():  # fmt: skip
-        with pytest.raises(InexactByteCountError, match=reason):
+    for tokenizer in (words, lower, spaced, tokenizers.Tokenizer.from_str(json.dumps(whole))):
+        with pytest.raises(InexactByteCountError, match="byte by byte"):
             token_byte_counts(loaded(tokenizer))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from MaxText.experiments import comparison_results, execution
+from MaxText.experiments import comparison_results
 from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.comparison_results import RunResult, group_results
 from MaxText.experiments.seed_statistics import (
@@ -114,8 +114,8 @@ def test_table_and_sentences(told):
 
 def test_a_budget_is_called_equal_only_if_it_was():
     groups = group_results(["a", "b"], results())
-    assert execution.title_of(plan(seconds=2.0), groups).endswith(", equal tokens")
-    assert execution.title_of(plan(seconds=1.0), groups).endswith(", unequal tokens")
+    assert comparison_results.title_of(plan(seconds=2.0), groups).endswith(", equal tokens")
+    assert comparison_results.title_of(plan(seconds=1.0), groups).endswith(", unequal tokens")
     assert len(comparison_results.summary_lines(groups, plan(seconds=2.0), [])) == 1
     first, *_, last = comparison_results.summary_lines(groups, plan(seconds=1.0), [])
     assert first.startswith("a trained for 2.0 s")

@@ -8,7 +8,6 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.experiments import comparison_results
-from MaxText.experiments.compare_args import parse_args
 from MaxText.experiments.comparison_plan import chains_of, load_or_create_plan
 from MaxText.experiments.solver import cost, solve_plan
 from MaxText.experiments.variants import confounding_keys
@@ -77,7 +76,7 @@ def test_the_shipped_chain_grows_to_the_size_of_the_shipped_model():
 
 def test_a_chain_of_runs(configs):
     plan, found, question = plan_of(*COMMAND, seeds=(0, 1))
-    solve_plan(plan, found, parse_args(COMMAND)[0])
+    solve_plan(plan, found)
     assert plan.planned["c"].steps == 10
     assert plan.planned["c"].tokens == plan.planned["a"].tokens == 640
     chains = chains_of(plan, found)

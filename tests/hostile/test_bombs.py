@@ -47,7 +47,7 @@ def _gz() -> bytes:
 def _long_record() -> bytes:
     """The header of a record of 2^40 bytes, with the right checksum."""
     length = struct.pack("<Q", 1 << 40)
-    return length + struct.pack("<I", tfrecord.masked_crc32c(length))
+    return length + tfrecord.masked_crc32c(length)
 
 
 def _long_name() -> bytes:

@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.healthy import HealthyCheckpoints
+from MaxText.checkpointing.history import HealthyCheckpoints
 from MaxText.config.command_line import explain_value
 from MaxText.config.loading import configure
 from MaxText.config.serialization import flatten

@@ -7,8 +7,10 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.input_pipeline import data_sources as sources
+from MaxText.input_pipeline.prefetch import RetryLog
 from MaxText.input_pipeline.token_store.manifest import find_split
-from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
+from MaxText.input_pipeline.token_store.opening import OpenRequest
+from tests.input_pipeline.small_data import denying, numbered_documents, quiet, write_data_set
 from tests.programs import run
 from tests.refusals import refused
 
@@ -66,8 +68,8 @@ def test_unused_embeddings_are_reported(folder, vocab_size, warned):
     lines = []
     data = load([f"dataset_path={folder}"]).config.data
     preparation = load([]).config.preparation
-    request = sources.SourcesRequest(data, preparation, True, vocab_size, lines.append)
-    sources.open_sources(request, length=16)
+    request = OpenRequest(data, preparation, True, vocab_size, lines.append)
+    sources.open_sources(request, 16, None, RetryLog(quiet))
     assert any("never used" in line for line in lines) == warned
 
 

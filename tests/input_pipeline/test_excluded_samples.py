@@ -73,7 +73,7 @@ def test_the_position_holds_the_excluded_samples(folder):
     early = json.loads(json.dumps(run.position))
     whole = list(itertools.islice(run, 3))
     run.exclude(30, 44)
-    assert not run.exclude_if_new(31, 40)
+    assert not run.exclude(31, 40)
     whole += itertools.islice(run, 6)
     position = json.loads(json.dumps(run.position))
     assert position["excluded"] == [[30, 44]]

@@ -16,12 +16,8 @@ from MaxText.input_pipeline.inspect_dataset import (
     visible,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from tests.input_pipeline.small_data import (
-    EOS,
-    quiet,
-    random_documents,
-    write_data_set,
-)
+from MaxText.layers.batch import Batch
+from tests.input_pipeline.small_data import EOS, quiet, random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import open_data, write, write_tfrecord
 from tests.programs import run
 from tests.refusals import refused
@@ -86,12 +82,10 @@ def test_rows_are_shown_from_both_ends_and_visibly():
 
 
 def test_rows_of_a_batch_cut_in_two(told):
-    arrays = {
-        "tokens": np.array([[5, 6], [7, 0], [0, 0], [8, 0]]),
-        "weights": np.array([[1, 1], [1, 0], [0, 0], [0, 0]], np.float32),
-    }
+    ids, mask = [[5, 6], [7, 0], [0, 0], [8, 0]], [[1, 1], [1, 0], [0, 0], [0, 0]]
+    batch = Batch(np.array(ids), np.array(ids), np.array(mask, np.float32))
     origins = [[("a", 0, 4)], [("b", 10, 1), ("c", 0, 1)]]
-    lines = batch_lines(3, arrays, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
+    lines = batch_lines(3, batch, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
     told("\n".join(lines))
 
 

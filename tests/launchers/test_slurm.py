@@ -3,12 +3,14 @@
 import os
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands
-from MaxText.launchers.slurm import SlurmJob, render_batch_script, submit
+from MaxText.launchers.options import SlurmOptions
+from MaxText.launchers.slurm import render_batch_script, submit
 
 
 @pytest.fixture
@@ -18,7 +20,10 @@ def programs(stand_in):
 
 @pytest.fixture
 def job(tmp_path):
-    return SlurmJob("first", 2, 4, 4, ["--partition=long"], 3, tmp_path / "logs here")
+    return SlurmOptions(
+        name="first", nodes=2, processes_per_node=4, gpus_per_node=4, max_restarts=3,
+        sbatch=("--partition=long",), log_dir=str(tmp_path / "logs here"),
+    )  # fmt: skip
 
 
 def test_what_is_asked_of_slurm(job):
@@ -51,11 +56,11 @@ def test_submitting(job, programs):
     # A dry run shows script and command.
     assert submit(job, ["a.yml"], Commands(shown.append, dry_run=True), shown.append) == ""
     assert programs["sbatch"].calls == []
-    assert not job.logs.exists()
+    assert not Path(job.log_dir).exists()
     assert render_batch_script(job, ["a.yml"]) in shown[0]
     programs["sbatch"].will_answer((0, "123;cluster\n", ""))
     assert submit(job, ["a.yml"], Commands(shown.append, dry_run=False), shown.append) == "123"
-    file = job.logs / "first.sh"
+    file = Path(job.log_dir, "first.sh")
     assert programs["sbatch"].calls == [["--parsable", str(file)]]
     assert file.read_text() == render_batch_script(job, ["a.yml"])
     assert "123" in shown[-1]

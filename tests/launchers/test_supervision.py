@@ -8,12 +8,8 @@ import pytest
 from MaxText import exit_codes
 from MaxText.launchers import supervision
 from MaxText.launchers.local_processes import process_env
-from MaxText.launchers.supervision import (
-    RestartPolicy,
-    SupervisedJob,
-    combined_exit_code,
-    is_restartable,
-)
+from MaxText.launchers.options import LocalOptions
+from MaxText.launchers.supervision import combined_exit_code, is_restartable
 from tests.runtime.child_programs import ended, started, wait_for
 
 # Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
@@ -47,8 +43,12 @@ def run(tmp_path):
 
     def run(*ends, number=2, max_restarts=3, grace=0.3):
         command = ["bash", "-c", WORKER, str(tmp_path), *ends]
-        job = SupervisedJob(command, number, None, tmp_path / "logs", str(tmp_path / "run"))
-        return supervision.supervise(job, RestartPolicy(max_restarts, 0.01, grace), lines.append)
+        options = LocalOptions(
+            supervise=True, max_restarts=max_restarts, backoff=0.01, grace_period=grace,
+            log_dir=str(tmp_path / "logs"),
+        )  # fmt: skip
+        folder = str(tmp_path / "run")
+        return supervision.supervise(command, number, options, folder, lines.append)
 
     run.starts = lambda rank: len((tmp_path / f"starts.{rank}").read_text())
     run.log = lambda rank: (tmp_path / "logs" / f"{rank}.log").read_text()
@@ -106,12 +106,11 @@ def test_restarts(run, ends, number, max_restarts, code, starts):
 def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
     program = f"""
         import sys
-        from pathlib import Path
-        from MaxText.launchers import supervision
-        job = supervision.SupervisedJob(
-            ["bash", "-c", {WORKER!r}, sys.argv[1], "wait"],
-            2, None, Path(sys.argv[1]) / "logs", None)
-        sys.exit(supervision.supervise(job, supervision.RestartPolicy(5, 0.01, 5.0), print))
+        from MaxText.launchers import options, supervision
+        local = options.LocalOptions(
+            supervise=True, max_restarts=5, grace_period=5.0, log_dir=sys.argv[1] + "/logs")
+        command = ["bash", "-c", {WORKER!r}, sys.argv[1], "wait"]
+        sys.exit(supervision.supervise(command, 2, local, None, print))
     """
     with started(program, str(tmp_path)) as process:
         wait_for(process, "[0] attempt")

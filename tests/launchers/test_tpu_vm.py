@@ -11,8 +11,9 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers import tpu_vm
-from MaxText.launchers.commands import CapacityRetry, Commands
-from MaxText.launchers.tpu_vm import TpuVm, TpuVmLaunch
+from MaxText.launchers.commands import Commands
+from MaxText.launchers.options import GcloudOptions
+from MaxText.launchers.tpu_vm import TpuVm
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
 ZONE = ["--zone=z", "--project=p"]
@@ -30,10 +31,11 @@ def shown():
 
 @pytest.fixture
 def launch(shown):
-    def launch(dry_run=False, tries=3, **tpu):
-        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True} | tpu
-        vm = TpuVm("pod", "z", "p", retry=CapacityRetry(tries, 0.0), **options)
-        return TpuVmLaunch(vm, Commands(shown.append, dry_run=dry_run))
+    def launch(dry_run=False, **changed):
+        options = {"accelerator_type": "v5p-32", "version": "v2", "spot": True, "max_attempts": 3}
+        place = {"name": "pod", "zone": "z", "project": "p", "retry_seconds": 0.0}
+        vm = GcloudOptions(**options | place | changed)
+        return TpuVm(vm, Commands(shown.append, dry_run=dry_run))
 
     return launch
 
@@ -51,12 +53,12 @@ def test_what_reaches_gcloud_and_the_run(launch, shown):
     flags = ("--service-account=me", "--scopes=cloud-platform", "--network=n")
     for action in ("create", "queue"):
         shown.clear()
-        getattr(launch(dry_run=True, flags=flags), action)()
+        getattr(launch(dry_run=True, gcloud=flags), action)()
         assert shlex.split(shown[0])[-3:] == list(flags)
     # A run expects the devices of its type.
     for kind, number in (("v5p-32", "16"), ("v5litepod-16", "16"), ("v3-8", "8"), ("", None)):
         shown.clear()
-        launch(dry_run=True, accelerator_type=kind).run(["a.yml"], 3)
+        launch(dry_run=True, accelerator_type=kind).run(["a.yml"])
         found = re.search(r"env MAXTEXT_NUM_DEVICES=(\d+) ", shown[0])
         assert (found and found[1]) == number
 
@@ -93,7 +95,7 @@ def test_a_queued_resource_is_waited_for_and_asked_for_again(gcloud, launch):
     # One that is refused for good.
     gcloud.will_answer(*[(0, "", ""), (0, "SUSPENDED", ""), (0, "", "")] * 2)
     with pytest.raises(UserError, match="SUSPENDED, 2 times"):
-        launch(tries=2).queue()
+        launch(max_attempts=2).queue()
 
 
 def test_the_working_tree_is_copied_without_what_git_ignores(gcloud, launch, monkeypatch, tmp_path):
@@ -114,7 +116,7 @@ def test_the_working_tree_is_copied_without_what_git_ignores(gcloud, launch, mon
 
 
 def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):
-    launch().run(["configs/a.yml", "prompt=it's here"], max_restarts=4)
+    launch(max_restarts=4).run(["configs/a.yml", "prompt=it's here"])
     ((*_, worker, command),) = gcloud.calls
     assert worker == "--worker=all"
     # The line, as the shell of a host would read it.
@@ -141,15 +143,15 @@ def test_a_run_in_the_background_of_every_host(gcloud, launch, tmp_path):
 def test_a_dry_run_shows_the_same_commands_and_runs_none(gcloud, launch, shown):
     def act(launched):
         launched.create()
-        launched.logs(20, True, "1")
-        for action in ("setup", "status", "stop", "delete", "delete_queued"):
+        for action in ("logs", "setup", "status", "stop", "delete", "delete_queued"):
             getattr(launched, action)()
 
-    act(launch(dry_run=True))
+    logs = {"tail": 20, "follow": True, "worker": "1"}
+    act(launch(dry_run=True, **logs))
     assert gcloud.calls == []
     commands = list(shown)
     shown.clear()
-    act(launch())
+    act(launch(**logs))
     assert shown == commands
     assert [shlex.split(line)[2:] for line in shown] == gcloud.calls
     assert gcloud.calls[1][-1] == "--command=tail -n 20 -F maxtext/logs/launch.log"

@@ -183,14 +183,11 @@ def test_sums_that_are_made_again(kept, again):
     assert operations(traced.jaxpr, "pallas_call") == 3 + again + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [
-        pytest.param(
-            {"base_num_decoder_layers": 4, "dense_streams": ["k", "r"]}
-            | {"dense_saved_aggregates": 1},
-            marks=pytest.mark.slow,
-        ),
+        {"base_num_decoder_layers": 4, "dense_streams": ["k", "r"], "dense_saved_aggregates": 1},
         {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sparsity": "dilated"},
     ],
     ids=str,

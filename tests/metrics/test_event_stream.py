@@ -20,13 +20,13 @@ from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.profiler import memory_row
 from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, StepMetrics
+from MaxText.metrics.step_line import EvaluationReport, step_row
 
 
 def emit_step(stream, step, loss=2.0):
     metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
-    report = StepMetrics(step, 0.5, metrics, tokens_per_device=64, tflops_per_device=0.25)
-    stream.emit("step", step=step, seconds=0.5, report=report, updates=1, **report.row())
+    row = step_row(metrics, 0.5, tokens=64, tflops=0.25)
+    stream.emit("step", step=step, seconds=0.5, updates=1, **row)
 
 
 def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
@@ -79,7 +79,7 @@ def test_each_event_reaches_every_place(tmp_path):
     with pytest.raises(ValueError), stream.timed("checkpoint", step=0):  # noqa: PT011
         raise ValueError
     shown = EvaluationReport(0, 200.0, 100.0, 2, 0.1)
-    stream.emit("evaluation", step=0, seconds=0.1, report=shown, **shown.row())
+    stream.emit("evaluation", step=0, seconds=0.1, **shown.row())
     stream.close()
     stream.close()
 
@@ -187,8 +187,8 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
 def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
     config = flatten(configure("quickstart.yml", log_layer_norms=True))
     stream = record(tmp_path, [], config=config, enable_tensorboard=True)
-    row = {"learning/lm_loss": 3.5, "learning/grad_norm/layer_10": 0.5} | memory_row()
-    stream.emit("step", step=0, **row)
+    metrics = {"loss": 3.5, "lm_loss": 3.5, "total_weights": 64.0, "grad_norm/layer_10": 0.5}
+    stream.emit("step", step=0, **step_row(metrics, 0.5, 64, 0.25), **memory_row())
     stream.emit("evaluation", step=0, **{"eval/avg_loss": 4.5})
     stream.emit("sample", step=0, text="# A sample\n</pre>")
     stream.close()

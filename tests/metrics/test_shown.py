@@ -1,6 +1,5 @@
 """What people see of a run: lines, the bar, the picture, the trace."""
 
-import dataclasses
 import io
 import sys
 
@@ -11,44 +10,46 @@ from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
 from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, StepMetrics
+from MaxText.metrics.step_line import EvaluationReport, step_line, step_row
 from MaxText.metrics.tables import short_time
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 
 
-def report(step, loss):
+def row_of(loss, **more):
     metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0}
-    return StepMetrics(step, 0.5, metrics, 64, 0.25, seconds_left=65)
+    return step_row(metrics | more, 0.5, 64, 0.25)
 
 
 def test_the_line_of_maxtext_is_a_prefix_of_ours():
     """Scripts parse it."""
-    short = StepMetrics(7, 0.5, METRICS, tokens_per_device=2048, tflops_per_device=1.25)
+    short = step_row(METRICS, 0.5, tokens=2048, tflops=1.25)
     maxtext = (
         "completed step: 7, seconds: 0.500, TFLOP/s/device: 2.500, Tokens/s/device: 4096.000, "
         "total_weights: 4096, loss: 2.500, lm_loss: 2.250, perplexity: 9.488"
     )
-    assert short.line() == maxtext
+    assert step_line(7, short) == maxtext
     more = {"grad_norm": 1.0, "learning_rate": 3e-4}
-    full = dataclasses.replace(short, metrics=METRICS | more, peak_tflops=5.0, seconds_left=3725)
-    assert full.line() == maxtext + ", mfu: 50.0%, grad_norm: 1.000, lr: 3.000e-04, eta: 1:02:05"
-    assert full.row()["learning/current_learning_rate"] == 3e-4
-    assert full.row()["perf/mfu"] == 0.5
+    full = step_row(METRICS | more, 0.5, 2048, 1.25, peak_tflops=5.0)
+    rest = ", mfu: 50.0%, grad_norm: 1.000, lr: 3.000e-04, eta: 1:02:05"
+    assert step_line(7, full, seconds_left=3725) == maxtext + rest
+    assert full["learning/current_learning_rate"] == 3e-4
+    assert full["perf/mfu"] == 0.5
 
 
 def test_lines_and_rows_of_other_reports(told):
     """A loss too high for a perplexity, evaluations, and entmax, which has no perplexity."""
-    high = StepMetrics(7, 0.5, METRICS | {"lm_loss": 143.0}, 2048, 1.25)
     entmax = {"loss": 2.5, "entmax_loss": 2.25, "total_weights": 4096.0}
-    shown = [
-        high, StepMetrics(7, 0.5, entmax, tokens_per_device=2048, tflops_per_device=1.25),
+    rows = [step_row(each, 0.5, 2048, 1.25) for each in (METRICS | {"lm_loss": 143.0}, entmax)]
+    evaluations = [
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
         EvaluationReport(10, 0.0, 0.0, 0, 1.0),
-    ]  # fmt: skip
-    rows = [{name: f"{value:.6g}" for name, value in one.row().items()} for one in shown]
-    told("\n\n".join(f"{one.line()}\n{row}" for one, row in zip(shown, rows, strict=True)))
+    ]
+    shown = [(step_line(7, row), row) for row in rows]
+    shown += [(one.line(), one.row()) for one in evaluations]
+    numbers = ((line, {name: f"{x:.6g}" for name, x in row.items()}) for line, row in shown)
+    told("\n\n".join(f"{line}\n{row}" for line, row in numbers))
 
 
 @pytest.mark.parametrize(
@@ -77,37 +78,35 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines = []
     terminal = terminal_of(10, lines)
-    terminal.write(Event("step", 0.0, step=0, report=report(0, 2.0)))
+    terminal.write(Event("step", 0.0, step=0, facts=row_of(2.0)))
     terminal.write(Event("compile", 0.0, fields={"rows": 4, "length": 16, "compile_seconds": 1.26}))
     terminal.close()
     step, compiled = lines
-    assert step == report(0, 2.0).line()
+    assert step == step_line(0, row_of(2.0), 4.5)
     assert "4 x 16" in compiled
     assert "1.3 s" in compiled
     assert sys.stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize(
-    ("step_line", "is_terminal", "compact"),
+    ("choice", "is_terminal", "compact"),
     [
         ("auto", False, False), ("auto", True, True), ("full", True, False),
         ("compact", False, True),
     ],
 )  # fmt: skip
-def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, step_line, is_terminal, compact):
+def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_terminal, compact):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
     lines = []
-    terminal = terminal_of(400, lines, step_line=step_line)
-    shown = report(289, 4.1324)
-    more = {"grad_norm": 0.767, "learning_rate": 1.751e-3}
-    shown = dataclasses.replace(shown, metrics={**shown.metrics, **more})
-    terminal.write(Event("step", 0.0, step=289, report=shown))
+    terminal = terminal_of(400, lines, step_line=choice)
+    row = row_of(4.1324, grad_norm=0.767, learning_rate=1.751e-3)
+    terminal.write(Event("step", 0.0, step=289, facts=row))
     short = (
         "step 290/400 (72%)  loss 4.1324  grad_norm 0.767  lr 1.75e-03  128 tokens/s/device  "
-        "0:01:05 left"
+        "0:00:55 left"
     )
-    assert lines == [short if compact else shown.line()]
+    assert lines == [short if compact else step_line(289, row, 55.0)]
 
 
 @pytest.mark.parametrize("stdout_is_terminal", [False, True])
@@ -120,17 +119,17 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
     text = "completed step: 0, [not markup], " + "x" * 120
     terminal = terminal_of(10, lines, first_step=4)
     terminal.line(text)
-    terminal.write(Event("step", 0.0, step=5, report=report(5, 2.0)))
+    terminal.write(Event("step", 0.0, step=5, facts=row_of(2.0)))
     terminal._bar.refresh()
     terminal.close()
     terminal.close()
     drawn = sys.stderr.getvalue()
-    for part in ("loss 2.000", "0:01:05 left", "step 6/10"):
+    for part in ("loss 2.000", "0:00:02 left", "step 6/10"):
         assert part in drawn
     if stdout_is_terminal:
         assert text in drawn
     else:
-        assert lines == [text, report(5, 2.0).line()]
+        assert lines == [text, step_line(5, row_of(2.0), 2.0)]
 
 
 def test_the_configured_steps_are_traced(tmp_path):

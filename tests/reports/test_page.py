@@ -1,5 +1,6 @@
 """The page: what others wrote stays text, nothing is loaded, and a browser shows all of it."""
 
+import importlib.resources
 import json
 import re
 import shutil
@@ -97,23 +98,22 @@ def chromium():
     return program or pytest.skip("needs chromium (Debian: apt-get install chromium)")
 
 
-def opened(program, page, folder, width):
+def opened(program, page, folder, width, *switches):
     """The page after its programs ran, and what they said."""
     done = subprocess.run(
         [
             *(program, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"),
             *("--host-resolver-rules=MAP * ~NOTFOUND", "--disable-background-networking"),
             *("--hide-scrollbars", "--enable-logging=stderr", f"--window-size={width},900"),
-            *(f"--user-data-dir={folder}", "--dump-dom", page.resolve().as_uri()),
+            *(f"--user-data-dir={folder}", *switches, "--dump-dom", page.resolve().as_uri()),
         ],
         capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
-@pytest.mark.parametrize(
-    "name", ["two", *(pytest.param(name, marks=pytest.mark.slow) for name in ("one", "many"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["one", "two", "many"])
 def test_a_browser_draws_every_chart(chromium, name, tmp_path, request):
     document, console = opened(chromium, request.getfixturevalue(name), tmp_path, 1280)
     assert console == []
@@ -123,6 +123,13 @@ def test_a_browser_draws_every_chart(chromium, name, tmp_path, request):
     for chart in charts:
         assert ("main-svg" in chart) == ("open" in chart.partition(">")[0])
         assert "aria-label=" in chart
+
+
+def with_program(page, program, copy):
+    """A copy of the page that also runs a program of the test."""
+    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.*?>", "", page.read_text())
+    copy.write_text(f"{text}<script>{program}</script>")
+    return copy
 
 
 PRESSES = """
@@ -162,9 +169,7 @@ Plotly.relayout(plot, { "xaxis.range[0]": 1, "xaxis.range[1]": 2 }).then(() => {
 
 def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     """On a narrow screen, which it does not leave; the page itself lets no other program run."""
-    text = re.sub(r"<meta http-equiv=.Content-Security-Policy.*?>", "", two.read_text())
-    copy = tmp_path / "copy.html"
-    copy.write_text(f"{text}<script>{PRESSES}</script>")
+    copy = with_program(two, PRESSES, tmp_path / "copy.html")
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
     *states, first, zoomed, widths, kept = json.loads(re.search(r"said: (\[.*\]);", document)[1])
@@ -182,3 +187,38 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     assert widths[0] == widths[1] == 500
     assert widths[2] > 200
     assert kept == 1
+
+
+WIDTHS = (400, 1280, 2560)
+AXE = """
+axe.run().then(({ violations, passes }) => {
+  const ids = violations.map(({ id, impact, nodes }) => [id, impact, nodes[0].html]);
+  const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+  parent.postMessage([innerWidth, dark, passes.length > 15, ids], "*");
+});
+"""
+FRAMES = """
+addEventListener("message", ({ data }) => {
+  const line = document.createElement("pre");
+  line.textContent = JSON.stringify(data);
+  document.body.append(line);
+});
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+def test_nothing_keeps_anyone_from_reading_it(chromium, two, tmp_path, dark):
+    """Checked by axe-core at three widths."""
+    axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
+    with_program(two, axe + AXE, tmp_path / "copy.html")
+    frames = [f'<iframe src="copy.html" width={w} height=900></iframe>' for w in WIDTHS]
+    host = tmp_path / "host.html"
+    host.write_text(f"<body><script>{FRAMES}</script>{''.join(frames)}")
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    document, console = opened(
+        chromium, host, tmp_path / "browser", 2600, "--virtual-time-budget=60000", *scheme
+    )
+    assert console == []
+    said = sorted(json.loads(text) for text in re.findall("<pre>(.*?)</pre>", document))
+    assert said == [[width, dark, True, []] for width in WIDTHS]

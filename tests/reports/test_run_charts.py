@@ -5,8 +5,7 @@ import pytest
 
 from MaxText.metrics.run_record import read_run
 from MaxText.reports.chart import PALETTE
-from MaxText.reports.curves import Axes
-from MaxText.reports.downsampling import MAX_POINTS, MAX_SMOOTH_POINTS, downsample, running_median
+from MaxText.reports.curves import MAX_POINTS, MAX_SMOOTH_POINTS, Axes, downsample, running_median
 from MaxText.reports.entries import all_runs, group_runs
 from MaxText.reports.figures import draw_chart
 from MaxText.reports.plots import plot_goodput, plot_hyperparameters

@@ -6,7 +6,7 @@ import pytest
 
 from MaxText.metrics.run_record import read_run
 from MaxText.metrics.tables import format_table
-from MaxText.reports import formatting, model_tables, provenance_tables, run_tables
+from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, differing_keys, group_runs
 from MaxText.reports.page import PageSection
@@ -53,11 +53,11 @@ def test_all_tables(completed_run, eventful_run, told):
     sections = [
         PageSection("Runs", table=run_tables.overview(both, differing_keys(both))),
         PageSection("Time", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
-        *provenance_tables.provenance(both),
-        *provenance_tables.configuration(one, {}), *model_tables.cost(both),
-        *provenance_tables.configuration(both, differing_keys(both)), *model_tables.memory(one),
+        *run_tables.provenance(both),
+        *run_tables.configuration(one, {}), *model_tables.cost(both),
+        *run_tables.configuration(both, differing_keys(both)), *model_tables.memory(one),
     ]  # fmt: skip
-    assert model_tables.lineage(one) == provenance_tables.configuration(both, {}) == []
+    assert model_tables.lineage(one) == run_tables.configuration(both, {}) == []
     told(as_text(sections))
 
 

@@ -108,7 +108,7 @@ def test_a_step_is_reported_when_the_next_is_handed_over(start, metrics):
     log.add(1, metrics(2.0))
     assert [event.step for event in events] == [0]
     log.flush()
-    assert [event.report.metrics["loss"] for event in events] == [3.0, 2.0]
+    assert [event.fields["learning/loss"] for event in events] == [3.0, 2.0]
     # Tokens and operations count from the first step of the run.
     assert [event.fields["progress/tokens"] for event in events] == [64, 128]
     flops = [event.fields["progress/flops"] for event in events]
@@ -125,7 +125,7 @@ def test_a_pause_does_not_swallow_the_step_that_is_still_running(start, metrics,
     log.flush()
     # The 0.4 seconds of step 1 are counted, though they passed when the pause began.
     assert (events[-1].fields["updates"], events[-1].seconds) == (2, pytest.approx(0.4))
-    assert events[-1].report.seconds == pytest.approx(0.2)
+    assert events[-1].facts["perf/step_time_seconds"] == pytest.approx(0.2)
 
 
 def test_waiting_counts_where_the_devices_have_nothing_to_do(start, metrics, clock):
@@ -176,23 +176,23 @@ def run_of(start, period, losses, skipped=()):
         metrics = {name: jnp.float32(number) for name, number in numbers.items()}
         log.add(step, {**metrics, "skipped": jnp.int32(step in skipped)})
     log.flush()
-    return {event.step: event.report for event in events}
+    return {event.step: event.fields for event in events}
 
 
 def test_the_loss_of_a_report_is_the_mean_since_the_last_one(start):
     losses = np.random.default_rng(0).normal(3.0, 1.0, 11).astype(np.float32)
     each, every_fifth = (run_of(start, period, losses) for period in (1, 5))
-    assert [each[step].metrics["loss"] for step in range(11)] == losses.tolist()
-    assert every_fifth[0].lm_loss == losses[0]
-    assert every_fifth[5].lm_loss == pytest.approx(losses[1:6].mean(), rel=1e-6)
-    assert every_fifth[10].row()["learning/loss"] == pytest.approx(losses[6:].mean(), rel=1e-6)
+    assert [each[step]["learning/loss"] for step in range(11)] == losses.tolist()
+    assert every_fifth[0]["learning/lm_loss"] == losses[0]
+    assert every_fifth[5]["learning/lm_loss"] == pytest.approx(losses[1:6].mean(), rel=1e-6)
+    assert every_fifth[10]["learning/loss"] == pytest.approx(losses[6:].mean(), rel=1e-6)
 
 
 def test_a_skipped_update_is_not_part_of_the_mean(start):
     reports = run_of(start, 4, [5.0, 4.0, np.nan, 3.0, 2.0], skipped={2})
-    assert reports[4].lm_loss == pytest.approx(3.0)
+    assert reports[4]["learning/lm_loss"] == pytest.approx(3.0)
     reports = run_of(start, 2, [5.0, 90.0, 80.0], skipped={1, 2})
-    assert reports[2].lm_loss == 80.0
+    assert reports[2]["learning/lm_loss"] == 80.0
 
 
 def falling(start, end, count, noise=0.1):

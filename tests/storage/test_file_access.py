@@ -1,5 +1,6 @@
 """Files found by every kind of name and read at any offset, local and remote."""
 
+import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,7 +146,9 @@ def test_folders_and_denied_files(tmp_path, monkeypatch):
         read((str(tmp_path / "secret"), 0, 1))
 
 
-def test_more_files_than_are_kept_open(tmp_path):
+def test_more_files_than_are_kept_open(tmp_path, monkeypatch):
+    few = functools.lru_cache(128)(file_access._descriptor.__wrapped__)
+    monkeypatch.setattr(file_access, "_descriptor", few)
     for number in range(200):
         (tmp_path / f"{number}").write_bytes(bytes([number]))
     with ThreadPoolExecutor(8) as threads:

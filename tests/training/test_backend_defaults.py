@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from MaxText.parallelism.compiler_options import compiler_options
-from MaxText.parallelism.mesh import make_sharding_plan
+from MaxText.parallelism.mesh import compiler_options, make_sharding_plan
 from MaxText.training.backend_defaults import GPU_UNROLLED_LAYERS, resolve_auto
 from tests.small_models import tiny_config
 

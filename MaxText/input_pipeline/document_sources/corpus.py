@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
-from MaxText.input_pipeline.document_sources.archives import stream_texts
 from MaxText.input_pipeline.document_sources.byte_streams import (
     decompressed,
     read_errors_as_user_error,
@@ -29,7 +28,13 @@ from MaxText.input_pipeline.document_sources.source_files import (
     split_entries,
 )
 from MaxText.input_pipeline.document_sources.tables import table_texts
-from MaxText.input_pipeline.document_sources.text_streams import NoValidRow, Skipped
+from MaxText.input_pipeline.document_sources.text_streams import (
+    NoValidRow,
+    Skipped,
+    json_texts,
+    stream_texts,
+    text_chunks,
+)
 from MaxText.storage.file_access import file_infos, is_url
 
 SHARD_BYTES = 2**26
@@ -66,6 +71,7 @@ class Shard:
     ranges: tuple[FileRange, ...]
     text_field: str
     max_bad_records: int = 0  # malformed rows and unreadable files to skip
+    split: str = ""  # of the source; empty if it has none
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +110,11 @@ class Corpus:
     description: str  # without machine-specific paths
     num_files: int
     shards: tuple[Shard, ...]  # in document order
-    splits: tuple[str, ...] = ()  # one per shard; empty if the source has none
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Splits of the source, if it has any."""
+        return tuple(dict.fromkeys(shard.split for shard in self.shards if shard.split))
 
     def identity(self) -> dict[str, Any]:
         """Returns what the text depends on: files, their times, and options."""
@@ -135,34 +145,25 @@ def open_corpus(
         is_local = not is_url(file.path)
         found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
     files = [*found.values()]
-    splits = _splits(files)
-    file_splits = splits or [""] * len(files)
-    shards = split_into_shards(files, file_splits, text_field, shard_bytes, max_bad_records)
-    split_of = dict(zip(files, file_splits, strict=True))
+    shards = split_into_shards(files, _splits(files), text_field, shard_bytes, max_bad_records)
     names = [
         f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
         for entry in entries
     ]
-    return Corpus(
-        description=", ".join(names),
-        num_files=len(files),
-        shards=shards,
-        splits=tuple(split_of[shard.ranges[0].file] for shard in shards) if splits else (),
-    )
+    return Corpus(", ".join(names), len(files), shards)
 
 
 def _splits(files: list[SourceFile]) -> list[str]:
-    """Returns the split of each file, or nothing without several splits."""
-    splits = [split for file in files if (split := _split_of(file.name))]
-    if len(splits) < len(files) or set(splits) == {"train"}:
-        return []
-    return splits
+    """Returns the split of each file; empty ones without several splits."""
+    splits = [_split_of(file.name) for file in files]
+    is_divided = all(splits) and set(splits) != {"train"}
+    return splits if is_divided else [""] * len(files)
 
 
-def _split_of(name: str) -> str | None:
-    """Returns the split at the start of a name, or None."""
+def _split_of(name: str) -> str:
+    """Returns the split at the start of a name, or ""."""
     words = (re.split(r"[-_.]", part)[0] for part in name.lower().split("/"))
-    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), None)
+    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), "")
 
 
 def split_into_shards(
@@ -179,16 +180,18 @@ def split_into_shards(
     assert shard_bytes > 0, shard_bytes
     total = sum(file.size for file in files)
     shard_bytes = min(shard_bytes, max(total // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
-    shards: list[list[FileRange]] = []
-    size, last_split = 0, None
+    shards: list[tuple[str, list[FileRange]]] = []
+    size = 0
     for file, split in zip(files, splits, strict=True):
         for each in _split_file(file, shard_bytes):
-            if size + each.num_bytes > shard_bytes or split != last_split or not shards:
-                shards.append([])
-                size, last_split = 0, split
-            shards[-1].append(each)
+            if not shards or size + each.num_bytes > shard_bytes or split != shards[-1][0]:
+                shards.append((split, []))
+                size = 0
+            shards[-1][1].append(each)
             size += each.num_bytes
-    return tuple(Shard(tuple(ranges), text_field, max_bad_records) for ranges in shards)
+    return tuple(
+        Shard(tuple(ranges), text_field, max_bad_records, split) for split, ranges in shards
+    )
 
 
 def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
@@ -228,14 +231,7 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
         elif layout is Layout.TEXT:
             first = start // text_streams.LONGEST_TEXT
             last = None if stop is None else stop // text_streams.LONGEST_TEXT
-            yield from text_streams.text_chunks(content, file.path, first, last)
+            yield from text_chunks(content, file.path, first, last)
         else:
-            yield from text_streams.json_texts(
-                decompressed(content, ""),
-                file.path,
-                text_field,
-                may_be_list=layout is Layout.JSON,
-                start=start,
-                stop=stop,
-                skipped=skipped,
-            )
+            rows, is_json = decompressed(content, ""), layout is Layout.JSON
+            yield from json_texts(rows, file.path, text_field, is_json, start, stop, skipped)

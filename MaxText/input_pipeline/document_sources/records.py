@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.archives import scan_members
 from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
     decode,
@@ -17,6 +16,7 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     describe_error,
     local_file,
     read_errors_as_user_error,
+    scan_members,
 )
 from MaxText.input_pipeline.document_sources.document_formats import Layout, check_not_compressed
 from MaxText.input_pipeline.document_sources.source_files import FileRange
@@ -52,9 +52,10 @@ _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
 _LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
 
 _Documents = Iterator[tuple[int, TokenDocument | BadRecordError]]
+_Records = Iterator[tuple[int, bytes | BadRecordError]]
 
 
-def scan_records(part: FileRange) -> Iterator[tuple[int, bytes | BadRecordError]]:
+def scan_records(part: FileRange) -> _Records:
     """Yields (position, bytes or error) of each record of a file, in order.
 
     The position is the offset in the decompressed TFRecord file, or the record number in the
@@ -98,31 +99,22 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
 
 def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     where = f"{path}, record {number},"
-    features = example_features(record)
-    if not features:
+    try:
+        features = tf_example.decode(record)
+    except tf_example.ExampleError:
+        features = {}
+    # Text does not parse as an example by accident: three nested fields each start with a line feed
+    # and a matching length.
+    if not features or "" in features:
         return decode(record, where)
     values = features.get(text_field)
     if isinstance(values, list):
         return PARAGRAPH_END.join(decode(value, where) for value in values)
     texts = [name for name, value in features.items() if isinstance(value, list)]
-    arrays = {name: value for name, value in features.items() if isinstance(value, np.ndarray)}
-    ids = [name for name, value in arrays.items() if value.dtype.kind == "i"]
+    ids = [name for name in features if np.asarray(features[name]).dtype.kind == "i"]
     if ids and not texts:
         raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
     raise missing_text_error(where, text_field, texts)
-
-
-def example_features(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
-    """Returns the features of a tf.train.Example; none for any other record.
-
-    Text does not parse as one by accident: three nested fields each start with a line feed and a
-    matching length.
-    """
-    try:
-        features = tf_example.decode(record)
-    except tf_example.ExampleError:
-        return {}
-    return {} if "" in features else features
 
 
 def read_ids(
@@ -211,31 +203,25 @@ def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
             column = id_column(table, path, fields or USUAL_FIELDS)
             assert column is not None
             yield from table_documents(table, path, column)
-    elif kind == "webdataset":
-        yield from _archive_documents(path, fields)
+        return
+    if kind == "webdataset":
+        records, ids_of = _archive_tensors(path, fields), _tensor
     else:
-        names = fields or USUAL_FIELDS
-        for position, record in _scan_file(path, kind):
+        records = _scan_file(path, kind)
+        ids_of = functools.partial(tf_example.int64_values, names=fields or USUAL_FIELDS)
+    for position, record in records:
+        try:
             if isinstance(record, BadRecordError):
-                yield position, record
-            else:
-                read = functools.partial(tf_example.int64_values, record, names)
-                yield position, _document(read, path, kind, position)
+                raise record
+            document = TokenDocument(as_ids(ids_of(record), path, position, _UNITS[kind]))
+        except BadRecordError as problem:
+            document = problem
+        except UserError as error:  # ExampleError, TorchFileError
+            document = BadRecordError(path, position, str(error), _UNITS[kind])
+        yield position, document
 
 
-def _document(
-    read: Callable[[], np.ndarray], path: str, kind: str, position: int
-) -> TokenDocument | BadRecordError:
-    unit = _UNITS[kind]
-    try:
-        return TokenDocument(as_ids(read(), path, position, unit))
-    except BadRecordError as problem:
-        return problem
-    except UserError as error:  # ExampleError, TorchFileError
-        return BadRecordError(path, position, str(error), unit)
-
-
-def _scan_file(path: str, kind: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
+def _scan_file(path: str, kind: str) -> _Records:
     part = FileRange.whole(path)
     file = dataclasses.replace(part.file, format=part.file.format._replace(layout=_LAYOUTS[kind]))
     return scan_records(FileRange(file))
@@ -263,7 +249,7 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
     )
 
 
-def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
+def _archive_tensors(path: str, fields: Sequence[str]) -> _Records:
     chosen, first_name = None, ""
     there: dict[str, None] = {}
     for name, sample in _samples(path):
@@ -273,8 +259,7 @@ def _archive_documents(path: str, fields: Sequence[str]) -> _Documents:
         field = next((field for field in wanted if field in sample), None)
         chosen = field if chosen is None else chosen
         if field is not None and field == chosen:
-            offset, content = sample[field]
-            yield offset, _document(functools.partial(_tensor, content), path, "webdataset", offset)
+            yield sample[field]
         elif not fields:
             break
     else:

@@ -110,15 +110,8 @@ class FileRange:
 
 def split_entries(prepare_source: str) -> list[str]:
     """Splits a comma separated list, keeping commas inside {braces}."""
-    entries, partial = [], ""
-    for part in prepare_source.split(","):
-        partial += part
-        if partial.count("{") > partial.count("}"):
-            partial += ","
-        else:
-            entries.append(partial.strip())
-            partial = ""
-    entries = [entry for entry in [*entries, partial.strip()] if entry]
+    parts = re.findall(r"(?:\{[^{}]*\}|[^,])+", prepare_source)
+    entries = [*filter(None, map(str.strip, parts))]
     if not entries:
         raise UserError(
             f"{_KEY} is not set: give files, folders, patterns or URLs of text ({READ_ENDINGS}), "
@@ -168,18 +161,6 @@ def _source_file(file: FileInfo, name: str) -> SourceFile:
     return SourceFile(file.path, name, file.size, file_format)
 
 
-def _nothing_to_read(entry: str, found: list[str]) -> UserError:
-    unreadable = bool(found) and all(
-        os.path.splitext(name)[1].lower() in NOT_TEXT for name in found
-    )
-    remedy = f"To read other plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
-    if unreadable:
-        remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
-    return UserError(
-        f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. {remedy}"
-    )
-
-
 def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
     """Returns whether prepare_data.py wrote a folder."""
     for name, fields in fields_by_name.items():
@@ -216,7 +197,13 @@ def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
     hidden = _ABOUT_TABLES if has_tables else ()
     chosen = [name for name in formats if os.path.basename(name).lower() not in hidden]
     if not chosen:
-        raise _nothing_to_read(entry, [*found])
+        endings = {os.path.splitext(name)[1].lower() for name in found}
+        remedy = f"To read other plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
+        if endings and endings <= NOT_TEXT:
+            remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
+        raise UserError(
+            f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. {remedy}"
+        )
     return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
 
 

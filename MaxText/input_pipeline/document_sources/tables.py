@@ -235,12 +235,16 @@ def table_documents(
     shift_labels = has_labels and _labels_are_ids(table, column)
     columns = [column, *[_MASK] * has_mask, *[_LABELS] * has_labels]
     for first, batch in table.batches(columns):
-        ids = _rows(batch, column)
-        masks = _rows(batch, _MASK) if has_mask else [None] * len(ids)
-        labels = _rows(batch, _LABELS) if has_labels else [None] * len(ids)
-        for row, values in enumerate(zip(ids, masks, labels, strict=True), start=first):
+        rows = zip(*(_rows(batch, name) for name in columns), strict=True)
+        for row, values in enumerate(rows, start=first):
             try:
-                document = _document(*values, shift_labels, path, row)
+                missing = [name for name, of in zip(columns, values, strict=True) if of is None]
+                if missing:
+                    reason = f"the row lacks a value in {missing[0]}"
+                    raise BadRecordError(path, row, reason, _UNIT)
+                ids, mask = values[0], values[1] if has_mask else None
+                labels = values[-1] if has_labels else None
+                document = _document(ids, mask, labels, shift_labels, path, row)
             except BadRecordError as problem:
                 document = problem
             yield row, document
@@ -251,7 +255,7 @@ def _labels_are_ids(table: Table, column: str) -> bool:
     for _, batch in table.batches([column, _LABELS]):
         num_counted = 0
         for ids, labels in zip(_rows(batch, column), _rows(batch, _LABELS), strict=True):
-            if isinstance(ids, str) or isinstance(labels, str) or ids.size != labels.size:
+            if ids is None or labels is None or ids.size != labels.size:
                 return False
             counted = labels >= 0
             num_counted += np.count_nonzero(counted)
@@ -262,46 +266,32 @@ def _labels_are_ids(table: Table, column: str) -> bool:
     return False
 
 
-def _rows(batch: Any, name: str) -> list[np.ndarray | str]:
-    """Returns the values of each row of a list column, or an error."""
+def _rows(batch: Any, name: str) -> list[np.ndarray | None]:
+    """Returns the values of each row of a list column; None if one is null."""
     column = batch.column(name)
     # Arrow files have no checksums, and corrupt offsets would read arbitrary memory.
     column.validate(full=True)
-    lengths = column.value_lengths().to_pylist()
     flat = column.flatten()
-    values = flat.fill_null(0).to_numpy(zero_copy_only=False)
-    nulls = flat.is_null().to_numpy(zero_copy_only=False)
-    rows: list[np.ndarray | str] = []
-    start = 0
-    for length in lengths:
-        stop = start + (length or 0)
-        if length is None:
-            rows.append(f"the row has no list in {name}")
-        elif nulls[start:stop].any():
-            rows.append(f"the row lacks a value in {name}")
-        else:
-            rows.append(values[start:stop].copy())  # the file may be memory-mapped
-        start = stop
-    return rows
+    ends = np.cumsum(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))[:-1]
+    values = np.split(flat.fill_null(0).to_numpy(zero_copy_only=False), ends)
+    nulls = np.split(flat.is_null().to_numpy(zero_copy_only=False), ends)
+    rows = zip(column.is_null().to_pylist(), nulls, values, strict=False)  # of an empty batch
+    # Copies, as the file may be memory-mapped.
+    return [None if no_list or no.any() else row.copy() for no_list, no, row in rows]
 
 
 def _document(
-    ids: np.ndarray | str,
-    mask: np.ndarray | str | None,
-    labels: np.ndarray | str | None,
+    ids: np.ndarray,
+    mask: np.ndarray | None,
+    labels: np.ndarray | None,
     shift_labels: bool,
     path: str,
     row: int,
 ) -> TokenDocument:
-    for problem in (ids, mask, labels):
-        if isinstance(problem, str):
-            raise BadRecordError(path, row, problem, _UNIT)
-    assert isinstance(ids, np.ndarray)
     ids = as_ids(ids, path, row, _UNIT)
     end = ids.size if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
     if labels is None:
         return TokenDocument(ids[:end])
-    assert isinstance(labels, np.ndarray)
     if labels.size != ids.size:
         reason = f"the row has {labels.size} labels for {ids.size} ids"
         raise BadRecordError(path, row, reason, _UNIT)

@@ -1,8 +1,11 @@
-"""Splits streams of JSON rows and plain text into documents.
+"""Splits streams and archives of JSON rows and plain text into documents.
 
 A JSON row is an object with the text in one field, or the text itself. The text may be a list of
 paragraphs. Plain text is split at the end of the line at each multiple of LONGEST_TEXT bytes;
 splits depend only on the text around them, so reading can start at any multiple.
+
+Archives may be nested. Their members are streamed: nothing is written to disk, and member names
+never become paths.
 """
 
 import codecs
@@ -13,7 +16,19 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.byte_streams import decode
+from MaxText.input_pipeline.document_sources.byte_streams import (
+    decode,
+    decompressed,
+    read_errors_as_user_error,
+    scan_members,
+)
+from MaxText.input_pipeline.document_sources.document_formats import (
+    NOT_TEXT,
+    SEEKING,
+    FileFormat,
+    Layout,
+    format_of_member,
+)
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
 PARAGRAPH_END = "\n\n"
@@ -24,6 +39,7 @@ LONGEST_TEXT = 2**20
 _SEARCHED_SHARE = 16
 _LONGEST_ROW = 2**28  # limits memory: of a line, or a whole list
 _CHUNK_BYTES = 2**20
+_MAX_DEPTH = 4  # OpenWebText nests archives once; deeper nesting is not a corpus
 
 
 class Skipped(Counter[str]):
@@ -57,24 +73,31 @@ def json_texts(
     file: io.BufferedReader,
     where: str,
     text_field: str,
-    *,
     may_be_list: bool,
-    start: int = 0,
-    stop: int | None = None,
-    skipped: Skipped | None = None,
+    start: int,
+    stop: int | None,
+    skipped: Skipped,
 ) -> Iterator[tuple[int, str]]:
     """Yields (line number or index, text or "" for null) of a JSON file.
 
     Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
     Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
     entirely by the range it starts in. The file must be seekable if `start` > 0. `skipped` collects
-    malformed lines; None raises UserError instead. Raises NoValidRow if all are malformed.
+    malformed lines. Raises UserError beyond its limit, and NoValidRow if all are malformed.
     """
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-        if start == 0:
-            for number, row in enumerate(_list_values(file, where)):
-                row_where = f"{where}, value {number + 1} of its list,"
-                yield number, _row_text(row, row_where, text_field)
+        if start:
+            return
+        content = file.read(_LONGEST_ROW + 1)
+        if len(content) > _LONGEST_ROW:
+            raise UserError(
+                f"{where} is a list of more than {_LONGEST_ROW:,} bytes. Write it as .jsonl, one "
+                "value per line."
+            )
+        values = _parse(content.removeprefix(codecs.BOM_UTF8), where, text_field)
+        for number, row in enumerate(values):
+            row_where = f"{where}, value {number + 1} of its list,"
+            yield number, _row_text(row, row_where, text_field)
         return
     at = start
     if start:
@@ -98,9 +121,9 @@ def json_texts(
                     ".txt if it holds no rows."
                 )
             try:
-                text = _line_text(row, row_where, text_field)
+                text = _row_text(_parse(row, row_where, text_field), row_where, text_field)
             except UserError as error:
-                if skipped is None or not skipped.limit:
+                if not skipped.limit:
                     raise
                 first_bad = first_bad or str(error)
                 skipped.count_bad("malformed", error)
@@ -112,32 +135,14 @@ def json_texts(
         raise NoValidRow(first_bad)
 
 
-def _line_text(line: bytes, where: str, text_field: str) -> str:
-    text = decode(line, where)
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
-            f'object, for example {{"{text_field}": "..."}}.'
-        ) from error
-    return _row_text(row, where, text_field)
-
-
-def _list_values(file: BinaryIO, where: str) -> list[Any]:
-    content = file.read(_LONGEST_ROW + 1)
-    if len(content) > _LONGEST_ROW:
-        raise UserError(
-            f"{where} is a list of more than {_LONGEST_ROW:,} bytes. Write it as .jsonl, one value "
-            "per line."
-        )
-    text = decode(content.removeprefix(codecs.BOM_UTF8), where)
+def _parse(content: bytes, where: str, text_field: str) -> Any:
+    text = decode(content, where)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{where} is not JSON ({error}). A .json file must be one object per line or one list "
-            "of objects or strings."
+            f"{where} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
+            f'object, for example {{"{text_field}": "..."}}; a .json file may be one list of these.'
         ) from error
 
 
@@ -150,27 +155,21 @@ def _row_text(row: object, where: str, text_field: str) -> str:
             f"{where} is a JSON {type(row).__name__}, neither an object nor a string. Each row "
             f'must be one object, for example {{"{text_field}": "..."}}.'
         )
-    text = row.get(text_field)
+    text = row.get(text_field, row)
     if isinstance(text, list) and all(isinstance(paragraph, str) for paragraph in text):
         text = PARAGRAPH_END.join(text)
-    if isinstance(text, str):
-        return without_surrogates(text)
-    if text is None and text_field in row:
-        return ""
+    if text is None or isinstance(text, str):
+        return without_surrogates(text or "")
     strings = [name for name, value in row.items() if isinstance(value, str)]
     raise missing_text_error(where, text_field, strings)
 
 
 def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserError:
     """Returns the error for a row without the text field; `fields` hold text."""
-    if not fields:
-        return UserError(
-            f"{where} has no text in field {text_field!r} or any other. Remove the "
-            "file from prepare_source, or write it again with its text in a field."
-        )
     return UserError(
-        f"{where} has no text in field {text_field!r}; fields with text: {', '.join(fields)}. Set "
-        "text_field to one of them."
+        f"{where} has no text in field {text_field!r}; fields with text: "
+        f"{', '.join(fields) or 'none'}. Set text_field to one of them, or remove the file from "
+        "prepare_source."
     )
 
 
@@ -220,17 +219,62 @@ def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
     line = file.readline(LONGEST_TEXT // _SEARCHED_SHARE)
     if line.endswith(b"\n") or len(line) < LONGEST_TEXT // _SEARCHED_SHARE:
         return line, b""
-    partial = _partial_character(line)
-    return line[: len(line) - partial], line[len(line) - partial :]
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(line)
+    partial, _ = decoder.getstate()
+    return line[: len(line) - len(partial)], partial
 
 
-def _partial_character(data: bytes) -> int:
-    """Returns how many bytes at the end are an incomplete UTF-8 character."""
-    for count in range(1, min(3, len(data)) + 1):
-        byte = data[-count]
-        if byte >= 0xC0:
-            length = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return count if length > count else 0
-        if byte < 0x80:
-            return 0
-    return 0
+def stream_texts(
+    file: BinaryIO,
+    file_format: FileFormat,
+    where: str,
+    text_field: str,
+    skipped: Skipped,
+    depth: int = 0,
+) -> Iterator[tuple[int, str]]:
+    """Yields (number, text) of documents, across archive members.
+
+    `file_format` must be streamable; `where` names the file and enclosing members in
+    messages; `depth` counts enclosing archives. Raises UserError if it cannot be read.
+    """
+    layout, compression = file_format
+    with read_errors_as_user_error(where):
+        stream = decompressed(file, compression)
+        if layout is Layout.TAR:
+            yield from enumerate(_member_texts(stream, where, text_field, skipped, depth))
+        elif layout in (Layout.JSON_LINES, Layout.JSON):
+            is_json = layout is Layout.JSON
+            yield from json_texts(stream, where, text_field, is_json, 0, None, skipped)
+        else:
+            assert layout is Layout.TEXT, layout
+            yield from text_chunks(stream, where)
+
+
+def _member_texts(
+    file: BinaryIO, where: str, text_field: str, skipped: Skipped, depth: int
+) -> Iterator[str]:
+    for member, contents in scan_members(file, where):
+        name = member.name
+        if contents is None:
+            if not member.isdir():
+                skipped["links and devices in archives"] += 1
+            continue
+        if any(part.startswith(".") and part.strip(".") for part in name.split("/")):
+            skipped["hidden files in archives"] += 1
+            continue
+        member_where = f"{where}, member {name!r},"
+        file_format = format_of_member(where, name)
+        ending = "." + name.rsplit(".", 1)[-1].lower()
+        if file_format.layout in (*SEEKING, Layout.TFRECORD) or ending in NOT_TEXT:
+            raise UserError(
+                f"{member_where} is not text, and {ending} files in archives are not read. Unpack "
+                "the archive and name the files to read."
+            )
+        if depth == _MAX_DEPTH:
+            raise UserError(
+                f"{member_where} is nested in more than {_MAX_DEPTH} archives. Unpack some."
+            )
+        texts = stream_texts(contents, file_format, member_where, text_field, skipped, depth + 1)
+        for _, text in texts:
+            yield text

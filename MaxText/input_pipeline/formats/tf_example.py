@@ -66,10 +66,7 @@ def encode(features: Mapping[str, Value]) -> bytes:
         else:
             kind = feature.float_list if is_float else feature.int64_list
         kind.SetInParent()
-        try:
-            kind.value.extend(values)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"feature {name!r}: {error}") from error
+        kind.value.extend(values)
     return example.SerializeToString()
 
 

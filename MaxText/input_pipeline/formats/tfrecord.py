@@ -11,7 +11,7 @@ A CRC is CRC-32C, masked as TensorFlow does.
 import os
 import struct
 from collections.abc import Iterator
-from typing import Protocol
+from typing import BinaryIO
 
 import google_crc32c
 
@@ -19,25 +19,26 @@ from MaxText.storage.errors import BadRecordError
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
-_LENGTH_CRC = struct.Struct("<QI")
-_CRC = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
 
 _CHUNK_BYTES = 1 << 24  # read in chunks, so that a corrupt length does not allocate memory
 _LONGEST_RECORD = 1 << 28  # a fixed limit, because the size of compressed contents is unknown
 
 
-def masked_crc32c(data: bytes) -> int:
+def masked_crc32c(data: bytes) -> bytes:
     crc = google_crc32c.value(data)
-    return (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF
+    return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)
 
 
 def frame(record: bytes) -> bytes:
     """Returns the bytes of one record in a file."""
     length = struct.pack("<Q", len(record))
-    return b"".join(
-        (length, _CRC.pack(masked_crc32c(length)), record, _CRC.pack(masked_crc32c(record)))
-    )
+    return length + masked_crc32c(length) + record + masked_crc32c(record)
+
+
+def is_header(header: bytes) -> bool:
+    """Returns whether these are the length of a record and its CRC."""
+    return len(header) == HEADER_BYTES and masked_crc32c(header[:8]) == header[8:]
 
 
 class TFRecordWriter:
@@ -50,20 +51,10 @@ class TFRecordWriter:
         self._file.write(frame(record))
 
     def close(self) -> None:
-        """Syncs the file to disk and closes it; idempotent."""
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._file.close()
 
 
-class Readable(Protocol):
-    """A decompressed file open for reading."""
-
-    def read(self, size: int, /) -> bytes: ...
-
-
-def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
+def scan_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes | BadRecordError]]:
     """Yields (offset, payload or error), checking every CRC.
 
     Raises BadRecordError if no further record can be found: the CRC of a length is wrong, or the
@@ -73,24 +64,23 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
     while header := _read(file, HEADER_BYTES):
         if len(header) < HEADER_BYTES:
             raise BadRecordError(path, at, "the file ends inside a record's header")
-        length, crc = _LENGTH_CRC.unpack(header)
-        if masked_crc32c(header[:8]) != crc:
+        if not is_header(header):
             reason = "the CRC of the record's length is wrong: not a TFRecord, or damaged"
             raise BadRecordError(path, at, reason)
+        length = int.from_bytes(header[:8], "little")
         wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
         body = _read(file, wanted)
         if len(body) < wanted:
-            raise BadRecordError(
-                path,
-                at,
+            reason = (
                 f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends "
-                f"after {len(body)} of them: it is truncated",
+                f"after {len(body)} of them: it is truncated"
             )
+            raise BadRecordError(path, at, reason)
         if length > _LONGEST_RECORD:
             reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
             raise BadRecordError(path, at, reason)
         record = body[:-FOOTER_BYTES]
-        if (masked_crc32c(record),) == _CRC.unpack(body[-FOOTER_BYTES:]):
+        if masked_crc32c(record) == body[-FOOTER_BYTES:]:
             yield at, record
         else:
             reason = "the CRC of the record is wrong: its bytes are damaged"
@@ -98,7 +88,7 @@ def scan_records(file: Readable, path: str) -> Iterator[tuple[int, bytes | BadRe
         at += HEADER_BYTES + length + FOOTER_BYTES
 
 
-def _read(file: Readable, size: int) -> bytes:
+def _read(file: BinaryIO, size: int) -> bytes:
     chunks = []
     while size > 0 and (chunk := file.read(min(size, _CHUNK_BYTES))):
         chunks.append(chunk)

@@ -20,10 +20,20 @@ from typing import Any
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
-from MaxText.input_pipeline.prepare.sampling import TRAIN, VALIDATION, corpus_digest, shard_of
+from MaxText.input_pipeline.prepare.process_pool import (
+    map_in_processes,
+    num_processes,
+    show_progress,
+)
+from MaxText.input_pipeline.prepare.sampling import (
+    TRAIN,
+    VALIDATION,
+    corpus_digest,
+    held_out_threshold,
+)
 from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
+    ShardSplit,
     Tokenization,
     TokenizedShard,
     finished_shard,
@@ -67,8 +77,6 @@ class TokenizationJob:
 
     corpus: Corpus
     tokenization: Tokenization
-    num_processes: int
-    beam_options: str | None  # of the Apache Beam runner; None for local processes
     show: Show
 
     def run(self, options: dict[str, Any]) -> Manifest:
@@ -80,7 +88,7 @@ class TokenizationJob:
         start, tokenization = time.monotonic(), self.tokenization
         self._open_staging()
         shards, kept = self._tokenize_all()
-        if tokenization.validation_fraction > 0 and not self.corpus.splits:
+        if tokenization.keys.validation_fraction > 0 and not self.corpus.splits:
             self._fill_empty_split(shards)
         source = SourceEntry(
             description=self.corpus.description,
@@ -132,22 +140,18 @@ class TokenizationJob:
     def _tokenize_all(self) -> tuple[list[TokenizedShard], set[int]]:
         """Returns all shards, and the numbers of the already tokenized ones."""
         corpus, tokenization, show = self.corpus, self.tokenization, self.show
-        splits = corpus.splits or [""] * len(corpus.shards)
         if corpus.splits:
-            names = ", ".join(dict.fromkeys(splits))
+            names = ", ".join(corpus.splits)
             show(f"The source has splits of its own ({names}): validation_fraction is not used")
-        jobs = [
-            ShardJob(number, shard, split)
-            for number, (shard, split) in enumerate(zip(corpus.shards, splits, strict=True))
-        ]
-        before = [finished_shard(tokenization, job.number) for job in jobs]
-        num_finished = sum(shard is not None for shard in before)
-        if num_finished:
-            show(f"Resuming: {num_finished:,} of {len(jobs):,} shards are already tokenized")
-        if self.beam_options is not None:
-            _tokenize_with_beam(tokenization, jobs, self.beam_options)
+        threshold = held_out_threshold(tokenization.keys.validation_fraction)
+        jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
+        kept = {job.number for job in jobs if finished_shard(tokenization, job.number)}
+        if kept:
+            show(f"Resuming: {len(kept):,} of {len(jobs):,} shards are already tokenized")
+        if tokenization.keys.prepare.runner == "beam":
+            _tokenize_with_beam(tokenization, jobs)
         else:
-            processes = processes_for(corpus, self.num_processes)
+            processes = processes_for(corpus, num_processes(tokenization.keys))
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
             with show_progress("Encoding", num_bytes, show) as advance:
                 for job, _ in map_in_processes(tokenize_shard, tokenization, jobs, processes):
@@ -155,7 +159,7 @@ class TokenizationJob:
         found = [finished_shard(tokenization, job.number) for job in jobs]
         shards = [shard for shard in found if shard is not None]
         assert len(shards) == len(jobs), f"shards are missing in {tokenization.staging}"
-        return shards, {number for number, shard in enumerate(before) if shard is not None}
+        return shards, kept
 
     def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
         """Moves one document if the hash left a split empty.
@@ -169,14 +173,16 @@ class TokenizationJob:
         )
         if train + validation == 1:
             self.show("warning: only 1 document, so no validation split (needs at least 2)")
+        numbers = range(len(shards))
         if train == 0 and validation > 0:
-            moved = (max(shard.highest for shard in shards if shard.highest)[1], False)
+            number = max(numbers, key=lambda number: shards[number].highest)
+            threshold = shards[number].highest
         elif validation == 0 and train > 1:
-            moved = (min(shard.lowest for shard in shards if shard.lowest)[1], True)
+            number = min(numbers, key=lambda number: shards[number].lowest)
+            threshold = shards[number].lowest + 1
         else:
             return
-        number = shard_of(moved[0])
-        job = ShardJob(number, self.corpus.shards[number], moved=moved)
+        job = ShardJob(number, self.corpus.shards[number], threshold)
         shards[number] = tokenize_shard(self.tokenization, job)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
@@ -188,8 +194,7 @@ class TokenizationJob:
             raise too_many_error(limit, bad[0])
         for message in bad[:_MAX_NAMED_ERRORS]:
             self.show(f"warning: skipped: {message}")
-        if len(bad) > _MAX_NAMED_ERRORS:
-            num_more = len(bad) - _MAX_NAMED_ERRORS
+        if (num_more := len(bad) - _MAX_NAMED_ERRORS) > 0:
             self.show(f"warning: skipped: {num_more} more rows and files like these")
         if not any(shard.num_tokens for shard in shards):
             # Useless for a retry.
@@ -203,19 +208,18 @@ class TokenizationJob:
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
         target = self.tokenization.staging / "data_set"
-        entries = {}
-        for split in sorted({split for shard in shards for split in shard.splits}):
-            parts = [
-                (number, shard.splits[split])
-                for number, shard in enumerate(shards)
-                if split in shard.splits and shard.splits[split].num_documents
-            ]
-            if parts:
-                entries[split] = write_documents(self.tokenization, split, parts)
-                sync_file(target / split)
+        parts: dict[str, list[tuple[int, ShardSplit]]] = {}
+        for number, shard in enumerate(shards):
+            for split, part in shard.splits.items():
+                if part.num_documents:
+                    parts.setdefault(split, []).append((number, part))
         for folder in target.iterdir():
-            if folder.is_dir() and folder.name not in entries:
+            if folder.is_dir() and folder.name not in parts:
                 shutil.rmtree(folder)
+        entries = {
+            split: write_documents(self.tokenization, split, parts[split])
+            for split in sorted(parts)
+        }
         sync_file(target)
         return entries
 
@@ -241,10 +245,8 @@ class TokenizationJob:
             )
 
 
-def _tokenize_with_beam(
-    tokenization: Tokenization, jobs: Sequence[ShardJob], beam_options: str
-) -> None:
-    """Tokenizes all shards on Apache Beam, given its command-line options.
+def _tokenize_with_beam(tokenization: Tokenization, jobs: Sequence[ShardJob]) -> None:
+    """Tokenizes all shards on Apache Beam.
 
     Workers need the corpus and the staging folder under the same paths as here.
     """
@@ -255,10 +257,10 @@ def _tokenize_with_beam(
         )
     except ImportError as error:
         raise UserError(
-            "prepare_runner=beam needs the package apache-beam, which is not installed. Run: pip "
-            "install 'MaxText[beam]', or set prepare_runner=local."
+            "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
+            "install 'MaxText[beam]', or set prepare.runner=local."
         ) from error
-    options = PipelineOptions(shlex.split(beam_options))
+    options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle, Beam would fuse everything into one bundle.
@@ -269,4 +271,4 @@ def _tokenize_with_beam(
                 | "Tokenize" >> apache_beam.Map(functools.partial(tokenize_shard, tokenization))
             )
     except Exception as error:  # runners raise errors of their own about those of workers
-        raise UserError(f"prepare_runner=beam: {error}") from error
+        raise UserError(f"prepare.runner=beam: {error}") from error

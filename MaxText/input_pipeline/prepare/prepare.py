@@ -10,6 +10,7 @@ hash covers everything that affects the ids, so a changed file gets a new folder
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import shutil
@@ -30,14 +31,18 @@ from MaxText.input_pipeline.prepare.job import (
     TokenizationJob,
     processes_for,
 )
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
+from MaxText.input_pipeline.prepare.process_pool import (
+    map_in_processes,
+    num_processes,
+    show_progress,
+)
 from MaxText.input_pipeline.prepare.record_export import (
     LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
     TEXT_FORMATS,
     damaged_files,
     export_records,
-    record_shape,
+    make_export,
     stored_options,
 )
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
@@ -45,7 +50,6 @@ from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest,
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.runtime.cores import num_cores
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import file_system, is_url, local_path, path_type
 
@@ -54,23 +58,12 @@ Show = Callable[[str], None]
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
 
-# Keys that change the dataset. Sources and tokenizers are compared by content instead.
-_OPTIONS = (
-    "tokenizer_vocab_size",
-    "tokenizer_special_tokens",
-    "add_bos",
-    "add_eos",
-    "validation_fraction",
-    "prepare_seed",
-    "prepare_fix_text",
-    "prepare_minimum_tokens",
-    "prepare_separator_id",
-    "prepare_output_format",
-)
-_OPTIONS_OF_IDS = ("add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id")
-_OPTIONS_OF_TRAINED_TOKENIZERS = ("tokenizer_vocab_size", "tokenizer_special_tokens")
+# Sources and tokenizers are compared by content.
+_COMPARED_BY_CONTENT = {"prepare_source", "text_field", "tokenizer_path", "tokenizer_type"}
+_OPTIONS_OF_IDS = {"add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id"}
+_OPTIONS_OF_TRAINED_TOKENIZERS = {"tokenizer_vocab_size", "tokenizer_special_tokens"}
 # Keys that affect neither the dataset nor its manifest.
-_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare_runner", "beam_options", "records"}
+_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare", "records"}
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
@@ -83,6 +76,7 @@ class _Request:
     preparation: PreparationConfig
     corpus: Corpus
     show: Show
+    digest_path: Path | None = None  # cache file for the digest of the text
 
     @property
     def is_records(self) -> bool:
@@ -101,10 +95,6 @@ class _Request:
     def trains_tokenizer(self) -> bool:
         is_given = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
         return not is_given and not self.is_text
-
-    @property
-    def num_processes(self) -> int:
-        return self.preparation.prepare_num_workers or num_cores()
 
 
 def prepare(
@@ -126,17 +116,28 @@ def prepare(
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-    request = _Request(preparation, corpus, show)
+    cache = Path(cache_dir).expanduser() if cache_dir else None
+    request = _Request(preparation, corpus, show, _digest_path(corpus, cache))
     if is_url(dataset_path):
-        staging = Path(cache_dir or DataConfig().data_cache_dir).expanduser()
+        staging = cache or Path(DataConfig().data_cache_dir).expanduser()
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
-    return _prepare_folder(request, Path(local_path(dataset_path)), _digest_path(corpus, cache_dir))
+    return _prepare_folder(request, Path(local_path(dataset_path)))
 
 
-def _prepare_folder(request: _Request, folder: Path, digest_path: Path | None) -> Manifest:
-    def check() -> Manifest:
-        return _check_existing(request, folder, digest_path, location=str(folder))
+def _digest_path(corpus: Corpus, cache_dir: Path | None) -> Path | None:
+    """Returns a name for the text's files as they are now.
 
+    None if a file system has no modification times or version tags, or without cache_dir.
+    """
+    identity = corpus.identity() if cache_dir else {"files": []}
+    if cache_dir is None or not all(file.tag for file in identity["files"]):
+        return None
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    return cache_dir / "text_digests" / name[:32]
+
+
+def _prepare_folder(request: _Request, folder: Path) -> Manifest:
+    check = functools.partial(_check_existing, request, folder, location=str(folder))
     if (folder / request.manifest_name).exists():
         return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -145,7 +146,7 @@ def _prepare_folder(request: _Request, folder: Path, digest_path: Path | None) -
             "Choose another folder, or delete it."
         )
     manifest = _prepare_if_needed(request, folder, check)
-    _save_digest(digest_path, manifest.source.sha256)
+    _save_digest(request, manifest.source.sha256)
     return manifest
 
 
@@ -185,24 +186,11 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
-        record_shape(preparation)  # fail before the work
+        make_export(staging, preparation, staging)  # fail before the work
     tokenizer = _tokenizer(request)
-    before, after = ((), ()) if is_text else _control_ids(preparation, tokenizer)
-    tokenization = Tokenization(
-        staging=staging,
-        tokenizer=tokenizer,
-        before=before,
-        after=after,
-        seed=preparation.prepare_seed,
-        validation_fraction=preparation.validation_fraction,
-        fix_text=preparation.prepare_fix_text,
-        minimum_tokens=0 if is_text else preparation.prepare_minimum_tokens,
-        is_text=is_text,
-    )
-    beam_options = preparation.beam_options if preparation.prepare_runner == "beam" else None
-    job = TokenizationJob(
-        request.corpus, tokenization, request.num_processes, beam_options, request.show
-    )
+    control_ids = () if is_text else _control_ids(preparation, tokenizer)
+    tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)
+    job = TokenizationJob(request.corpus, tokenization, request.show)
     return job.run(_options(preparation))
 
 
@@ -232,13 +220,21 @@ def write_error(location: object, error: OSError) -> UserError:
 
 
 def _tokenizer(request: _Request) -> TextTokenizer:
+    preparation, corpus = request.preparation, request.corpus
     if request.trains_tokenizer:
-        sample = _sample(request)
-        tokenizer = _train(request, sample)
+        seed = preparation.prepare_seed
+        fraction = 0.0 if corpus.splits else preparation.validation_fraction
+        texts = _read(request, sampling.sampling_jobs(corpus, seed))
+        sample, start = sampling.join_samples(texts, seed, fraction), time.monotonic()
+        sample_bytes = sum(len(text.encode()) for text in sample)
+        origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
+        size, special = preparation.tokenizer_vocab_size, preparation.tokenizer_special_tokens
+        tokenizer = train_tokenizer(sample, size, origin, special)
+        num_ids, seconds = tokenizer.entry.vocab_size, time.monotonic() - start
+        request.show(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
     else:
         tokenizer = _given_tokenizer(request)
-        shards = request.corpus.shards
-        sample = (each.text for one in shards for each in one.documents(Skipped()))
+        sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.show(
@@ -253,77 +249,46 @@ def _given_tokenizer(request: _Request) -> TextTokenizer:
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
-def _sample(request: _Request) -> tuple[str, ...]:
-    """Returns texts to train a tokenizer on."""
-    preparation, corpus = request.preparation, request.corpus
-    seed = preparation.prepare_seed
-    fraction = 0.0 if corpus.splits else preparation.validation_fraction
-    return sampling.join_samples(
-        _read(request, sampling.sampling_jobs(corpus, seed)), seed, fraction
-    )
-
-
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
-    preparation = request.preparation
-    num_bytes = sum(job.shard.num_bytes for job in jobs)
-    num_processes = processes_for(request.corpus, request.num_processes, READ_BYTES_PER_PROCESS)
-    settings = sampling.ReadSettings(preparation.prepare_seed, preparation.prepare_fix_text)
+    keys, num_bytes = request.preparation, sum(job.shard.num_bytes for job in jobs)
+    processes = processes_for(request.corpus, num_processes(keys), READ_BYTES_PER_PROCESS)
+    texts = {}
     with show_progress("Reading", num_bytes, request.show) as advance:
-        texts = []
-        for job, text in map_in_processes(sampling.read_shard, settings, jobs, num_processes):
-            texts.append(text)
+        for job, text in map_in_processes(sampling.read_shard, keys, jobs, processes):
+            texts[job.number] = text
             advance(job.shard.num_bytes)
-    return sorted(texts, key=lambda text: text.number)
-
-
-def _train(request: _Request, sample: Sequence[str]) -> TextTokenizer:
-    start, preparation = time.monotonic(), request.preparation
-    sample_bytes = sum(len(text.encode()) for text in sample)
-    origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
-    tokenizer = train_tokenizer(
-        sample, preparation.tokenizer_vocab_size, origin, preparation.tokenizer_special_tokens
-    )
-    request.show(
-        f"Tokenizer: {tokenizer.entry.vocab_size} ids, {origin} in {time.monotonic() - start:.1f} s"
-    )
-    return tokenizer
+    return [texts[job.number] for job in jobs]
 
 
 def _control_ids(
     preparation: PreparationConfig, tokenizer: TextTokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
-    entry = tokenizer.entry
+    entry, add_bos, add_eos = tokenizer.entry, preparation.add_bos, preparation.add_eos
     separator = preparation.prepare_separator_id
+    end = entry.eos_id if separator < 0 else separator
     if separator >= entry.vocab_size:
         raise UserError(
             f"prepare_separator_id={separator} is not below {entry.vocab_size}, the ids of the "
             f"tokenizer ({entry.origin}). Give one of its ids, or -1 for its end of text."
         )
-    if separator >= 0 and not preparation.add_eos:
+    if separator >= 0 and not add_eos:
         raise UserError(
             f"prepare_separator_id={separator} has no effect with add_eos=false, which ends "
             "documents with no id. Leave one of them out."
         )
-    for key, wanted, control in (
-        ("add_eos", preparation.add_eos and separator < 0, entry.eos_id),
-        ("add_bos", preparation.add_bos, entry.bos_id),
-    ):
+    for which, wanted, control in (("eos", add_eos, end), ("bos", add_bos, entry.bos_id)):
         if wanted and control is None:
-            which = key.removeprefix("add_")
             raise UserError(
-                f"{key}=true, and the tokenizer ({entry.origin}) names no {which} token. Put a "
-                f'tokenizer_config.json with "{which}_token" next to it, or set {key}=false.'
+                f"add_{which}=true, and the tokenizer ({entry.origin}) names no {which} token. Put "
+                f'a tokenizer_config.json with "{which}_token" next to it, or set '
+                f"add_{which}=false."
             )
-    before = (entry.bos_id,) if preparation.add_bos and entry.bos_id is not None else ()
-    end = entry.eos_id if separator < 0 else separator
-    after = (end,) if preparation.add_eos and end is not None else ()
-    return before, after
+    before = (entry.bos_id,) if add_bos and entry.bos_id is not None else ()
+    return before, (end,) if add_eos and end is not None else ()
 
 
-def _check_existing(
-    request: _Request, folder: Path, digest_path: Path | None, location: str
-) -> Manifest:
+def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
     """Returns the manifest in `folder` if it matches the request.
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
@@ -342,14 +307,8 @@ def _check_existing(
         damaged = damaged_files(folder, request.preparation.prepare_output_format)
         differences += [f"{name} is missing or truncated" for name in damaged[:1]]
     # Read all text only if nothing else differs and no digest is cached.
-    if not differences:
-        sha256 = ""
-        with contextlib.suppress(OSError):
-            sha256 = digest_path.read_text(encoding="ascii") if digest_path else ""
-        sha256 = sha256 or _text_sha256(request)
-        _save_digest(digest_path, sha256)
-        if sha256 != manifest.source.sha256:
-            differences.append(f"different source text ({manifest.source.description})")
+    if not differences and _text_sha256(request) != manifest.source.sha256:
+        differences.append(f"different source text ({manifest.source.description})")
     if differences:
         raise UserError(
             f"dataset_path={location} is a different data set: {'; '.join(differences)}. Choose "
@@ -359,50 +318,37 @@ def _check_existing(
     return manifest
 
 
-def _digest_path(corpus: Corpus, cache_dir: str | Path | None) -> Path | None:
-    """Returns the cache file for the digest of a corpus.
-
-    None if a file system has no modification times or version tags, or without cache_dir.
-    """
-    if cache_dir is None:
-        return None
-    identity = corpus.identity()
-    if not all(file.tag for file in identity["files"]):
-        return None
-    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-    return Path(cache_dir).expanduser() / "text_digests" / name[:32]
-
-
-def _save_digest(path: Path | None, sha256: str) -> None:
+def _save_digest(request: _Request, sha256: str) -> None:
     """Caches a digest; on failure all text is read again next time."""
-    if path:
+    if path := request.digest_path:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.atomic_write_text(path, sha256)
 
 
 def _text_sha256(request: _Request) -> str:
-    shards = request.corpus.shards
-    texts = _read(request, [sampling.ReadJob(number, shard) for number, shard in enumerate(shards)])
-    return sampling.corpus_digest([text.sha256 for text in texts])
+    with contextlib.suppress(OSError):
+        if request.digest_path:
+            return request.digest_path.read_text(encoding="ascii")
+    jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
+    sha256 = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
+    _save_digest(request, sha256)
+    return sha256
 
 
 def _different_options(request: _Request, manifest: Manifest) -> list[str]:
-    keys: list[str] = list(_OPTIONS)
-    if request.is_text:
-        keys = [key for key in keys if key not in _OPTIONS_OF_IDS]
-    if not request.trains_tokenizer:
-        keys = [key for key in keys if key not in _OPTIONS_OF_TRAINED_TOKENIZERS]
-    if request.is_records:
-        keys += OPTIONS_OF_RECORDS
     asked = _options(request.preparation)
-    typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
     # Keys newer than the dataset had their default.
     was = _bin_for_array_record(_options(PreparationConfig()) | manifest.options)
+    without_effect = set(_COMPARED_BY_CONTENT)
+    without_effect |= _OPTIONS_OF_IDS if request.is_text else set()
+    without_effect |= set() if request.trains_tokenizer else _OPTIONS_OF_TRAINED_TOKENIZERS
+    without_effect |= set() if request.is_records else OPTIONS_OF_RECORDS.keys()
+    typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
     return [
         f"{typed.get(key, key)} was {was[key]!r} and is {asked[key]!r}"
-        for key in keys
-        if was[key] != asked[key]
+        for key in asked
+        if key not in without_effect and was[key] != asked[key]
     ]
 
 
@@ -434,10 +380,9 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
         if path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
-            digest_path = _digest_path(request.corpus, cache_dir)
-            return _check_existing(request, kept, digest_path, location=url)
+            return _check_existing(request, kept, location=url)
         folder = staging / "data_set"
-        manifest = _prepare_folder(request, folder, None)
+        manifest = _prepare_folder(request, folder)
         _upload(folder, url, last=request.manifest_name)
         shutil.rmtree(staging, ignore_errors=True)
         request.show(f"Uploaded it to {url}")
@@ -449,10 +394,8 @@ def _upload(folder: Path, url: str, last: str) -> None:
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     system, path = file_system(url)
     try:
-        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files} | (
-            {last} if system.exists(f"{path}/{last}") else set()
-        )
-        if others:
+        found = {name[len(path) + 1 :] for name in system.find(path)}
+        if others := found - {*files} | found & {last}:
             raise UserError(
                 f"dataset_path={url} has other files ({min(others)}) meanwhile. Run the same "
                 "command to compare them with the request, or choose another folder."

@@ -13,7 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
 
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
+from MaxText.runtime.cores import num_cores
 
 Shared = TypeVar("Shared")
 Job = TypeVar("Job")
@@ -25,6 +27,10 @@ Advance = Callable[[int], None]
 _POLL_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # shorter work prints no lines
 _LONGEST_SILENCE_SECONDS = 60.0
+
+
+def num_processes(preparation: PreparationConfig) -> int:
+    return preparation.prepare_num_workers or num_cores()
 
 
 def map_in_processes(

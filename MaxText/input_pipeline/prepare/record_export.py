@@ -32,18 +32,16 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pydantic
 
-from MaxText.config.data_sections import PreparationConfig
+from MaxText.config.data_sections import ExportedRecords, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes
+from MaxText.input_pipeline.prepare.process_pool import map_in_processes, num_processes
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
-from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import (
     WRITING_SUFFIX,
     atomic_rename,
@@ -88,59 +86,23 @@ _BATCH_TOKENS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordShape:
-    """Format and contents of a record."""
-
-    file_format: Literal["tfrecord", "array_record", "parquet"]
-    kind: Literal["documents", "chunks", "strided", "text"]
-    field: str
-    keys: PreparationConfig  # records.chunk_length, and prep_ keys of strided windows
-
-
-@dataclasses.dataclass(frozen=True)
 class RecordFileJob:
     """A file to write: documents (or chunks) [first, stop) of a split."""
 
-    prepared: Path
     split: str
-    shape: RecordShape
-    first: int
-    stop: int
-    folder: Path
     name: str  # prefix of the file names of the split
     number: int
     num_files: int
-
-    def file_name(self, num_records: int) -> str:
-        """Returns the final name.
-
-        GPT-Neo's reader parses the number of records from it.
-        """
-        if self.shape.kind == "text":
-            return f"{self.name}_data_{self.number:05d}.{self.shape.file_format}"
-        if self.shape.file_format == "tfrecord":
-            return f"{self.name}_{self.number:05d}_{num_records}.tfrecords"
-        return f"{self.name}-{self.number:05d}-of-{self.num_files:05d}.parquet"
+    first: int
+    stop: int
 
 
-class FinishedFile(pydantic.BaseModel):
-    """Ledger entry of a record file.
+LedgerEntry = dict[str, Any]
+"""A record file and its contents.
 
-    `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
-    count each time.
-    """
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-    split: str
-    shard: int
-    file: str
-    num_bytes: int
-    num_records: int
-    num_tokens: int
-    dropped_documents: int
-    dropped_tokens: int
-    sha256: str
+`num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
+count each time.
+"""
 
 
 class RecordRanges(NamedTuple):
@@ -185,279 +147,173 @@ def strided_windows(
     )
 
 
-def rows_of_windows(
-    records: Sequence[np.ndarray], max_length: int, pad_id: int, ignore_label: int
-) -> dict[str, np.ndarray]:
-    """Returns arrays [W, S] of windows with 2 to S + 1 tokens each.
+@dataclasses.dataclass(frozen=True)
+class RecordExport:
+    """Writes the prepared dataset as records of one format."""
 
-    They are int32 `input_ids`, int8 `attention_mask` (1 for tokens), and int32 `labels`, the token
-    after each input; `pad_id` and `ignore_label` are padding.
-    """
-    shape = (len(records), max_length)
+    prepared: Path
+    output: Path
+    file_format: Literal["tfrecord", "array_record", "parquet"]
+    kind: Literal["documents", "chunks", "strided", "text"]
+    field: str
+    keys: ExportedRecords
+
+    def plan(self, manifest: Manifest) -> list[RecordFileJob]:
+        jobs, prefix, is_text = [], self.keys.name, self.kind == "text"
+        files_of = self._num_files(manifest)
+        for split, entry in sorted(manifest.splits.items()):
+            name = ("_" if is_text else ".").join(filter(None, (prefix, split)))
+            if prefix and not is_text and len(manifest.splits) == 1:
+                name = prefix
+            if self.kind == "chunks":
+                # Each chunk starts with the last token of the previous one.
+                size, length = entry.num_tokens, self.keys.chunk_length
+                total = max(-(-(size - 1) // (length - 1)), min(size, 1))
+                num_files = max(min(files_of[split], total), 1)
+                bounds = [total * number // num_files for number in range(num_files + 1)]
+            else:
+                offsets = np.asarray(open_flat(self.prepared, manifest, split).document_offsets)
+                num_files = max(min(files_of[split], entry.num_documents), 1)
+                bounds = _even_bounds(offsets, num_files).tolist()
+            jobs += [
+                RecordFileJob(split, name, number, num_files, *ends)
+                for number, ends in enumerate(itertools.pairwise(bounds))
+            ]
+        return jobs
+
+    def _num_files(self, manifest: Manifest) -> dict[str, int]:
+        """Returns the files of each split, in proportion to bytes for text."""
+        num_shards = self.keys.num_shards
+        sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
+        if num_shards == 0:
+            return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
+        if self.kind != "text":
+            return dict.fromkeys(sizes, num_shards)
+        total = sum(sizes.values())
+        files = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
+        # The remainder goes to the splits that lost most by rounding down.
+        by_loss = sorted(sizes, key=lambda split: files[split] - num_shards * sizes[split] / total)
+        for split in by_loss[: max(0, num_shards - sum(files.values()))]:
+            files[split] += 1
+        return files
+
+    def write(self, job: RecordFileJob) -> LedgerEntry:
+        """Writes a file unless it exists.
+
+        Raises UserError for a damaged dataset or a failed write.
+        """
+        manifest = read_manifest(str(self.prepared))
+        store = open_flat(self.prepared, manifest, job.split)
+        ranges = self._ranges(job, store)
+        path = self.output / self._file_name(job, ranges.starts_W.size)
+        writing = temporary_name(path)
+        try:
+            if not path.exists():
+                if self.file_format == "parquet":
+                    self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
+                else:
+                    self._write_examples(writing, _batches(ranges, store))
+                atomic_rename(writing, path)
+                sync_file(self.output)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(
+                f"{path} could not be written ({error}). Free some space or get write permission, "
+                "and run the same command to resume: finished files are kept."
+            ) from error
+        finally:
+            with contextlib.suppress(OSError):
+                writing.unlink(missing_ok=True)
+        sizes = ranges.stops_W - ranges.starts_W
+        if self.kind == "strided":
+            # The last token of a full window is only a label.
+            sizes = np.minimum(sizes, self.keys.max_length)
+        return {
+            "split": job.split,
+            "shard": job.number,
+            "file": path.name,
+            "num_bytes": path.stat().st_size,
+            "num_records": ranges.starts_W.size,
+            "num_tokens": int(sizes.sum()),
+            "dropped_documents": ranges.dropped_documents,
+            "dropped_tokens": ranges.dropped_tokens,
+            "sha256": digest,
+        }
+
+    def _file_name(self, job: RecordFileJob, num_records: int) -> str:
+        if self.kind == "text":
+            return f"{job.name}_data_{job.number:05d}.{self.file_format}"
+        if self.file_format == "tfrecord":
+            # GPT-Neo's reader parses the number of records.
+            return f"{job.name}_{job.number:05d}_{num_records}.tfrecords"
+        return f"{job.name}-{job.number:05d}-of-{job.num_files:05d}.parquet"
+
+    def _ranges(self, job: RecordFileJob, store: TokenStore) -> RecordRanges:
+        keys = self.keys
+        if self.kind == "chunks":
+            starts = np.arange(job.first, job.stop, dtype=np.int64) * (keys.chunk_length - 1)
+            return RecordRanges(starts, np.minimum(starts + keys.chunk_length, len(store)))
+        offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
+        if self.kind == "strided":
+            return strided_windows(offsets, keys.min_length, keys.max_length, keys.stride)
+        return RecordRanges(offsets[:-1], offsets[1:])
+
+    def _write_examples(self, path: Path, batches: Iterable[list[np.ndarray]]) -> None:
+        open_writer = TFRecordWriter if self.file_format == "tfrecord" else ArrayRecordWriter
+        with contextlib.closing(open_writer(path)) as writer:
+            for record in itertools.chain.from_iterable(batches):
+                value = record.astype(np.uint8).tobytes() if self.kind == "text" else record
+                writer.write(tf_example.encode({self.field: value}))
+
+    def _write_parquet(self, path: Path, pad_id: int, batches: Iterable[list[np.ndarray]]) -> None:
+        pyarrow, parquet = require_pyarrow()
+        ids, length = pyarrow.list_(pyarrow.int32()), self.keys.max_length
+        columns = {self.field: ids}
+        if self.kind == "strided":
+            mask = pyarrow.list_(pyarrow.int8())
+            columns = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+        schema = pyarrow.schema(list(columns.items()))
+        with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+            for records in batches:
+                if self.kind == "strided":
+                    values = _padded(records, length, pad_id, self.keys.ignore_label)
+                    ends = np.arange(len(records) + 1) * length
+                else:
+                    values = [np.concatenate(records)]
+                    ends = np.cumsum([0, *(record.size for record in records)])
+                # Arrow list offsets are int32.
+                assert ends[-1] < 2**31, ends[-1]
+                ends = pyarrow.array(ends.astype(np.int32))
+                arrays = [pyarrow.ListArray.from_arrays(ends, pyarrow.array(v)) for v in values]
+                writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+
+
+def _padded(
+    records: Sequence[np.ndarray], length: int, pad_id: int, ignore_label: int
+) -> list[np.ndarray]:
+    """Returns inputs, mask (1 for tokens) and labels of windows, flattened."""
+    shape = (len(records), length)
     inputs, mask = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int8)
     labels = np.full(shape, ignore_label, np.int32)
     for row, record in enumerate(records):
-        num_inputs = min(record.size, max_length)
+        num_inputs = min(record.size, length)
         inputs[row, :num_inputs] = record[:num_inputs]
         mask[row, :num_inputs] = 1
         labels[row, : record.size - 1] = record[1:]
-    return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-
-
-def num_chunks(num_tokens: int, chunk_length: int) -> int:
-    """Returns the number of chunks of a token sequence.
-
-    Each starts with the last token of the previous one.
-    """
-    return max(-(-(num_tokens - 1) // (chunk_length - 1)), min(num_tokens, 1))
-
-
-def _ranges(job: RecordFileJob, store: TokenStore) -> RecordRanges:
-    shape = job.shape
-    if shape.kind == "chunks":
-        length = shape.keys.records.chunk_length
-        starts = np.arange(job.first, job.stop, dtype=np.int64) * (length - 1)
-        return RecordRanges(starts, np.minimum(starts + length, len(store)))
-    offsets = np.asarray(store.document_offsets[job.first : job.stop + 1])
-    if shape.kind in ("documents", "text"):
-        return RecordRanges(offsets[:-1], offsets[1:])
-    return strided_windows(
-        offsets,
-        shape.keys.records.min_length,
-        shape.keys.records.max_length,
-        shape.keys.records.stride,
-    )
+    return [inputs.reshape(-1), mask.reshape(-1), labels.reshape(-1)]
 
 
 def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
     """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
-    first, num_records = 0, ranges.starts_W.size
-    ends = np.cumsum(ranges.stops_W - ranges.starts_W)
-    while first < num_records:
-        done = int(ends[first - 1]) if first else 0
-        stop = int(np.searchsorted(ends, done + _BATCH_TOKENS, side="right"))
+    first, sizes = 0, ranges.stops_W - ranges.starts_W
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    while first < ranges.starts_W.size:
+        stop = int(np.searchsorted(ends, ends[first] + _BATCH_TOKENS, side="right")) - 1
         stop = max(stop, first + 1)
         starts, stops = ranges.starts_W[first:stop], ranges.stops_W[first:stop]
-        yield np.split(store.read(starts, stops), np.cumsum(stops - starts)[:-1])
+        yield np.split(store.read(starts, stops), ends[first + 1 : stop] - ends[first])
         first = stop
-
-
-def write_record_file(_: None, job: RecordFileJob) -> FinishedFile:
-    """Writes a file unless it exists.
-
-    Raises UserError for a damaged dataset or a failed write.
-    """
-    manifest = read_manifest(str(job.prepared))
-    store = open_flat(job.prepared, manifest, job.split)
-    ranges = _ranges(job, store)
-    path = job.folder / job.file_name(ranges.starts_W.size)
-    writing = temporary_name(path)
-    try:
-        if not path.exists():
-            batches = _batches(ranges, store)
-            if job.shape.file_format == "parquet":
-                _write_parquet(writing, job.shape, manifest.pad_id, batches)
-            else:
-                _write_examples(writing, job.shape, batches)
-            atomic_rename(writing, path)
-            sync_file(job.folder)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(
-            f"{path} could not be written ({error}). Free some space or get write permission, and "
-            "run the same command to resume: finished files are kept."
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            writing.unlink(missing_ok=True)
-    sizes = ranges.stops_W - ranges.starts_W
-    if job.shape.kind == "strided":
-        # The last token of a full window is only a label.
-        sizes = np.minimum(sizes, job.shape.keys.records.max_length)
-    return FinishedFile(
-        split=job.split,
-        shard=job.number,
-        file=path.name,
-        num_bytes=path.stat().st_size,
-        num_records=ranges.starts_W.size,
-        num_tokens=int(sizes.sum()),
-        dropped_documents=ranges.dropped_documents,
-        dropped_tokens=ranges.dropped_tokens,
-        sha256=digest,
-    )
-
-
-def _write_examples(path: Path, shape: RecordShape, batches: Iterable[list[np.ndarray]]) -> None:
-    open_writer = TFRecordWriter if shape.file_format == "tfrecord" else ArrayRecordWriter
-    with contextlib.closing(open_writer(path)) as writer:
-        for record in itertools.chain.from_iterable(batches):
-            value = record.astype(np.uint8).tobytes() if shape.kind == "text" else record
-            writer.write(tf_example.encode({shape.field: value}))
-
-
-def _write_parquet(
-    path: Path, shape: RecordShape, pad_id: int, batches: Iterable[list[np.ndarray]]
-) -> None:
-    pyarrow, parquet = require_pyarrow()
-    ids = pyarrow.list_(pyarrow.int32())
-    columns = {shape.field: ids}
-    if shape.kind == "strided":
-        mask = pyarrow.list_(pyarrow.int8())
-        columns = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    schema = pyarrow.schema(list(columns.items()))
-    with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        for records in batches:
-            if shape.kind == "strided":
-                rows = rows_of_windows(
-                    records, shape.keys.records.max_length, pad_id, shape.keys.records.ignore_label
-                )
-                ends = np.arange(len(records) + 1) * shape.keys.records.max_length
-                values = [rows[name].reshape(-1) for name in columns]
-            else:
-                ends = np.cumsum([0, *(record.size for record in records)])
-                values = [np.concatenate(records)]
-            # Arrow list offsets are int32.
-            assert ends[-1] < 2**31, ends[-1]
-            ends = pyarrow.array(ends.astype(np.int32))
-            arrays = [pyarrow.ListArray.from_arrays(ends, pyarrow.array(v)) for v in values]
-            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
-
-
-def require_pyarrow() -> tuple[Any, Any]:
-    """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(
-            "prepare_output_format=parquet needs pyarrow. Install it: pip install 'MaxText[data]'"
-        ) from error
-    return pyarrow, parquet
-
-
-def export_records(
-    prepared: Path, preparation: PreparationConfig, output: Path, show: Callable[[str], None]
-) -> None:
-    """Writes every split as record files to `output`, resuming earlier work.
-
-    Only one process may work on `output` at a time.
-    """
-    shape = record_shape(preparation)
-    manifest = read_manifest(str(prepared))
-    ledger = {
-        "schema_version": _LEDGER_SCHEMA,
-        "data_set": manifest.fingerprint,
-        "tokenizer_sha256": manifest.tokenizer.sha256,
-        "options": {
-            **stored_options(preparation),
-            "prepare_output_format": preparation.prepare_output_format,
-        },
-    }
-    _open_output(output, ledger)
-    if shape.kind != "text":
-        _copy_tokenizer(prepared, output)
-    jobs = _plan(prepared, manifest, shape, output)
-    if num_finished := sum(1 for _ in output.glob(f"*.{shape.file_format}*")):
-        show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
-    files: list[FinishedFile] = []
-    quarters = 0
-    num_processes = preparation.prepare_num_workers or num_cores()
-    for _, file in map_in_processes(write_record_file, None, jobs, num_processes):
-        files.append(file)
-        if len(files) * 4 // len(jobs) > quarters and len(files) < len(jobs):
-            quarters = len(files) * 4 // len(jobs)
-            show(f"Writing records: {len(files):,} of {len(jobs):,} files")
-    files.sort(key=lambda file: (file.split, file.shard))
-    entries = {"num_files": len(files), "files": [file.model_dump() for file in files]}
-    text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
-    atomic_write_text(output / LEDGER_NAMES[preparation.prepare_output_format], text)
-    for line in _report(files, shape):
-        show(line)
-
-
-def damaged_files(output: Path, output_format: str) -> list[str]:
-    """Returns the names of exported files, missing or of another size."""
-    ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
-    files = [FinishedFile.model_validate(entry) for entry in ledger["files"]]
-    paths = [(output / file.file, file.num_bytes) for file in files]
-    return [path.name for path, size in paths if not path.is_file() or path.stat().st_size != size]
-
-
-def _open_output(output: Path, ledger: dict[str, Any]) -> None:
-    """Creates the folder, deleting other results and partial files."""
-    request = output.with_name(f"{output.name}.json")
-    asked = json.dumps(ledger, indent=1, sort_keys=True)
-    if not request.exists() or request.read_text(encoding="utf-8") != asked:
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        atomic_write_text(request, asked)
-    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
-        leftover.unlink()
-
-
-def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
-    """Returns the options of records under their names in manifests."""
-    return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}
-
-
-def record_shape(preparation: PreparationConfig) -> RecordShape:
-    """Returns the record format; UserError for conflicts, missing pyarrow."""
-    name = preparation.records.name
-    if name and Path(name).name != name:
-        raise UserError(
-            f"records.name={name} contains a folder, and it is a prefix of file names. Omit "
-            "the folder."
-        )
-    is_text = preparation.prepare_output_format in TEXT_FORMATS
-    file_format: Any = preparation.prepare_output_format.removeprefix("text_")
-    kind = "text" if is_text else preparation.records.content
-    if file_format == "parquet":
-        require_pyarrow()
-    field = _TEXT_FIELD if is_text else preparation.records.field or _DEFAULT_FIELDS[file_format]
-    return RecordShape(file_format, kind, field, preparation)
-
-
-def _plan(
-    prepared: Path, manifest: Manifest, shape: RecordShape, output: Path
-) -> list[RecordFileJob]:
-    jobs = []
-    files_of = _num_files(manifest, shape.keys.records.num_shards, shape)
-    for split, entry in sorted(manifest.splits.items()):
-        prefix = shape.keys.records.name
-        if shape.kind != "text" and prefix and len(manifest.splits) == 1:
-            name = prefix
-        else:
-            name = ("_" if shape.kind == "text" else ".").join(filter(None, (prefix, split)))
-        if shape.kind == "chunks":
-            total = num_chunks(entry.num_tokens, shape.keys.records.chunk_length)
-            num_files = max(min(files_of[split], total), 1)
-            bounds = [total * number // num_files for number in range(num_files + 1)]
-        else:
-            offsets = np.asarray(open_flat(prepared, manifest, split).document_offsets)
-            num_files = max(min(files_of[split], entry.num_documents), 1)
-            bounds = _even_bounds(offsets, num_files).tolist()
-        jobs += [
-            RecordFileJob(prepared, split, shape, *ends, output, name, number, num_files)
-            for number, ends in enumerate(itertools.pairwise(bounds))
-        ]
-    return jobs
-
-
-def _num_files(manifest: Manifest, num_shards: int, shape: RecordShape) -> dict[str, int]:
-    """Returns the files of each split, in proportion to bytes for text."""
-    sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
-    if num_shards == 0:
-        return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
-    if shape.kind != "text":
-        return dict.fromkeys(sizes, num_shards)
-    total = sum(sizes.values())
-    files = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
-    # The remainder goes to the splits that lost most by rounding down.
-    by_loss = sorted(sizes, key=lambda split: files[split] - num_shards * sizes[split] / total)
-    for split in by_loss[: max(0, num_shards - sum(files.values()))]:
-        files[split] += 1
-    return files
 
 
 def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
@@ -473,28 +329,112 @@ def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
     return bounds
 
 
-def _copy_tokenizer(prepared: Path, output: Path) -> None:
-    for file in sorted(prepared.iterdir()):
-        if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-            writing = temporary_name(output / file.name)
-            shutil.copyfile(file, writing)
-            atomic_rename(writing, output / file.name)
+def require_pyarrow() -> tuple[Any, Any]:
+    """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            "prepare_output_format=parquet needs pyarrow. Install it: pip install 'MaxText[data]'"
+        ) from error
+    return pyarrow, parquet
 
 
-def _report(files: Sequence[FinishedFile], shape: RecordShape) -> Iterator[str]:
-    kind = {"strided": "strided window", "chunks": "chunk"}.get(shape.kind, "document")
-    for split in dict.fromkeys(file.split for file in files):
-        of_split = [file for file in files if file.split == split]
-        num_tokens = sum(file.num_tokens for file in of_split)
-        num_records = pluralize(sum(file.num_records for file in of_split), kind)
-        is_text = shape.kind == "text"
-        size = f"{num_tokens / 1e6:,.1f} MB of text" if is_text else f"{num_tokens:,} tokens"
-        yield f"  {split}: {num_records} of {size} in {pluralize(len(of_split), 'file')}"
-        dropped_documents = sum(file.dropped_documents for file in of_split)
-        dropped_tokens = sum(file.dropped_tokens for file in of_split)
-        if dropped_tokens:
-            yield (
-                f"  {split}: skipped {pluralize(dropped_documents, 'document')}, and "
-                f"{pluralize(dropped_tokens, 'token')} in all, because windows of fewer than "
-                f"records.min_length={shape.keys.records.min_length} tokens are not written"
-            )
+def make_export(prepared: Path, preparation: PreparationConfig, output: Path) -> RecordExport:
+    """Returns the export; UserError for conflicts, missing pyarrow."""
+    keys, output_format = preparation.records, preparation.prepare_output_format
+    if keys.name and Path(keys.name).name != keys.name:
+        raise UserError(
+            f"records.name={keys.name} contains a folder, and it is a prefix of file names. Omit "
+            "the folder."
+        )
+    file_format: Any = output_format.removeprefix("text_")
+    if file_format == "parquet":
+        require_pyarrow()
+    if output_format in TEXT_FORMATS:
+        return RecordExport(prepared, output, file_format, "text", _TEXT_FIELD, keys)
+    field = keys.field or _DEFAULT_FIELDS[file_format]
+    return RecordExport(prepared, output, file_format, keys.content, field, keys)
+
+
+def export_records(
+    prepared: Path, preparation: PreparationConfig, output: Path, show: Callable[[str], None]
+) -> None:
+    """Writes every split as record files to `output`, resuming earlier work.
+
+    Only one process may work on `output` at a time.
+    """
+    export = make_export(prepared, preparation, output)
+    output_format = preparation.prepare_output_format
+    manifest = read_manifest(str(prepared))
+    ledger = {
+        "schema_version": _LEDGER_SCHEMA,
+        "data_set": manifest.fingerprint,
+        "tokenizer_sha256": manifest.tokenizer.sha256,
+        "options": {**stored_options(preparation), "prepare_output_format": output_format},
+    }
+    _open_output(output, ledger)
+    if export.kind != "text":
+        for file in prepared.iterdir():
+            if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
+                sync_file(Path(shutil.copyfile(file, output / file.name)))
+    jobs = export.plan(manifest)
+    if num_finished := sum(1 for _ in output.glob(f"*.{export.file_format}*")):
+        show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
+    files: list[LedgerEntry] = []
+    quarters = {-(-len(jobs) * quarter // 4) for quarter in (1, 2, 3)} - {len(jobs)}
+    processes = num_processes(preparation)
+    for _, file in map_in_processes(RecordExport.write, export, jobs, processes):
+        files.append(file)
+        if len(files) in quarters:
+            show(f"Writing records: {len(files):,} of {len(jobs):,} files")
+    files.sort(key=lambda file: (file["split"], file["shard"]))
+    entries = {"num_files": len(files), "files": files}
+    text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
+    atomic_write_text(output / LEDGER_NAMES[output_format], text)
+    for split, of_split in itertools.groupby(files, lambda file: file["split"]):
+        _report(split, [*of_split], export, show)
+
+
+def _open_output(output: Path, ledger: dict[str, Any]) -> None:
+    """Creates the folder, deleting other results and partial files."""
+    request = output.with_name(f"{output.name}.json")
+    asked = json.dumps(ledger, indent=1, sort_keys=True)
+    if not request.exists() or request.read_text(encoding="utf-8") != asked:
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        atomic_write_text(request, asked)
+    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
+        leftover.unlink()
+
+
+def _report(
+    split: str, files: list[LedgerEntry], export: RecordExport, show: Callable[[str], None]
+) -> None:
+    names = ("num_tokens", "num_records", "dropped_documents", "dropped_tokens")
+    num_tokens, num_records, documents, tokens = (sum(f[name] for f in files) for name in names)
+    kind = {"strided": "strided window", "chunks": "chunk"}.get(export.kind, "document")
+    size = f"{num_tokens:,} tokens"
+    if export.kind == "text":
+        size = f"{num_tokens / 1e6:,.1f} MB of text"
+    records, in_files = pluralize(num_records, kind), pluralize(len(files), "file")
+    show(f"  {split}: {records} of {size} in {in_files}")
+    if tokens:
+        show(
+            f"  {split}: skipped {pluralize(documents, 'document')}, and "
+            f"{pluralize(tokens, 'token')} in all, because windows of fewer than "
+            f"records.min_length={export.keys.min_length} tokens are not written"
+        )
+
+
+def damaged_files(output: Path, output_format: str) -> list[str]:
+    """Returns the names of exported files, missing or of another size."""
+    ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
+    paths = [(output / file["file"], file["num_bytes"]) for file in ledger["files"]]
+    return [path.name for path, size in paths if not path.is_file() or path.stat().st_size != size]
+
+
+def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
+    """Returns the options of records under their names in manifests."""
+    return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}

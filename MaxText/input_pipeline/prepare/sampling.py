@@ -4,10 +4,11 @@ import hashlib
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
@@ -42,10 +43,6 @@ def document_number(shard: int, index: int) -> int:
     return (shard << _SHARD_BITS) + index
 
 
-def shard_of(number: int) -> int:
-    return number >> _SHARD_BITS
-
-
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
     """Returns SplitMix64 hashes (uint64 [N]) of seed, purpose and numbers."""
     start = (seed * INCREMENT + purpose * _PURPOSE_STEP) & _BITS
@@ -74,18 +71,10 @@ def text_cleaner(fix_text: bool) -> Callable[[str], str]:
     return ftfy.fix_text
 
 
-class TextDigest:
-    """Running SHA-256 of the texts of documents and their lengths."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.sha256()
-
-    def add(self, encoded: bytes) -> None:
-        self._hash.update(len(encoded).to_bytes(8, "little"))
-        self._hash.update(encoded)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+def add_to_digest(digest: Any, encoded: bytes) -> None:
+    """Hashes the length and the text of a document."""
+    digest.update(len(encoded).to_bytes(8, "little"))
+    digest.update(encoded)
 
 
 def corpus_digest(of_shards: Sequence[str]) -> str:
@@ -95,14 +84,7 @@ def corpus_digest(of_shards: Sequence[str]) -> str:
     return hashlib.sha256("".join(of_shards).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class ReadSettings:
-    seed: int
-    fix_text: bool = False
-
-
-@dataclass(frozen=True)
-class ReadJob:
+class ReadJob(NamedTuple):
     """A shard to read, and how many bytes of its text to keep as a sample."""
 
     number: int
@@ -110,32 +92,30 @@ class ReadJob:
     sample_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class ShardText:
+class ShardText(NamedTuple):
     """Digest of a shard, and its documents with the lowest hashes."""
 
-    number: int
     sha256: str
-    sample: tuple[tuple[int, int, bytes], ...] = field(repr=False)
+    sample: list[tuple[int, bytes]]  # (number of the document, its text)
 
 
-def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
+def read_shard(keys: PreparationConfig, job: ReadJob) -> ShardText:
     """Reads a shard once, with bounded memory."""
-    digest = TextDigest()
-    clean = text_cleaner(settings.fix_text)
+    digest = hashlib.sha256()
+    clean = text_cleaner(keys.prepare_fix_text)
     # Negated hashes make a max-heap: the top is dropped first.
     kept: list[tuple[int, int, bytes]] = []
     num_kept = 0
     drawn_of: list[int] = []
     for index, document in enumerate(job.shard.documents(Skipped())):
         encoded = document.text.encode()
-        digest.add(encoded)
+        add_to_digest(digest, encoded)
         if not job.sample_bytes:
             continue
         number = document_number(job.number, index)
         if index % _HASHED_TOGETHER == 0:
             numbers = number + np.arange(_HASHED_TOGETHER)
-            drawn_of = hashes(settings.seed, SAMPLED, numbers).tolist()
+            drawn_of = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
         drawn = drawn_of[index % _HASHED_TOGETHER]
         if kept and num_kept >= job.sample_bytes and -drawn < kept[0][0]:
             continue
@@ -144,22 +124,19 @@ def read_shard(settings: ReadSettings, job: ReadJob) -> ShardText:
         num_kept += len(encoded)
         while len(kept) > 1 and num_kept > job.sample_bytes:
             num_kept -= len(heapq.heappop(kept)[2])
-    sample = tuple((-drawn, number, encoded) for drawn, number, encoded in kept)
-    return ShardText(job.number, digest.hexdigest(), sample)
+    return ShardText(digest.hexdigest(), [(number, encoded) for _, number, encoded in kept])
 
 
 def sampling_jobs(corpus: Corpus, seed: int) -> list[ReadJob]:
     """Selects shards to sample, each with its share of SAMPLE_BYTES."""
-    numbers = np.arange(len(corpus.shards))
-    if TRAIN in corpus.splits:
-        numbers = np.flatnonzero(np.array(corpus.splits) == TRAIN)
-    drawn = hashes(seed, SAMPLED, numbers)
-    numbers = sorted(numbers[np.argsort(drawn, kind="stable")[:SAMPLED_SHARDS]].tolist())
-    total = max(sum(corpus.shards[number].num_bytes for number in numbers), 1)
+    wanted = [TRAIN] if TRAIN in corpus.splits else [*corpus.splits, ""]
+    numbers = np.array([n for n, shard in enumerate(corpus.shards) if shard.split in wanted])
+    drawn = np.argsort(hashes(seed, SAMPLED, numbers), kind="stable")[:SAMPLED_SHARDS]
+    shards = [(number, corpus.shards[number]) for number in sorted(numbers[drawn].tolist())]
+    total = max(sum(shard.num_bytes for _, shard in shards), 1)
     return [
         ReadJob(number, shard, max(SAMPLE_BYTES * shard.num_bytes // total, 1))
-        for number in numbers
-        for shard in [corpus.shards[number]]
+        for number, shard in shards
     ]
 
 
@@ -167,7 +144,7 @@ def join_samples(
     texts: Sequence[ShardText], seed: int, validation_fraction: float
 ) -> tuple[str, ...]:
     """Returns the sampled texts in order, without held-out ones."""
-    in_order = sorted((number, text) for each in texts for _, number, text in each.sample)
+    in_order = sorted(document for each in texts for document in each.sample)
     ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
     threshold = held_out_threshold(validation_fraction)
     sample = [

@@ -10,7 +10,6 @@ without documents in a split has no files there.
 
 import array
 import contextlib
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
@@ -21,9 +20,10 @@ from typing import Any, Literal
 import numpy as np
 import pydantic
 
+from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources.corpus import Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.local_cache import write_array_header
+from MaxText.input_pipeline.local_cache import write_arrays
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
@@ -47,13 +47,10 @@ class Tokenization:
 
     staging: Path
     tokenizer: TextTokenizer
-    before: tuple[int, ...]  # control ids before each document
-    after: tuple[int, ...]  # control ids after each document
-    seed: int
-    validation_fraction: float
-    fix_text: bool
-    minimum_tokens: int  # shorter documents are skipped, not counting control ids
-    is_text: bool = False  # the ids are the bytes of the text
+    keys: PreparationConfig
+    is_text: bool  # the ids are the bytes of the text
+    before: tuple[int, ...] = ()  # control ids before each document
+    after: tuple[int, ...] = ()  # control ids after each document
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
@@ -61,14 +58,19 @@ class Tokenization:
             return "uint8"
         return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
 
+    @property
+    def minimum_tokens(self) -> int:
+        """Shorter documents are skipped, not counting control ids."""
+        return 1 if self.is_text else max(self.keys.prepare_minimum_tokens, 1)
+
     def summary(self) -> dict[str, Any]:
         """Returns everything besides the text with an effect on ids."""
-        contents = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("staging", "tokenizer")
-        }
-        return contents | {
+        keys = {"prepare_seed", "validation_fraction", "prepare_fix_text"}
+        return self.keys.model_dump(mode="json", include=keys) | {
+            "before": self.before,
+            "after": self.after,
+            "is_text": self.is_text,
+            "minimum_tokens": self.minimum_tokens,
             "schema_version": SCHEMA_VERSION,
             "tokenizer": self.tokenizer.entry.sha256,
             "vocab_size": self.tokenizer.entry.vocab_size,
@@ -81,13 +83,7 @@ class ShardJob:
 
     number: int
     shard: Shard
-    split: str = ""  # of all its documents; empty if a hash decides
-    moved: tuple[int, bool] | None = None  # document exempt from the hash, and whether held out
-
-    def splits(self, validation_fraction: float) -> list[str]:
-        if self.split:
-            return [self.split]
-        return [sampling.TRAIN, *[sampling.VALIDATION] * (validation_fraction > 0)]
+    threshold: int  # documents with a lower hash are held out
 
 
 class ShardSplit(pydantic.BaseModel):
@@ -106,13 +102,13 @@ class TokenizedShard(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True)
 
-    sha256: str  # sampling.TextDigest of the text as read
+    sha256: str  # sampling.add_to_digest of the text as read
     num_bytes: int
     skipped: dict[str, int]  # reason -> number of documents
     bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
-    lowest: tuple[int, int] | None  # (hash, document number) of the lowest kept document
-    highest: tuple[int, int] | None
-    moved: tuple[int, bool] | None
+    lowest: int  # hash of a kept document; 2**64 without any
+    highest: int  # -1 without any
+    threshold: int
     splits: dict[str, ShardSplit]
 
     @property
@@ -154,7 +150,7 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     Raises UserError as Shard.documents does.
     """
     found = finished_shard(tokenization, job.number)
-    if found is None or found.moved != job.moved:
+    if found is None or found.threshold != job.threshold:
         record = _record_path(tokenization.staging, job.number)
         record.unlink(missing_ok=True)
         found = _tokenize(tokenization, job)
@@ -163,38 +159,32 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
 
 
 def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
-    clean = sampling.text_cleaner(tokenization.fix_text)
-    threshold = sampling.held_out_threshold(tokenization.validation_fraction)
-    minimum = max(tokenization.minimum_tokens, 1)
-    digest, skipped = sampling.TextDigest(), Skipped()
-    num_bytes = index = 0
-    ranked: list[tuple[int, int]] = []
+    keys, minimum = tokenization.keys, tokenization.minimum_tokens
+    clean = sampling.text_cleaner(keys.prepare_fix_text)
+    digest, skipped = hashlib.sha256(), Skipped()
+    num_bytes, index, lowest, highest = 0, 0, 2**64, -1
+    by_hash = [sampling.TRAIN, *[sampling.VALIDATION] * (keys.validation_fraction > 0)]
     with contextlib.ExitStack() as stack:
         writers = {
             split: stack.enter_context(_SplitWriter(tokenization, split, job.number))
-            for split in job.splits(tokenization.validation_fraction)
+            for split in ([job.shard.split] if job.shard.split else by_hash)
         }
         for documents in _batches(job.shard.documents(skipped)):
             numbers = sampling.document_number(job.number, index) + np.arange(len(documents))
             index += len(documents)
             texts = [clean(document.text) for document in documents]
             ids = tokenization.tokenizer.encode(texts)
-            ranks = sampling.hashes(tokenization.seed, sampling.HELD_OUT, numbers).tolist()
-            for document, text, ids_N, number, rank in zip(
-                documents, texts, ids, numbers.tolist(), ranks, strict=True
-            ):
+            ranks = sampling.hashes(keys.prepare_seed, sampling.HELD_OUT, numbers).tolist()
+            for document, text, ids_N, rank in zip(documents, texts, ids, ranks, strict=True):
                 encoded = document.text.encode()
-                digest.add(encoded)
+                sampling.add_to_digest(digest, encoded)
                 num_bytes += len(encoded)
                 if len(ids_N) < minimum:
                     skipped[f"shorter than {minimum} tokens"] += 1
                     continue
-                ranked = [min([*ranked, (rank, number)]), max([*ranked, (rank, number)])]
-                held_out = rank < threshold
-                if job.moved and job.moved[0] == number:
-                    held_out = job.moved[1]
-                split = job.split or (sampling.VALIDATION if held_out else sampling.TRAIN)
-                if tokenization.fix_text:
+                lowest, highest = min(lowest, rank), max(highest, rank)
+                split = job.shard.split or by_hash[rank < job.threshold]
+                if keys.prepare_fix_text:
                     encoded = text.encode()
                 writers[split].add(ids_N, len(encoded), document)
             for writer in writers.values():
@@ -205,9 +195,9 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
         num_bytes=num_bytes,
         skipped=dict(skipped),
         bad=tuple(skipped.bad),
-        lowest=ranked[0] if ranked else None,
-        highest=ranked[1] if ranked else None,
-        moved=job.moved,
+        lowest=lowest,
+        highest=highest,
+        threshold=job.threshold,
         splits=splits,
     )
 
@@ -298,12 +288,10 @@ def write_documents(
     """
     staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
     itemsize = np.dtype(tokenization.dtype).itemsize
-    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256()
+    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256(bytes(8))  # of the first 0
     counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
-    num_documents = sum(part.num_documents for _, part in shards)
     files: list[RecordFile] = []
     source_files: list[tuple[int, str]] = []
-    first_document = num_tokens = 0
 
     def arrays(number: int) -> Any:
         return np.load(_documents_path(staging, split, number))
@@ -311,33 +299,34 @@ def write_documents(
     # Rows fit int32, except for sources that count something other than rows.
     widest = max(int(arrays(number)["rows"].max()) for number, _ in shards)
     row_type = np.dtype("<i4" if widest <= np.iinfo(np.int32).max else "<i8")
-    offset_type = np.dtype("<i8")
-    # Written sequentially: a full disk is then an error; with a memory map it kills the process.
-    with (folder / OFFSETS_NAME).open("wb") as offsets, (folder / ROWS_NAME).open("wb") as rows:
-        write_array_header(offsets, offset_type, num_documents + 1)
-        write_array_header(rows, row_type, num_documents)
-        first = np.zeros(1, offset_type).tobytes()
-        offsets.write(first)
-        offsets_digest.update(first)
+
+    def blocks() -> Iterator[dict[str, np.ndarray]]:
+        end = 0
+        yield {"document_offsets": np.zeros(1, "<i8"), "document_rows": np.empty(0, row_type)}
         for number, part in shards:
             with arrays(number) as of_shard:
-                ends = (num_tokens + np.cumsum(of_shard["lengths"])).astype(offset_type).tobytes()
-                rows.write(of_shard["rows"].astype(row_type).tobytes())
+                ends = (end + np.cumsum(of_shard["lengths"])).astype("<i8")
+                rows = of_shard["rows"].astype(row_type)
                 counts_V[of_shard["ids"]] += of_shard["counts"]
-            offsets.write(ends)
-            offsets_digest.update(ends)
-            path = _tokens_path(staging, split, number)
-            with path.open("rb") as file:
-                for block in iter(lambda file=file: file.read(2**24), b""):
-                    tokens_digest.update(block)
-            for document, name in part.source_files:
-                if not source_files or source_files[-1][1] != name:
-                    source_files.append((first_document + document, name))
-            num_bytes = part.num_tokens * itemsize
-            entry = {"num_records": part.num_tokens, "num_tokens": part.num_tokens}
-            files.append(RecordFile(name=path.name, num_bytes=num_bytes, **entry))
-            first_document += part.num_documents
-            num_tokens += part.num_tokens
+            offsets_digest.update(ends.data)
+            yield {"document_offsets": ends, "document_rows": rows}
+            end += part.num_tokens
+
+    write_arrays(folder, blocks())
+    first_document = 0
+    for number, part in shards:
+        path = _tokens_path(staging, split, number)
+        with path.open("rb") as file:
+            while block := file.read(2**24):
+                tokens_digest.update(block)
+        for document, name in part.source_files:
+            if not source_files or source_files[-1][1] != name:
+                source_files.append((first_document + document, name))
+        first_document += part.num_documents
+        size = part.num_tokens
+        files.append(
+            RecordFile(name=path.name, num_bytes=size * itemsize, num_records=size, num_tokens=size)
+        )
     for name in (OFFSETS_NAME, ROWS_NAME):
         sync_file(folder / name)
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
@@ -345,10 +334,11 @@ def write_documents(
     # Left over if the text has fewer shards than in an earlier process.
     for path in set(folder.glob("tokens-*")) - {folder / file.name for file in files}:
         path.unlink()
+    sync_file(folder)
     return Split(
         files=tuple(files),
-        num_tokens=num_tokens,
-        num_documents=num_documents,
+        num_tokens=sum(part.num_tokens for _, part in shards),
+        num_documents=first_document,
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
         unigram_entropy=round(unigram_entropy(counts_V), 6),
         largest_id=int(np.flatnonzero(counts_V)[-1]),

@@ -12,7 +12,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import EMPTY, SequenceOptions, TokenRanges, Windows
+from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows
 from MaxText.input_pipeline.token_store.store import TokenData
 
 
@@ -92,11 +92,11 @@ class GptNeoxSamples(Windows):
     def __len__(self) -> int:
         return self._num_samples
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         parts = []
-        for row in np.flatnonzero(windows != EMPTY).tolist():
+        for row, window in enumerate(windows.tolist()):
             position = 0
-            for start, stop in self.token_ranges(int(windows[row])):
+            for start, stop in self.token_ranges(window):
                 parts.append((row, position, start, stop))
                 position += stop - start
         return TokenRanges(*np.array(parts, np.int64).reshape(-1, 4).T)
@@ -111,14 +111,10 @@ class GptNeoxSamples(Windows):
         start = int(self._arrays["samples"][sample]) * self.length
         stop = start + self.length + 1
         first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
-        token_ranges = []
-        for position in range(first, last + 1):
-            end = int(ends[position])
-            document = int(self._arrays["order"][position])
-            document_start, document_stop = int(offsets[document]), int(offsets[document + 1])
-            # Tokens before this document in the shuffled order, and the part of it in the sample.
-            before = end - (document_stop - document_start)
-            low, high = max(start, before), min(stop, end)
-            if low < high:
-                token_ranges.append((document_start + low - before, document_start + high - before))
-        return token_ranges
+        documents, ends = self._arrays["order"][first : last + 1], ends[first : last + 1]
+        stops = np.asarray(offsets[documents + 1])
+        shifts = stops - ends  # from places in the shuffled order to places in the store
+        lows = np.maximum(start, ends - (stops - offsets[documents])) + shifts
+        highs = np.minimum(stop, ends) + shifts
+        pairs = zip(lows.tolist(), highs.tolist(), strict=True)
+        return [(low, high) for low, high in pairs if low < high]

@@ -82,11 +82,6 @@ class MLMMasking:
         self._end_of_kept = round(kept * 2**32)
         self._end_of_drawn = min(round((kept + drawn) * 2**32), 2**32)
 
-    @property
-    def num_added_tokens(self) -> int:
-        """Positions of CLS (0 or 1); shorter windows by this many lose nothing."""
-        return int(self._cls_id >= 0)
-
     def apply(
         self,
         rows: Mapping[str, np.ndarray],
@@ -114,7 +109,7 @@ class MLMMasking:
         else:
             real_BT = rows["weights"] > 0
             real_BT[:, 1:] |= rows["weights"][:, :-1] > 0
-        if self.num_added_tokens:
+        if self._cls_id >= 0:
             tokens_BT, real_BT, result = self._put_cls(tokens_BT, real_BT, result, length)
         assert length is None or tokens_BT.shape[1] == length, (tokens_BT.shape, length)
         assert run_rows_B.shape == tokens_BT.shape[:1], (run_rows_B.shape, tokens_BT.shape)

@@ -140,8 +140,7 @@ class OrderedWindows:
     def batch_part(self, numbers: np.ndarray, rows: np.ndarray) -> BatchPart:
         windows = self.order[numbers]
         draws = random_words(self.seed, numbers) if self.windows.random else numbers
-        spans = self.windows.spans(windows, draws)
-        return BatchPart(self.windows, rows, spans, self.windows.without_weight(spans, windows))
+        return BatchPart(self.windows, rows, self.windows.spans(windows, draws))
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         return fill_batch([self.batch_part(rows, np.arange(len(rows)))], self.has_documents)

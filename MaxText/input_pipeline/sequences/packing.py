@@ -76,7 +76,7 @@ class PackedDocuments(Windows):
     def __len__(self) -> int:
         return len(self._plan["first_item"]) - 1
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         row_P, item_P = items_of_rows(self._plan["first_item"], windows)
         starts_P = np.asarray(self._plan["starts"][item_P])
         offsets = self.data.store.document_offsets

@@ -9,6 +9,7 @@ stride, I sliding windows, R sequences of an epoch.
 
 import abc
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class TokenRanges(NamedTuple):
     position_P: np.ndarray  # position of its first token in the row
     start_P: np.ndarray  # range in the store, targets included
     stop_P: np.ndarray
+    context_P: np.ndarray | None = None  # number of its leading targets without weight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,21 +66,23 @@ class Windows(abc.ABC):
     def __len__(self) -> int:
         pass
 
-    @abc.abstractmethod
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         """Returns the ranges of sequences; none for EMPTY ones.
 
         `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers, used
         if `random` is set.
         """
+        rows = np.flatnonzero(windows != EMPTY)
+        ranges = self._ranges(windows[rows], draws[rows])
+        return ranges._replace(row_P=rows[ranges.row_P])
+
+    @abc.abstractmethod
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+        """Returns the ranges of windows in [0, len), one a row."""
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         """Returns the first window of each document (int64), then len(self)."""
         raise NotImplementedError  # evaluation has no groups of files
-
-    def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
-        """Returns the number of leading weight-0 targets of ranges, or None."""
-        return None
 
     def origin(self, window: int, draw: int) -> list[tuple[str, int, int]]:
         """Returns (document, first token, tokens) for each document."""
@@ -97,14 +101,6 @@ class Windows(abc.ABC):
         return found
 
 
-def _boundaries(offsets: np.ndarray, spans: TokenRanges) -> tuple[np.ndarray, np.ndarray]:
-    """Returns document boundaries inside ranges: (range, position)."""
-    first = np.searchsorted(offsets, spans.start_P, side="right")
-    last = np.searchsorted(offsets, spans.stop_P, side="left")
-    span_P = np.repeat(np.arange(len(first)), last - first)
-    return span_P, np.asarray(offsets[expand(first, last - first)]) - spans.start_P[span_P]
-
-
 def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
     """Returns the concatenated ranges [first, first + count) of G groups."""
     before_G = np.cumsum(counts_G) - counts_G
@@ -112,17 +108,13 @@ def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
 
 
 def items_of_rows(first_R: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row in the batch and the number of each item.
-
-    A row may have several items.
-    """
-    rows = np.flatnonzero(windows != EMPTY)
-    first, end = first_R[windows[rows]], first_R[windows[rows] + 1]
-    return np.repeat(rows, end - first), expand(first, end - first)
+    """Returns the row and the number of each item of windows with several."""
+    first, end = first_R[windows], first_R[windows + 1]
+    return np.repeat(np.arange(len(windows)), end - first), expand(first, end - first)
 
 
-def one_per_row(rows: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
-    return TokenRanges(rows, np.zeros(len(rows), np.int64), starts, stops)
+def one_per_row(starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
+    return TokenRanges(np.arange(len(starts)), np.zeros(len(starts), np.int64), starts, stops)
 
 
 def ranges_in_rows(row_P: np.ndarray, starts_P: np.ndarray, stops_P: np.ndarray) -> TokenRanges:
@@ -148,11 +140,9 @@ class ConcatThenSplit(Windows):
     def __len__(self) -> int:
         return max(0, -(-(len(self.data.store) - 1) // self.length))
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        rows = np.flatnonzero(windows != EMPTY)
-        starts = windows[rows] * self.length
-        stops = np.minimum(starts + self.length + 1, len(self.data.store))
-        return one_per_row(rows, starts, stops)
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+        starts = windows * self.length
+        return one_per_row(starts, np.minimum(starts + self.length + 1, len(self.data.store)))
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         offsets = np.asarray(self.data.store.document_offsets[documents])
@@ -201,14 +191,12 @@ class DocumentWindows(Windows):
     def __len__(self) -> int:
         return int(self._arrays["first_window"][-1])
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        rows = np.flatnonzero(windows != EMPTY)
-        windows = windows[rows]
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         first_window, offsets = self._arrays["first_window"], self.data.store.document_offsets
         documents = np.searchsorted(first_window, windows, side="right") - 1
         starts = offsets[documents] + (windows - first_window[documents]) * self.length
         stops = np.minimum(starts + self.length + self._ahead, offsets[documents + 1])
-        return one_per_row(rows, starts, stops)
+        return one_per_row(starts, stops)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return self._arrays["first_window"][documents]
@@ -234,18 +222,16 @@ class JoinedDocuments(Windows):
     def __len__(self) -> int:
         return -(-(len(self.data.store.document_offsets) - 1) // self._stitch)
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        rows = np.flatnonzero(windows != EMPTY)
-        offsets = self.data.store.document_offsets
-        first = windows[rows] * self._stitch
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+        offsets, first = self.data.store.document_offsets, windows * self._stitch
         last = np.minimum(first + self._stitch, len(offsets) - 1)
         starts, ends = np.asarray(offsets[first]), np.asarray(offsets[last])
         if self.random:
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
-            starts = starts + (draws[rows] % places).astype(np.int64)
+            starts = starts + (draws % places).astype(np.int64)
         stops = np.minimum(starts + self.length + 1, ends)
-        filled = stops > starts
-        return one_per_row(rows[filled], starts[filled], stops[filled])
+        filled = np.flatnonzero(stops > starts)
+        return one_per_row(starts[filled], stops[filled])._replace(row_P=filled)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return -(-documents // self._stitch)
@@ -257,7 +243,6 @@ class BatchPart(NamedTuple):
     windows: Windows
     rows: np.ndarray  # int64, batch indices of the sequences
     spans: TokenRanges  # `row_P` counts within `rows`
-    without_weight: np.ndarray | None = None
 
 
 def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
@@ -272,41 +257,42 @@ def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.
     for part in parts:
         key = (part.windows.joined, part.windows.data.labels is not None)
         alike.setdefault(key, []).append(part)
-    filled = [_fill(group, has_documents) for group in alike.values()]
+    groups = [_fill(group, has_documents) for group in alike.values()]
     rows = np.concatenate([part.rows for group in alike.values() for part in group])
-    if np.all(rows[1:] > rows[:-1]) and len(filled) == 1:
-        return filled[0]
+    if np.all(rows[1:] > rows[:-1]) and len(groups) == 1:
+        return groups[0]
     order = np.argsort(rows)
-    return {name: _concatenated([one[name] for one in filled])[order] for name in filled[0]}
+    return {name: _concatenated([of[name] for of in groups])[order] for name in groups[0]}
 
 
 def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
-    first = parts[0].windows
-    length, num_rows = first.length, sum(len(part.rows) for part in parts)
-    before = np.cumsum([0, *(len(part.rows) for part in parts)])
-    row_P = np.concatenate([p.spans.row_P + n for p, n in zip(parts, before, strict=False)])
-    position_P = np.concatenate([part.spans.position_P for part in parts])
-    sizes_P = np.concatenate([part.spans.stop_P - part.spans.start_P for part in parts])
-    ids = _concatenated(
-        [part.windows.data.store.read(part.spans.start_P, part.spans.stop_P) for part in parts]
-    )
+    first, counts = parts[0].windows, [len(part.rows) for part in parts]
+    length, num_rows = first.length, sum(counts)
+    spans = [
+        part.spans._replace(row_P=part.spans.row_P + before)
+        for part, before in zip(parts, itertools.accumulate(counts, initial=0), strict=False)
+    ]
+    row_P = np.concatenate([ranges.row_P for ranges in spans])
+    position_P = np.concatenate([ranges.position_P for ranges in spans])
+    sizes_P = np.concatenate([ranges.stop_P - ranges.start_P for ranges in spans])
+
+    def read(store: str) -> np.ndarray:
+        stores = (getattr(part.windows.data, store) for part in parts)
+        pairs = zip(stores, spans, strict=True)
+        return _concatenated([one.read(ranges.start_P, ranges.stop_P) for one, ranges in pairs])
+
+    ids = read("store")
     arrays: dict[str, np.ndarray] = {}
     whole = len(ids) == num_rows * (length + 1)
     if whole and first.joined and first.data.labels is None:  # fast path
         rows = ids.reshape(num_rows, length + 1)
         arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
         arrays["weights"] = np.ones((num_rows, length), np.float32)
-        return _finished(arrays, parts, before, None, has_documents)
-    pad_B = np.repeat([p.windows.data.pad_id for p in parts], [len(p.rows) for p in parts])
+        return _finished(arrays, parts, spans, None, has_documents)
+    pad_B = np.repeat([part.windows.data.pad_id for part in parts], counts)
     used_B = np.zeros(num_rows, np.int64)
     if first.data.labels is not None:
-        labels = _concatenated(
-            [
-                part.windows.data.labels.read(part.spans.start_P, part.spans.stop_P)
-                for part in parts
-                if part.windows.data.labels is not None
-            ]
-        )
+        labels = read("labels")
         used_B[row_P] = sizes_P
         arrays["tokens"] = _spread(ids, used_B, pad_B, length)
         arrays["targets"] = _spread(np.maximum(labels, 0), used_B, pad_B, length)
@@ -329,24 +315,22 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
         arrays["tokens"] = _spread(ids[is_input], used_B, pad_B, length)
         arrays["targets"] = _spread(ids[is_target], used_B, pad_B, length)
         arrays["weights"] = _ones(used_B, length)
-    return _finished(arrays, parts, before, np.minimum(used_B, length), has_documents)
+    return _finished(arrays, parts, spans, np.minimum(used_B, length), has_documents)
 
 
 def _finished(
     arrays: dict[str, np.ndarray],
     parts: Sequence[BatchPart],
-    before: np.ndarray,
+    spans: Sequence[TokenRanges],
     used_B: np.ndarray | None,
     has_documents: bool,
 ) -> dict[str, np.ndarray]:
-    for part, first_row in zip(parts, before.tolist(), strict=False):
-        if part.without_weight is not None:
-            counts = part.without_weight.tolist()
-            spans = part.spans
-            for row, position, count in zip(spans.row_P, spans.position_P, counts, strict=True):
-                arrays["weights"][first_row + row, position : position + count] = 0
+    for row_P, position_P, _, _, context_P in spans:
+        if context_P is not None:
+            for row, position, count in zip(row_P, position_P, context_P, strict=True):
+                arrays["weights"][row, position : position + count] = 0
     if has_documents:
-        _add_documents(arrays, parts, before, used_B)
+        _add_documents(arrays, parts, spans, used_B)
     if not parts[0].windows.options.zero_loss:
         arrays["weights"] *= arrays["targets"] != 0
     return arrays
@@ -373,7 +357,7 @@ def _spread(values: np.ndarray, used_B: np.ndarray, pad_B: np.ndarray, width: in
 def _add_documents(
     arrays: dict[str, np.ndarray],
     parts: Sequence[BatchPart],
-    before: np.ndarray,
+    spans: Sequence[TokenRanges],
     used_B: np.ndarray | None,
 ) -> None:
     """Adds positions and segments to the arrays of a batch.
@@ -384,14 +368,16 @@ def _add_documents(
     num_rows, length = arrays["tokens"].shape
     stride = length + 1  # the last target may begin a document
     keys = [np.arange(num_rows) * stride]
-    for part, first_row in zip(parts, before.tolist(), strict=False):
-        spans, windows = part.spans, part.windows
-        if windows.options.cross_document_attention:
+    for part, ranges in zip(parts, spans, strict=True):
+        if part.windows.options.cross_document_attention:
             continue  # a whole sequence is one document
         # Documents start at ranges, and inside them.
-        key_P = (spans.row_P + first_row) * stride + spans.position_P
-        span_Q, inside_Q = _boundaries(windows.data.store.document_offsets, spans)
-        keys += (key_P, key_P[span_Q] + inside_Q)
+        offsets = part.windows.data.store.document_offsets
+        first_P = np.searchsorted(offsets, ranges.start_P, side="right")
+        counts_P = np.searchsorted(offsets, ranges.stop_P, side="left") - first_P
+        key_P = ranges.row_P * stride + ranges.position_P
+        key_Q = np.repeat(key_P - ranges.start_P, counts_P)
+        keys += (key_P, key_Q + offsets[expand(first_P, counts_P)])
     # An empty document starts where the next one does.
     row_Q, position_Q = np.divmod(np.unique(np.concatenate(keys)), stride)
     if parts[0].windows.joined:
@@ -443,21 +429,16 @@ class SlidingWindows(Windows):
     def __len__(self) -> int:
         return len(self._first_R) - 1
 
-    def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
+    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         row_P, item_P = items_of_rows(self._first_R, windows)
-        return ranges_in_rows(row_P, self._start_I[item_P], self._stop_I[item_P])
-
-    def without_weight(self, spans: TokenRanges, windows: np.ndarray) -> np.ndarray | None:
-        return self._context_I[items_of_rows(self._first_R, windows)[1]]
+        ranges = ranges_in_rows(row_P, self._start_I[item_P], self._stop_I[item_P])
+        return ranges._replace(context_P=self._context_I[item_P])
 
 
 def _windows(
     offsets: np.ndarray, length: int, stride: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the ranges and uncounted targets of all windows.
-
-    These are first token, end, and number of targets of weight 0, each int64 [I].
-    """
+    """Returns first token, end, and number of uncounted targets of windows."""
     targets_D = np.maximum(np.diff(offsets) - 1, 0)
     further_D = np.maximum(-(-(targets_D - length) // stride), 0)
     counts_D = (targets_D > 0) + further_D

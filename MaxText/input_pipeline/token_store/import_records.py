@@ -31,6 +31,7 @@ from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
 from MaxText.input_pipeline.prepare.process_pool import map_in_processes, show_progress
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
+from MaxText.input_pipeline.token_store.store import Origins, TokenStore
 from MaxText.pluralize import pluralize
 from MaxText.runtime.cores import num_cores
 from MaxText.storage import file_access
@@ -56,6 +57,10 @@ class ImportedRecords(NamedTuple):
 
     def files(self, kind: str = "tokens") -> list[str]:
         return [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
+
+    def store(self, documents: Arrays, origins: Origins, kind: str = "tokens") -> TokenStore:
+        dtype = np.dtype("<i4") if kind == "labels" else self.dtype
+        return TokenStore(self.files(kind), self.num_tokens, dtype, documents, origins)
 
 
 Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]

@@ -45,7 +45,7 @@ class RecordFile(_Entry):
     name: str = pydantic.Field(pattern=_PLAIN_NAME)
     num_bytes: int
     num_records: int  # chunks of an array_record file, ids of a bin file
-    num_tokens: int | None = None  # None in version 1: only the last chunk may be short
+    num_tokens: int | None = None  # None in version 1
 
 
 class Split(_Entry):
@@ -131,10 +131,7 @@ class Manifest(_Entry):
 
 def unigram_entropy(counts_V: np.ndarray) -> float:
     """Returns the entropy in nats of ids with these counts; 0 without any."""
-    present = counts_V[counts_V > 0].astype(np.float64)
-    if present.size == 0:
-        return 0.0
-    share = present / present.sum()
+    share = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
     return float(-(share * np.log(share)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
@@ -223,20 +220,6 @@ def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
                 f"it is truncated or changed. {again}"
             )
     return infos
-
-
-def tokens_of_files(entry: Split, chunk_length: int) -> list[int]:
-    counts: list[int] = []
-    for number, file in enumerate(entry.files):
-        num_tokens = file.num_tokens
-        if num_tokens is None:  # schema_version 1
-            is_last = number == len(entry.files) - 1
-            num_tokens = (
-                entry.num_tokens - sum(counts) if is_last else file.num_records * chunk_length
-            )
-        counts.append(num_tokens)
-    assert sum(counts) == entry.num_tokens or not entry.files, counts
-    return counts
 
 
 def describe(manifest: Manifest) -> str:

@@ -5,12 +5,12 @@ and text is tokenized then. Names and first bytes tell the format, and the first
 records hold ids or text.
 """
 
+import collections
 import dataclasses
 import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,6 @@ from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
     Origins,
     TokenData,
-    TokenStore,
     boundaries_digest,
     load_offsets,
     open_flat,
@@ -71,43 +70,73 @@ _TEXT = re.compile(r"\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$")
 # Auxiliary files in record folders.
 _AUXILIARY = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
 
-_MAGIC = {"parquet": b"PAR1", "arrow": b"ARROW1", "arrayrecord": bytes.fromhex("83af70d10d884a3f")}
+# Format, offset and bytes; an Arrow stream begins with a continuation mark.
+_MAGIC = (
+    ("parquet", 0, b"PAR1"),
+    ("arrow", 0, b"ARROW1"),
+    ("arrow", 0, b"\xff\xff\xff\xff"),
+    ("arrayrecord", 0, bytes.fromhex("83af70d10d884a3f")),
+    ("webdataset", 257, b"ustar"),
+)
 
 
-def choose_format(
-    files: list[FileInfo], kind: str, key: str, location: str
-) -> tuple[str, list[FileInfo]]:
+@dataclasses.dataclass(frozen=True)
+class OpenRequest:
+    """The data to open for training or evaluation."""
+
+    data: DataConfig
+    preparation: PreparationConfig
+    for_training: bool
+    vocab_size: int
+    show: Callable[[str], None]
+    location: str = ""
+    key: str = ""  # configuration key of the location
+
+    @property
+    def where(self) -> str:
+        """Key and location, for messages."""
+        return f"{self.key}={self.location}"
+
+    @property
+    def split(self) -> str:
+        return self.data.train_split if self.for_training else self.data.eval_split
+
+    @property
+    def cache_dir(self) -> Path:
+        return Path(self.data.data_cache_dir).expanduser()
+
+
+def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, list[FileInfo]]:
     """Returns the file format of a location and the files in this format.
 
-    `kind` is grain_file_type. Formats are tfrecord, arrayrecord, parquet, arrow, webdataset,
-    megatron and text. Raises UserError if it is unknown or ambiguous.
+    Formats are tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text. Raises
+    UserError if it is unknown or ambiguous.
     """
+    kind = request.data.grain_file_type
     if kind != "auto":
         named = [file for file in files if _kind_by_name(file.path) == kind]
         return kind, named or files
-    by_kind: dict[str, list[FileInfo]] = {}
+    by_kind: dict[str, list[FileInfo]] = collections.defaultdict(list)
     for file in files:
-        by_kind.setdefault(_kind_by_name(file.path), []).append(file)
+        by_kind[_kind_by_name(file.path)].append(file)
     auxiliary, nameless = by_kind.pop("auxiliary", []), by_kind.pop("", [])
     # Some programs write records without a file extension.
     for file in nameless or ([] if by_kind else auxiliary):
-        by_kind.setdefault(_kind_by_content(file.path), []).append(file)
+        by_kind[_kind_by_content(file.path)].append(file)
     by_kind.pop("", None)
     if len(by_kind) > 1:
         by_kind.pop("text", None)  # a README.txt next to records
     if len(by_kind) == 1:
         return by_kind.popitem()
-    found = ", ".join(
-        f"{len(members)} {kind} ({Path(members[0].path).name})" for kind, members in by_kind.items()
-    )
-    if by_kind:
+    if not by_kind:
         raise UserError(
-            f"{key}={location} holds files of several formats: {found}. Set "
-            "grain_file_type to the one to read, or give a pattern that matches only these."
+            f"{request.where}: {files[0].path} has an unknown format. Accepted: {ACCEPTED}. If "
+            "its name is misleading, set grain_file_type."
         )
+    found = (f"{len(of)} {kind} ({Path(of[0].path).name})" for kind, of in by_kind.items())
     raise UserError(
-        f"{key}={location}: {files[0].path} has an unknown format. Accepted: "
-        f"{ACCEPTED}. If its name is misleading, set grain_file_type."
+        f"{request.where} holds files of several formats: {', '.join(found)}. Set grain_file_type "
+        "to the one to read, or give a pattern that matches only these."
     )
 
 
@@ -122,75 +151,46 @@ def _kind_by_name(file: str) -> str:
 
 
 def _kind_by_content(file: str) -> str:
-    start = _first_bytes(file)
-    for kind, magic in _MAGIC.items():
-        if start.startswith(magic):
-            return kind
-    if start[257:262] == b"ustar":
-        return "webdataset"
-    if start[:4] == b"\xff\xff\xff\xff":
-        return "arrow"
-    header = start[: tfrecord.HEADER_BYTES]
-    if len(header) == tfrecord.HEADER_BYTES:
-        length_crc = int.from_bytes(header[8:], "little")
-        if tfrecord.masked_crc32c(header[:8]) == length_crc:
-            return "tfrecord"
-    return ""
-
-
-def _first_bytes(file: str) -> bytes:
     try:
         with open_stream(file) as stream:
-            return stream.read(512)
+            start = stream.read(512)
     except OSError as error:
         raise UserError(
             f"{file} cannot be read ({error.strerror or error}). Check that you may read it."
         ) from error
+    for kind, offset, magic in _MAGIC:
+        if start.startswith(magic, offset):
+            return kind
+    return "tfrecord" if tfrecord.is_header(start[: tfrecord.HEADER_BYTES]) else ""
 
 
-def choose_split(
-    files: list[FileInfo], evaluation: str, for_training: bool, key: str, location: str
-) -> list[FileInfo]:
+def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
     """Selects files for training or evaluation by name.
 
-    Raises UserError if none remains. Files with `evaluation` in the name, below their common
-    folder, are for evaluation.
+    Raises UserError if none remains. Files with eval_split in the name, below their common folder,
+    are for evaluation.
     """
+    evaluation, for_training = request.data.eval_split, request.for_training
     names = relative_names([file.path for file in files])
-    named = [file for file, name in zip(files, names, strict=True) if evaluation in name]
-    if for_training:
-        left = [file for file in files if file not in set(named)]
-        if not left:
-            raise UserError(
-                f"{key}={location}: the name of every file contains eval_split="
-                f"{evaluation}, so none is left to train on. Set eval_split to what only files for "
-                "evaluation have in their names."
-            )
-        return left
-    if not named:
+    chosen = [
+        file
+        for file, name in zip(files, names, strict=True)
+        if (evaluation in name) != for_training
+    ]
+    if not chosen and for_training:
         raise UserError(
-            f"{key}={location}: no file has eval_split={evaluation} in its name "
+            f"{request.where}: the name of every file contains eval_split={evaluation}, so none is "
+            "left to train on. Set eval_split to what only files for evaluation have in their "
+            "names."
+        )
+    if not chosen:
+        raise UserError(
+            f"{request.where}: no file has eval_split={evaluation} in its name "
             f"(for example {Path(files[0].path).name}), so there is none to evaluate on. Name "
             "files in grain_eval_files, set eval_split, or, where train.py is to evaluate, switch "
             "that off (eval_interval=-1)."
         )
-    return named
-
-
-class OpenRequest(NamedTuple):
-    """The data to open: a location (of the key `key`) and a split of it."""
-
-    location: str
-    key: str
-    data: DataConfig
-    preparation: PreparationConfig
-    split: str
-    for_training: bool
-    show: Callable[[str], None]
-
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.data.data_cache_dir).expanduser()
+    return chosen
 
 
 def open_token_data(request: OpenRequest) -> TokenData:
@@ -201,43 +201,45 @@ def open_token_data(request: OpenRequest) -> TokenData:
     grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
     UserError if nothing is there, the format is unknown, or the split is missing.
     """
-    location, key, data, preparation, split, for_training, _ = request
-    kind = data.grain_file_type
-    if kind == "prepared" or (kind == "auto" and _is_prepared(location, key)):
-        return _open_prepared(request, "train_split" if for_training else "eval_split")
-    kind, files = choose_format(_find(request), kind, key, location)
-    if for_training or key != "grain_eval_files":
-        evaluation = data.eval_split if for_training else split
-        files = choose_split(files, evaluation, for_training, key, location)
+    location, kind = request.location, request.data.grain_file_type
+    if kind == "prepared" or (kind == "auto" and _is_prepared(request)):
+        return _open_prepared(request, location, request.split)
+    kind, files = _choose_format(request, _find(request))
+    if request.for_training or request.key != "grain_eval_files":
+        files = _choose_split(request, files)
     tokens = _open_files(request, files, kind)
     if tokens.tokenizer_folder is not None:
         return tokens
-    paths = [file.path for file in files]
-    return dataclasses.replace(
-        tokens, tokenizer_folder=find_tokenizer_near(paths, location, preparation.tokenizer_path)
-    )
+    named = request.preparation.tokenizer_path
+    folder = find_tokenizer_near(files[0].path, location, named)
+    return dataclasses.replace(tokens, tokenizer_folder=folder)
 
 
 def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
-    fields = (request.data.token_records.field,) if request.data.token_records.field else ()
+    field = request.data.token_records.field
+    fields = (field,) if field else ()
     paths = [file.path for file in files]
     if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
-        return _open_text(request, files)
-    if kind in ("parquet", "arrow"):
-        return _open_tables(request, files, kind, fields)
+        from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
+
+        folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
+        return _open_prepared(request, str(folder), "train")
     # Names from earlier versions, so that their runs can be resumed.
-    named = {
-        "tfrecord": f"TFRecordIds(names={fields or USUAL_FIELDS})",
-        "arrayrecord": f"ArrayRecordIds(names={fields or USUAL_FIELDS})",
-        "webdataset": f"TarTensors(field={request.data.token_records.field!r})",
-    }
+    if kind in ("parquet", "arrow"):
+        identity = _table_identity(request, paths[0], fields or USUAL_FIELDS)
+    elif kind == "webdataset":
+        identity = f"TarTensors(field={field!r})"
+    else:
+        name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
+        identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    return _open_records(request, files, kind, read, named[kind])
+    return _open_records(request, files, kind, read, identity)
 
 
-def _is_prepared(location: str, key: str) -> bool:
+def _is_prepared(request: OpenRequest) -> bool:
+    location = request.location
     if is_url(location):
         # Web servers may answer requests for any name.
         manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
@@ -246,7 +248,7 @@ def _is_prepared(location: str, key: str) -> bool:
         return file_access.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
     except PermissionError as error:
         raise UserError(
-            f"{key}={location} cannot be read ({error.strerror}). Check the permissions of it and "
+            f"{request.where} cannot be read ({error.strerror}). Check the permissions of it and "
             "the folders above it."
         ) from error
 
@@ -265,13 +267,13 @@ def _show_unused(request: OpenRequest, manifest: Manifest) -> None:
         )
 
 
-def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
-    location, split = request.location, request.split
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
     if is_url(location):
-        folder, manifest, files = _copy_prepared(request, location.rstrip("/"))
+        folder, manifest, files = _copy_prepared(location.rstrip("/"), split, request.cache_dir)
     else:
         manifest, files = read_manifest(location), None
         folder = Path(local_path(location))
+    split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
     if request.for_training and request.key != "data_mixture_weights":
         _show_unused(request, manifest)
@@ -279,8 +281,8 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
         store = open_flat(folder, manifest, split, files)
     else:
         found = check_files(manifest, folder, split) if files is None else files
-        read = functools.partial(read_chunks, dtype=manifest.dtype)
-        identity = f"chunks of {manifest.dtype}"
+        read, identity = read_chunks, f"chunks of {manifest.dtype}"
+        read = functools.partial(read, dtype=manifest.dtype)
         imported = RecordImport(found, read, identity, request.cache_dir).run(request.show)
         if sum(imported.num_tokens) != entry.num_tokens:
             raise UserError(
@@ -288,13 +290,7 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
                 f"{MANIFEST_NAME} says {entry.num_tokens}. Copy the data set again."
             )
         documents = load_offsets(folder / split, entry.num_documents, entry.num_tokens)
-        store = TokenStore(
-            imported.files(),
-            imported.num_tokens,
-            imported.dtype,
-            documents,
-            Origins(folder / split, entry.num_documents),
-        )
+        store = imported.store(documents, Origins(folder / split, entry.num_documents))
     return TokenData(
         store=store,
         description=describe(manifest),
@@ -311,12 +307,13 @@ def _open_prepared(request: OpenRequest, split_key: str) -> TokenData:
     )
 
 
-def _copy_prepared(request: OpenRequest, url: str) -> tuple[Path, Manifest, list[FileInfo] | None]:
+def _copy_prepared(
+    url: str, split: str, cache_dir: Path
+) -> tuple[Path, Manifest, list[FileInfo] | None]:
     """Copies a remote dataset except its token files; returns both."""
-    split = request.split
-    with file_access.open_stream(f"{url}/{MANIFEST_NAME}") as stream:
+    with open_stream(f"{url}/{MANIFEST_NAME}") as stream:
         content = stream.read()
-    folder = copies_folder(request.cache_dir, url, content.decode("utf-8", "replace"))
+    folder = copies_folder(cache_dir, url, content.decode("utf-8", "replace"))
     copy_files(file_access.files_in(url), folder)
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
@@ -345,22 +342,17 @@ def _find(request: OpenRequest) -> list[FileInfo]:
     return file_access.list_files(location, request.key)
 
 
-def _open_tables(
-    request: OpenRequest, files: list[FileInfo], kind: str, fields: tuple[str, ...]
-) -> TokenData:
-    path = files[0].path
+def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> str:
     with open_table(FileRange.whole(path)) as table:
-        column = id_column(table, path, fields or USUAL_FIELDS)
-        assert column is not None
+        column = id_column(table, path, fields)
         has_mask, has_labels = has_mask_and_labels(table)
-    if has_labels and request.data.token_records.eos_id >= 0:
+    eos_id = request.data.token_records.eos_id
+    if has_labels and eos_id >= 0:
         raise UserError(
-            f"token_records.eos_id={request.data.token_records.eos_id}: {path} has labels, which "
-            "have no place for another token. Leave token_records.eos_id=-1."
+            f"token_records.eos_id={eos_id}: {path} has labels, which have no place for another "
+            "token. Leave token_records.eos_id=-1."
         )
-    read = functools.partial(read_ids, kind=kind, fields=fields)
-    identity = f"TableIds({column!r}, {has_mask}, {has_labels})"
-    return _open_records(request, files, "table", read, identity)
+    return f"TableIds({column!r}, {has_mask}, {has_labels})"
 
 
 def _open_records(
@@ -374,15 +366,12 @@ def _open_records(
     offsets = documents["document_offsets"]
     if offsets.size < 2 or not offsets[-1]:
         raise UserError(
-            f"{request.key}={request.location}: {len(files)} {kind} files hold no tokens. Check "
+            f"{request.where}: {len(files)} {kind} files hold no tokens. Check "
             "that these are the files you mean."
         )
     origins = Origins(imported.folder, offsets.size - 1, "record")
-    store = TokenStore(imported.files(), imported.num_tokens, imported.dtype, documents, origins)
-    labels = None
-    if imported.has_labels:
-        names, dtype = imported.files("labels"), np.dtype("<i4")
-        labels = TokenStore(names, imported.num_tokens, dtype, documents, origins)
+    store = imported.store(documents, origins)
+    labels = imported.store(documents, origins, "labels") if imported.has_labels else None
     length = record_length(offsets)
     what = f"rows of {length:,}" if length else "documents"
     labelled = ", with labels" if labels else ""
@@ -402,11 +391,3 @@ def _open_records(
         labels=labels,
         skipped=imported.skipped,
     )
-
-
-def _open_text(request: OpenRequest, files: list[FileInfo]) -> TokenData:
-    from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
-
-    paths = [file.path for file in files]
-    folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
-    return _open_prepared(request._replace(location=str(folder), split="train"), "train_split")

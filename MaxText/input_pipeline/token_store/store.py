@@ -24,7 +24,6 @@ from MaxText.input_pipeline.token_store.manifest import (
     Manifest,
     check_files,
     damaged,
-    tokens_of_files,
 )
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
@@ -211,7 +210,7 @@ def open_flat(
     found = check_files(manifest, folder, split) if files is None else files
     store = TokenStore(
         [file.path for file in found],
-        tokens_of_files(entry, manifest.chunk_length),
+        [file.num_records for file in entry.files],
         np.dtype(manifest.dtype).newbyteorder("<"),
         load_offsets(folder / split, entry.num_documents, entry.num_tokens),
         Origins(folder / split, entry.num_documents),

@@ -1,7 +1,7 @@
 """Hugging Face tokenizers: tokenizer.json, GPT-2's files, trained BPE."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,18 @@ from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import (
     KNOWN_CONTROL_TOKENS,
     TextTokenizer,
+    control_ids,
     control_token_candidates,
     control_token_settings,
     read_json,
+    without_surrogates,
     write_files,
 )
 
 END_OF_TEXT = "<|endoftext|>"
+_REFERENCE = "tokenizers"  # the engine that defines the ids
 
+_COMPARED_CHARACTERS = 500_000
 _CHECKED_TOKENS = 64  # added tokens to check; some files reserve thousands
 # Text on which engines may differ: contractions, white space, digits, normal forms, scripts,
 # symbols, control characters.
@@ -43,12 +47,12 @@ class HuggingFaceTokenizer(TextTokenizer):
         self.file_text = file_text
         self._settings = control_token_settings(settings)
         self._tokenizer = _parse(file_text, origin)
-        ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
+        ids = control_ids(self._settings, self._tokenizer.token_to_id)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
         vocab_size = max(vocabulary.values()) + 1
-        super().__init__(origin, file_text.encode(), vocab_size, ids, "tokenizers")
+        super().__init__(origin, file_text.encode(), vocab_size, ids, _REFERENCE)
         self._fast: fastokens.Tokenizer | None = None
         self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
@@ -62,20 +66,14 @@ class HuggingFaceTokenizer(TextTokenizer):
             contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
             self.check_engine([_CHECKED_TEXT, *contexts])
 
-    def _control_id(self, name: str) -> int | None:
-        found = map(self._tokenizer.token_to_id, control_token_candidates(name, self._settings))
-        return next((control for control in found if control is not None), None)
-
     def __getstate__(self) -> dict[str, Any]:
         # The library's own pickle loses encode_special_tokens.
         return {n: value for n, value in vars(self).items() if n not in ("_tokenizer", "_fast")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        vars(self).update(state)
         self._tokenizer = _parse(self.file_text, self.entry.origin)
-        is_fast = self.engine != self._reference_engine
-        self._fast = _fast_engine(self.file_text) if is_fast else None
+        self._fast = None if self.engine == _REFERENCE else _fast_engine(self.file_text)
 
     def _ids(self, text: str) -> np.ndarray:
         if self._fast is None:
@@ -103,9 +101,23 @@ class HuggingFaceTokenizer(TextTokenizer):
             ) from error
         return np.array(encoding.ids, np.uint32)
 
-    def use_reference(self) -> None:
-        super().use_reference()
-        self._fast = None
+    def encode_reference(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self._reference_ids(without_surrogates(text)) for text in texts]
+
+    def check_engine(self, texts: Iterable[str]) -> bool:
+        """Returns whether fastokens is exact on a sample; drops it if not."""
+        sample: list[str] = []
+        left = _COMPARED_CHARACTERS
+        for text in texts:
+            sample.append(text[:left])
+            left -= len(text)
+            if left <= 0:
+                break
+        pairs = zip(self.encode(sample), self.encode_reference(sample), strict=True)
+        same = all(np.array_equal(fast, exact) for fast, exact in pairs)
+        if not same:
+            self._fast, self.engine = None, _REFERENCE
+        return same
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -188,14 +200,10 @@ def train_tokenizer(
     first special token ends (and may begin) documents. Raises UserError for invalid special tokens,
     or a too small `vocab_size`.
     """
-    if not special_tokens or not all(special_tokens):
+    if not special_tokens or len({*special_tokens} - {""}) != len(special_tokens):
         raise UserError(
-            f"tokenizer_special_tokens={list(special_tokens)} names no token, or an empty one. "
-            f"Give at least the one that ends documents, for example {END_OF_TEXT}."
-        )
-    if len(set(special_tokens)) != len(special_tokens):
-        raise UserError(
-            f"tokenizer_special_tokens={list(special_tokens)} names a token twice. Leave one out."
+            f"tokenizer_special_tokens={list(special_tokens)} names no token, an empty one, or one "
+            f"twice. Give at least the one that ends documents, for example {END_OF_TEXT}."
         )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     fewest = len(special_tokens) + len(alphabet)

@@ -201,20 +201,20 @@ def _settings(folder: Path) -> dict[str, Any]:
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
 
 
-def find_tokenizer_near(files: Sequence[str], location: str, tokenizer_path: str) -> Path | None:
-    """Returns the tokenizer folder of some files, else tokenizer_path.
+def find_tokenizer_near(file: str, location: str, tokenizer_path: str = "") -> Path | None:
+    """Returns the tokenizer folder of a local file, else tokenizer_path.
 
-    Searches from the first file up to `location`, and above folders named like a split.
+    Searches from the file up to `location`, and above folders named like a split.
     """
-    top = Path(os.path.abspath(local_path(location)))
-    for file in [file for file in files if not is_url(file)][:1]:
+    if not is_url(file):
+        top = Path(os.path.abspath(local_path(location)))
         folder = Path(os.path.abspath(local_path(file))).parent
-        while True:
-            if _has_tokenizer(folder):
-                return folder
+        while not _has_tokenizer(folder):
             if not (top in folder.parents or _SPLIT.fullmatch(folder.name)):
                 break
             folder = folder.parent
+        else:
+            return folder
     named = Path(tokenizer_path).expanduser()
     return named if tokenizer_path and os.path.exists(named) else None
 

@@ -7,9 +7,7 @@ tokenizer_config.json next to the file has them:
 """
 
 import base64
-import binascii
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,14 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import regex
 import tiktoken
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
-    KNOWN_CONTROL_TOKENS,
     TextTokenizer,
-    control_token_candidates,
+    control_ids,
     control_token_settings,
     write_files,
 )
@@ -137,18 +135,10 @@ class TiktokenTokenizer(TextTokenizer):
             "word_pattern": pattern,
             "special_tokens": special,
         }
-        ids = {}
-        for control in KNOWN_CONTROL_TOKENS:
-            named = [t for t in control_token_candidates(control, settings) if t in special]
-            ids[control] = special[named[0]] if named else None
+        ids = control_ids(settings, special.get)
         # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
         super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken")
-        spelled = {special[token]: token for token in special}
-        # tiktoken 0.10 and older encoded control tokens in a text as control ids.
-        self._check_special_tokens_as_text(
-            {i: spelled[i] for i in ids.values() if i is not None}, "Update the package tiktoken."
-        )
 
     def _ids(self, text: str) -> np.ndarray:
         try:
@@ -156,7 +146,7 @@ class TiktokenTokenizer(TextTokenizer):
         except ValueError:
             # tiktoken fails on 100,000 consecutive white spaces. The package regex, a dependency of
             # tiktoken, does not; a single word stays one word.
-            words = _compiled(self._settings["word_pattern"]).finditer(text)
+            words = regex.finditer(self._settings["word_pattern"], text)
             ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
             return np.array(ids, np.uint32)
 
@@ -178,15 +168,18 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
     lines = [line.split() for line in contents.splitlines() if line]
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    except (ValueError, binascii.Error) as error:
+    except ValueError as error:
         raise UserError(
             f"{origin} has a line other than a token in base64 and its rank ({error}). Copy the "
             "file again."
         ) from error
-    if b"" in ranks or not len(lines) == len(ranks) == len({*ranks.values()}):
-        raise UserError(f"{origin} has an empty token, or one token or rank twice. Copy it again.")
-    if any(not 0 <= rank < 1 << 32 for rank in ranks.values()):
-        raise UserError(f"{origin} has an impossible rank. Copy the file again.")
+    are_distinct = len(lines) == len(ranks) == len({*ranks.values()})
+    are_possible = all(0 <= rank < 1 << 32 for rank in ranks.values())
+    if b"" in ranks or not are_distinct or not are_possible:
+        raise UserError(
+            f"{origin} has an empty token, one token or rank twice, or an impossible rank. Copy "
+            "it again."
+        )
     missing = [byte for byte in BYTES_OF_UTF8 if bytes([byte]) not in ranks]
     if missing:
         raise UserError(
@@ -242,10 +235,3 @@ def _special_tokens(
             )
         taken.add(i)
     return dict(stated)
-
-
-@functools.lru_cache(maxsize=4)
-def _compiled(pattern: str) -> Any:
-    import regex
-
-    return regex.compile(pattern)

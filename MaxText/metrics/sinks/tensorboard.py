@@ -36,8 +36,7 @@ _NORM_CHARTS = {
 class TensorBoardSink(Sink):
     """Writes event files; older points from `first_step` on are hidden.
 
-    For a bucket, which cannot append, a thread copies them from a temporary folder after each
-    flush.
+    A bucket cannot append: a thread copies the file from a temporary folder.
     """
 
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
@@ -89,16 +88,17 @@ class TensorBoardSink(Sink):
 
     def _copy_file(self) -> None:
         if self._copy is not None:
-            self._copy.write(pathlib.Path(self._writer.logdir, self._file_name()).read_bytes)
+            self._copy.write(self._file().read_bytes)
 
-    def _file_name(self) -> str:
+    def _file(self) -> pathlib.Path:
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
-        return file.name
+        return file
 
     def _opened(self) -> Any:
         """Returns the writer, imported at the first metrics."""
         if self._writer is None:
             from tensorboardX import SummaryWriter
+            from tensorboardX.summary import hparams
 
             # It logs a line for each NaN loss, which the step line shows anyway.
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
@@ -111,30 +111,21 @@ class TensorBoardSink(Sink):
                 folder = tempfile.mkdtemp(dir=self._temporary.name)
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:
-                self._copy = BackgroundUploader(self._folder / self._file_name())
+                self._copy = BackgroundUploader(self._folder / self._file().name)
             for name, text in self._texts.items():
                 self._writer.add_text(name, text, self._first_step)
             self._texts.clear()
             norms = _NORM_CHARTS if self._config.get("log_layer_norms") else {}
             self._writer.add_custom_scalars(_CHARTS | norms)
-            for summary in self._hyperparameters():
+            # The columns of the HParams page, and this run's values.
+            values = {
+                name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
+                for name in MAIN_KEYS
+                if (value := self._config.get(name)) is not None
+            }
+            for summary in hparams(values, dict.fromkeys(_COMPARED))[:2]:
                 self._writer.file_writer.add_summary(summary)
         return self._writer
-
-    def _hyperparameters(self) -> list[Any]:
-        """Returns the two tensorboardX Summary messages of the HParams page.
-
-        The experiment names the columns, a session start has this run's values.
-        """
-        from tensorboardX.summary import hparams
-
-        values = {
-            name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
-            for name in MAIN_KEYS
-            if (value := self._config.get(name)) is not None
-        }
-        experiment, session_start, _ = hparams(values, dict.fromkeys(_COMPARED))
-        return [experiment, session_start]
 
 
 def _preformatted(text: str) -> str:

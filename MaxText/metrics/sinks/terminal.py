@@ -1,13 +1,13 @@
 """Terminal output: lines on stdout, a progress bar on stderr."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.step_line import StepMetrics, format_duration
+from MaxText.metrics.step_line import compact_step_line, format_duration, step_line
 
 # Source of a compiled step, see runtime.compiled_steps.Compilation.
 _SOURCES = {
@@ -17,7 +17,7 @@ _SOURCES = {
 }
 
 
-def start_bar(*columns: Any) -> Any:
+def start_bar(*columns: Any, **options: Any) -> Any:
     """Starts a rich progress bar in the last line of stderr."""
     from rich.console import Console
     from rich.progress import Progress
@@ -29,6 +29,7 @@ def start_bar(*columns: Any) -> Any:
         redirect_stdout=False,
         redirect_stderr=False,
         transient=True,
+        **options,
     )
     bar.start()
     return bar
@@ -44,7 +45,7 @@ def print_above(bar: Any, text: str, log: Callable[[str], None]) -> None:
 
 
 class Terminal(Sink):
-    """Prints steps, evaluations and compilations."""
+    """Prints steps, compilations, skips and rollbacks."""
 
     def __init__(
         self, num_steps: int, log: Callable[[str], None] = print, *, step_line: str = "auto"
@@ -60,33 +61,26 @@ class Terminal(Sink):
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
             self._start_bar(event.step or 0)
+        fields = event.fields
         if event.kind == "compile":
-            shape = f"{event.fields['rows']} x {event.fields['length']} tokens"
-            seconds = event.fields["compile_seconds"]
-            source = _SOURCES[event.fields.get("source", "")]
-            self.line(f"Train step ({shape}) {source} in {seconds:.1f} s")
-        if event.kind == "skip" and event.fields["what"] == "update":
-            fields = event.fields
+            shape = f"{fields['rows']} x {fields['length']} tokens"
+            source = _SOURCES[fields.get("source", "")]
+            self.line(f"Train step ({shape}) {source} in {fields['compile_seconds']:.1f} s")
+        if event.kind == "skip" and fields["what"] == "update":
             count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {fields['reason']}")
         # A repeated event was printed before, and its exclusions when the data were opened.
-        if event.kind == "rollback" and not event.fields.get("again"):
-            fields = event.fields
+        if event.kind == "rollback" and not fields.get("again"):
             first, end = fields["samples"]
             self.line(
                 f"Rolling back to step {fields['restored_step']} ({fields['source']}), skipping "
                 f"samples {first} to {end - 1}. Reason (step {fields['detected_step']}): "
                 f"{fields['reason']}"
             )
-        if event.report is not None:
-            is_step = isinstance(event.report, StepMetrics)
-            compact = is_step and self._compact
-            report = event.report
-            self.line(report.compact_line(self._num_steps) if compact else report.line())
-            if is_step:
-                self._move(report)
-        if since := event.fields.get("seconds_since_launch"):
+        if event.kind == "step" and event.step is not None:
+            self._show_step(event.step, fields)
+        if since := fields.get("seconds_since_launch"):
             self.line(f"First step after {since:.1f} s")
 
     def line(self, text: str) -> None:
@@ -113,13 +107,14 @@ class Terminal(Sink):
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )
 
-    def _move(self, report: StepMetrics) -> None:
-        if self._bar is None:
-            return
-        numbers = (
-            f"loss {float(report.metrics['loss']):.3f}  "
-            f"{report.tokens_per_second * jax.device_count():,.0f} tokens/s"
-        )
-        if report.seconds_left is not None:
-            numbers += f"  {format_duration(report.seconds_left)} left"
-        self._bar.update(self._task, completed=report.step + 1, numbers=numbers)
+    def _show_step(self, step: int, row: Mapping[str, Any]) -> None:
+        left = row["perf/step_time_seconds"] * (self._num_steps - 1 - step)
+        if self._compact:
+            self.line(compact_step_line(step, row, self._num_steps, left))
+        else:
+            self.line(step_line(step, row, left))
+        if self._bar is not None:
+            speed = row["perf/per_device_tokens_per_sec"] * jax.device_count()
+            numbers = f"loss {row['learning/loss']:.3f}  {speed:,.0f} tokens/s"
+            numbers += f"  {format_duration(left)} left"
+            self._bar.update(self._task, completed=step + 1, numbers=numbers)

@@ -85,7 +85,11 @@ class WandbSink(Sink):
                 if is_first:
                     self._save(state)
         elif event.kind == "sample" and event.step is not None:
-            self._log_sample(event.step, event.fields["text"])
+            import wandb
+
+            sample = wandb.Html(f"<pre>{html.escape(event.fields['text'])}</pre>")
+            row = {"sample": sample, _AXIS: event.step}
+            run.log(row, step=self._counter.row(event.step))
         elif event.kind == "rollback":
             self._roll_back(event.fields)
         elif event.kind == "config_change":
@@ -100,7 +104,7 @@ class WandbSink(Sink):
         self._save(self._stored_state)
 
     def close(self, until: float | None = None) -> None:
-        run = self._run
+        run = self._run  # may change the state
         self._save(self._stored_state)
         run.finish(exit_code=self._exit_code)
 
@@ -147,40 +151,29 @@ class WandbSink(Sink):
     @functools.cached_property
     def _run(self) -> Any:
         """Returns the W&B run, after resending missing rows of earlier attempts."""
-        run = self._connection
-        if self._first_step == 0:
+        run, first_step = self._connection, self._first_step
+        if first_step == 0:
             return run
-        rows = stream_rows(self._folder / EVENTS_FILE)
-        rollbacks = [
-            row
-            for row in rows
-            if row.get("event") == "rollback" and row["restored_step"] < self._first_step
-        ]
-        for rollback in rollbacks:
-            self._roll_back(rollback)
-        first_missing = self._counter.first_missing
-        if first_missing < self._first_step:
-            for row in stream_rows(self._folder / EVENTS_FILE):
-                if row.get("event") in _ROWS and first_missing <= row["step"] < self._first_step:
-                    # The file is truncated meanwhile, so its row order says nothing.
-                    stands = (
-                        row["time"] > each["time"] or row["step"] < each["restored_step"]
-                        for each in rollbacks
-                    )
-                    if all(stands):
-                        self._log(row["step"], row, row["time"])
+        events, rollbacks = self._folder / EVENTS_FILE, []
+        for row in stream_rows(events):
+            if row.get("event") == "rollback" and row["restored_step"] < first_step:
+                rollbacks.append(row)
+                self._roll_back(row)
+        missing = range(self._counter.first_missing, first_step)
+        recorded = (row for row in stream_rows(events) if row.get("event") in _ROWS)
+        for row in (row for row in recorded if row["step"] in missing):
+            # The file is truncated meanwhile, so its row order says nothing.
+            if all(
+                row["time"] > each["time"] or row["step"] < each["restored_step"]
+                for each in rollbacks
+            ):
+                self._log(row["step"], row, row["time"])
         return run
 
     def _log(self, step: int, fields: Mapping[str, Any], time: float) -> None:
         tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
         row = {**tags, _AXIS: step, "_timestamp": time}
         self._connection.log(row, step=self._counter.row(step))
-
-    def _log_sample(self, step: int, text: str) -> None:
-        import wandb
-
-        sample = wandb.Html(f"<pre>{html.escape(text)}</pre>")
-        self._connection.log({"sample": sample, _AXIS: step}, step=self._counter.row(step))
 
     def _roll_back(self, rollback: Mapping[str, Any]) -> None:
         # Rollbacks without a number are from older versions and were handled then.

@@ -253,8 +253,8 @@ def test_rows_of_tables_with_mistakes(tmp_path):
     documents = [*read_ids(str(tmp_path / "b"), "parquet")]
     errors = [each for each in documents if isinstance(each, BadRecordError)]
     assert [str(each).partition(": ")[2] for each in errors] == [
-        "the row has no list in input_ids", "the row lacks a value in input_ids",
-        "the row has 2 labels for 1 ids", "the row has no list in labels",
+        "the row lacks a value in input_ids", "the row lacks a value in input_ids",
+        "the row has 2 labels for 1 ids", "the row lacks a value in labels",
     ]  # fmt: skip
     fixed = pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.int64(), 2))
     parquet.write_table(pyarrow.table({"tokens": fixed}), tmp_path / "c")

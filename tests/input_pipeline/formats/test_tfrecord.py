@@ -57,6 +57,6 @@ def test_flipped_bits():
 
 def test_a_length_beyond_the_file_allocates_nothing():
     length = (2**62).to_bytes(8, "little")
-    header = length + tfrecord.masked_crc32c(length).to_bytes(4, "little")
+    header = length + tfrecord.masked_crc32c(length)
     with pytest.raises(BadRecordError, match="truncated"):
         scan(header + b"abc")

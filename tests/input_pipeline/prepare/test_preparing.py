@@ -152,12 +152,12 @@ def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
 def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "apache_beam", None)
-        beam = byte_options(corpus, prepare_runner="beam")
+        beam = byte_options(corpus, **{"prepare.runner": "beam"})
         refused(r"MaxText\[beam\]", made, beam, tmp_path / "d")
-    pytest.importorskip("apache_beam", reason="prepare_runner=beam needs it")
+    pytest.importorskip("apache_beam", reason="prepare.runner=beam needs it")
     split_small(monkeypatch, 1500)
     for runner in ("local", "beam"):
-        keys = {"prepare_runner": runner, "beam_options": "--runner=DirectRunner"}
+        keys = {"prepare.runner": runner, "prepare.beam_options": "--runner=DirectRunner"}
         made(byte_options(corpus, **keys), tmp_path / runner)
     assert contents(tmp_path / "local") == contents(tmp_path / "beam")
 

@@ -60,7 +60,7 @@ def read(windows, order=None, has_documents=None):
     """Arrays of the windows, in stream order by default."""
     order = np.arange(len(windows)) if order is None else np.array(order)
     spans = windows.spans(order, random_words(0, order))
-    part = BatchPart(windows, np.arange(len(order)), spans, windows.without_weight(spans, order))
+    part = BatchPart(windows, np.arange(len(order)), spans)
     documents = windows.has_documents if has_documents is None else has_documents
     return fill_batch([part], documents)
 

@@ -115,14 +115,16 @@ def write(kind: str, folder: Path, parts: Sequence[Documents]) -> list[Path]:
 
 def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
     """Opens a location with keys of data, preparation and open_token_data."""
-    options = {"key": "dataset_path", "split": "train", "for_training": True, "show": str}
+    options = {"key": "dataset_path", "for_training": True, "show": str}
     options |= {name: keys.pop(name) for name in options if name in keys}
+    if "split" in keys:
+        keys["train_split" if options["for_training"] else "eval_split"] = keys.pop("split")
     preparation = {
         name: keys.pop(name) for name in [*keys] if name in PreparationConfig.model_fields
     }
     data = DataConfig(data_cache_dir=str(cache_dir), **keys)
     preparation = PreparationConfig(**preparation)
-    request = OpenRequest(str(location), data=data, preparation=preparation, **options)
+    request = OpenRequest(data, preparation, vocab_size=2**31, location=str(location), **options)
     return open_token_data(request)
 
 
