@@ -227,7 +227,7 @@ def _check_parts(config: Config, query_scaling: str) -> None:
             "rope_type=yarn: MaxText pairs dimensions by its key rope_interleave, which a "
             "checkpoint does not tell. Export it there to Hugging Face, and import the folder."
         )
-    dense = section.dense_connections
+    dense = model.dense_connections
     if not dense.dense_conn:
         return
     if dense.dense_streams != ("q", "k", "v", "r") or dense.mudd_postnorm == "all":

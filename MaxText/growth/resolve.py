@@ -164,7 +164,7 @@ def _resolve_without_change(
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
     record = from_metadata(source.metadata) if grown_by_itself else None
     if record:
-        rate = section.growth.old_slots_learning_rate
+        rate = checkpoint.growth.old_slots_learning_rate
         record = {**record, "old_slots_learning_rate": 1.0 if rate is None else rate}
     if not existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
