@@ -88,7 +88,7 @@ class OpenDataSource:
 
 
 def requested_sources(request: OpenRequest) -> list[DataSource]:
-    """Returns the datasets of a request; UserError unless weights are positive."""
+    """Returns the datasets to open; UserError unless weights are positive."""
     data, for_training = request.data, request.for_training
     if data.grain_eval_files and not for_training:
         return _weighted(data.grain_eval_files, "grain_eval_files")
@@ -263,7 +263,7 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
 def _gpt_neox_part(
     request: OpenRequest, tokens: TokenData, length: int, num_samples: int | None
 ) -> tuple[tuple[int, int], int | None]:
-    """Returns the documents to visit, and the samples that the run reads."""
+    """Returns the documents to visit, and the number of samples to read."""
     offsets, data = tokens.store.document_offsets, request.data
     documents = 0, len(offsets) - 1
     if data.megatron.split:

@@ -127,7 +127,7 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _copied(batch: dict[str, Any]) -> dict[str, Any]:
-    """Copies out of shared memory, which a worker reuses for its next batch."""
+    """Copies out of shared memory; a worker reuses it for its next batch."""
     return batch if "failure" in batch else {name: np.array(batch[name]) for name in batch}
 
 

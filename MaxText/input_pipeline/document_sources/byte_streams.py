@@ -1,4 +1,7 @@
-"""Opens local, remote and compressed files and archives, with the file in errors."""
+"""Opens local, remote and compressed files, and archives.
+
+Errors name the file.
+"""
 
 import bz2
 import functools

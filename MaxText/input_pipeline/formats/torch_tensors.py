@@ -101,7 +101,7 @@ def _load(pickled: bytes) -> Any:
 
 
 def read_tensor(content: bytes) -> np.ndarray:
-    """Returns the tensor [N] in a file that torch.save wrote (torch 1.6 or newer).
+    """Returns the tensor [N] in a torch.save file (torch 1.6 or newer).
 
     Raises TorchFileError if it is damaged, not a 1-D integer tensor, or asks for any other name.
     """
