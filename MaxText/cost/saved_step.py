@@ -102,15 +102,15 @@ def load_compiled(
 
 
 def _fingerprint(
-    config: Config, section: ModelConfig, layout: ShardingPlan, state: Any
+    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
     `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
     cuDNN.
     """
-    device = layout.mesh.devices.flat[0]
-    values = flatten(config.model_copy(update={"model": section}))
+    device = sharding.mesh.devices.flat[0]
+    values = flatten(config.model_copy(update={"model": model_config}))
     names = [
         key.name for section, keys in keys_by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS
@@ -127,8 +127,8 @@ def _fingerprint(
         "sources of the step": {"hash": _hash_of_sources()},
         "devices": {
             "kind": device.device_kind,
-            "number": layout.mesh.size,
-            "mesh": str(dict(layout.mesh.shape)),
+            "number": sharding.mesh.size,
+            "mesh": str(dict(sharding.mesh.shape)),
             # CPU programs use the instructions of this processor.
             "processor": cpu_fingerprint() if device.platform == "cpu" else "",
         },

@@ -60,18 +60,18 @@ class Scorer:
                 "was trained to predict masked tokens. eval.py scores it with "
                 "eval_tasks=[lambada,wikitext] and on data sets."
             )
-        config, layout = trained.config, trained.sharding
+        config, sharding = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
         self._mask_id = -1 if mask_ids is None else mask_ids.mask
         self.cls_id = None if mask_ids is None else mask_ids.cls
         self._before = [] if self.cls_id is None else [self.cls_id]
-        self._max_length: int = trained.model.section.shape.max_target_length
+        self._max_length: int = trained.model.config.shape.max_target_length
         self.window = self._max_length - len(self._before)
-        self._num_tokens = microbatch_size(config.batch, layout, per_device) * self._max_length
+        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self._max_length
         self._trained = trained
-        score = functools.partial(_score_positions, trained.model, layout.num_batch_parts)
+        score = functools.partial(_score_positions, trained.model, sharding.num_batch_parts)
         # Every host submits all requests and reads all outputs, which are small.
-        self._score_positions = layout.jit(score, out_shardings=layout.replicated)
+        self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
 
     def score(
         self, requests: Sequence[ScoreRequest], progress: Progress | None = None

@@ -94,7 +94,7 @@ def misfits(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) ->
     """Describes obstacles to growing stored parameters into a model's."""
     if reason := _fixed_depth(stored, wanted):
         return [reason]
-    specs = {name: _spec(info) for name, info in wanted.items()}
+    specs = {name: _spec(spec) for name, spec in wanted.items()}
     return mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
 
 
@@ -114,8 +114,8 @@ def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> Gr
     )
 
 
-def _spec(info: ParamSpec) -> ArraySpec:
-    return ArraySpec(tuple(info.shape), np.dtype(info.dtype))
+def _spec(spec: ParamSpec) -> ArraySpec:
+    return ArraySpec(tuple(spec.shape), np.dtype(spec.dtype))
 
 
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
@@ -137,12 +137,12 @@ def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec
 def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
     """Returns the number of layers by layer or place in a cycle, or in all."""
     layers = {}
-    for name, info in parameters.items():
+    for name, spec in parameters.items():
         folder, first, *rest = *name.split("/"), ""
         if folder == LAYERS and first.isdigit():
             layers[first] = 1
-        elif folder == LAYERS and info.shape:
-            layers["cycle/" + rest[0] if first == "cycle" else ""] = info.shape[0]
+        elif folder == LAYERS and spec.shape:
+            layers["cycle/" + rest[0] if first == "cycle" else ""] = spec.shape[0]
     return layers
 
 

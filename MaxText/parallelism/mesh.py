@@ -291,8 +291,8 @@ def _check_host_memory(device: Any) -> None:
 
 def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
     """Returns sequences per update; `per_device` is per microbatch."""
-    rows = _batch_size(sharding, per_device, "per_device_batch_size")
-    return rows * config.gradient_accumulation_steps
+    batch_size = _batch_size(sharding, per_device, "per_device_batch_size")
+    return batch_size * config.gradient_accumulation_steps
 
 
 def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:

@@ -153,10 +153,10 @@ class Loop:
             self.metric_logger.exclude_time(),
             self.run_logger.events.timed("evaluation", step=step) as fields,
         ):
-            placed = (
+            global_batches = (
                 self.sharding.to_global_batch(batch, self.eval_batch_size) for batch in batches
             )
-            report = evaluate(self.eval_step, self.state.params, placed, step=step)
+            report = evaluate(self.eval_step, self.state.params, global_batches, step=step)
             fields |= {**report.row(), **self.run_logger.lineage.progress(step)}
             self.run_logger.terminal.line(report.line())
             self.run_logger.log_data_events(self.eval_batches, step)

@@ -71,7 +71,7 @@ def open_run_logger(
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
@@ -86,10 +86,10 @@ def open_run_logger(
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    show(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    log(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        show(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
     is_due = (

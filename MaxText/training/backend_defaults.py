@@ -40,7 +40,7 @@ def resolve_auto(
     dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
-    mixing, why = _aggregation_impl(config, backend, dtype, sharding)
+    aggregation, why = _aggregation_impl(config, backend, dtype, sharding)
     if config.scan_unsupported_reason is not None:
         scanned, reason = False, config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
@@ -64,21 +64,21 @@ def resolve_auto(
     config = _with(config, "numerics", dtype=dtype)
     config = _with(config, "memory", scan_layers=scan, remat_policy=policy)
     if config.dense_connections.dense_conn:
-        asked = config.dense_connections.dense_aggregation_impl
-        if asked != mixing:
-            lines.append(f"dense_aggregation_impl: {asked} -> {mixing} ({why})")
-        if mixing == "kernel" and on_cpu:
+        requested = config.dense_connections.dense_aggregation_impl
+        if requested != aggregation:
+            lines.append(f"dense_aggregation_impl: {requested} -> {aggregation} ({why})")
+        if aggregation == "kernel" and on_cpu:
             lines.append(
                 "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
             )
-        config = _with(config, "dense_connections", dense_aggregation_impl=mixing)
-    asked = config.attention.attention
-    if asked in ("autoselected", "flash"):
-        refused = _flash_problem(config, backend, sharding)
-        chosen = "flash" if refused is None else "blocked"
-        if asked != chosen:
-            reason = refused or "scores stay on the chip"
-            lines.append(f"attention: {asked} -> {chosen} ({reason})")
+        config = _with(config, "dense_connections", dense_aggregation_impl=aggregation)
+    requested = config.attention.attention
+    if requested in ("autoselected", "flash"):
+        problem = _flash_problem(config, backend, sharding)
+        chosen = "flash" if problem is None else "blocked"
+        if requested != chosen:
+            reason = problem or "scores stay on the chip"
+            lines.append(f"attention: {requested} -> {chosen} ({reason})")
         config = _with(config, "attention", attention=chosen)
     return config, lines
 

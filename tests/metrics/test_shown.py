@@ -78,7 +78,7 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     lines = []
     terminal = terminal_of(10, lines)
-    terminal.write(Event("step", 0.0, step=0, facts=row_of(2.0)))
+    terminal.write(Event("step", 0.0, step=0, fields=row_of(2.0)))
     terminal.write(Event("compile", 0.0, fields={"rows": 4, "length": 16, "compile_seconds": 1.26}))
     terminal.close()
     step, compiled = lines
@@ -101,7 +101,7 @@ def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_termi
     lines = []
     terminal = terminal_of(400, lines, step_line=choice)
     row = row_of(4.1324, grad_norm=0.767, learning_rate=1.751e-3)
-    terminal.write(Event("step", 0.0, step=289, facts=row))
+    terminal.write(Event("step", 0.0, step=289, fields=row))
     short = (
         "step 290/400 (72%)  loss 4.1324  grad_norm 0.767  lr 1.75e-03  128 tokens/s/device  "
         "0:00:55 left"
@@ -119,7 +119,7 @@ def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout
     text = "completed step: 0, [not markup], " + "x" * 120
     terminal = terminal_of(10, lines, first_step=4)
     terminal.line(text)
-    terminal.write(Event("step", 0.0, step=5, facts=row_of(2.0)))
+    terminal.write(Event("step", 0.0, step=5, fields=row_of(2.0)))
     terminal._bar.refresh()
     terminal.close()
     terminal.close()
