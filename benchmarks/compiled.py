@@ -34,7 +34,7 @@ MODELS = {
     "7b": _SHAPE.format("llama2", 4096, 32, 32, 11008, 32, 32000, 4096),
     "13b": _SHAPE.format("llama2", 5120, 40, 40, 20480, 40, 50304, 2048),
     "70b": _SHAPE.format("llama2", 8192, 64, 8, 28672, 80, 32000, 4096),
-    "8x7b": _SHAPE.format("mixtral", 4096, 32, 8, 14336, 32, 32000, 4096)
+    "8x7b": _SHAPE.format("llama2", 4096, 32, 8, 14336, 32, 32000, 4096)
     + "num_experts=8 num_experts_per_tok=2 capacity_factor=1.25 ",
 }
 # model, machine, slices, sequences per device, remat policy, other keys
@@ -85,6 +85,9 @@ def compile_theirs(keys: list[str]):
     train_compile.jit_and_compile = keep
     base = pathlib.Path(train_compile.__file__).parents[2] / "configs/base.yml"
     more = ["run_name=compiled", "base_output_directory=/tmp/compiled", "sparse_matmul=false"]
+    if "num_experts=8" in keys:
+        more += ["decoder_block=mixtral", "base_moe_mlp_dim=14336"]
+        keys = [key for key in keys if not key.startswith("decoder_block=")]
     train_compile.main(["", str(base), *keys, *more])
     return compiled[0]
 
