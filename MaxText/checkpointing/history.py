@@ -23,7 +23,7 @@ def _read(
         return found
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error}. Fix the folder, or delete the file: {consequence} then."
+            f"cannot read {path}: {error}. Fix the folder; without the file {consequence}."
         ) from error
     except ValueError as error:
         log(f"WARNING: cannot read {path}: {error}; {consequence}.")
@@ -125,6 +125,10 @@ def read_rollbacks(folder: epath.Path, log: Callable[[str], None]) -> tuple[Roll
     """Returns the rollbacks in order, none if missing or damaged."""
     consequence = "the run may train on data that rollbacks excluded"
     rows = _read(folder, "rollbacks", "rewinds", log, consequence) or ()
-    # Earlier versions named the fields differently, in the same order.
-    found = (Rollback(*row.values()) for row in rows)
-    return tuple(dataclasses.replace(each, samples=tuple(each.samples)) for each in found)
+    try:
+        # Earlier versions named the fields differently, in the same order.
+        found = [Rollback(*row.values()) for row in rows]
+        return tuple(dataclasses.replace(each, samples=tuple(each.samples)) for each in found)
+    except (AttributeError, TypeError) as error:
+        log(f"WARNING: cannot read {folder / 'rollbacks.json'}: {error}; {consequence}.")
+        return ()

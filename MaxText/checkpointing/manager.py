@@ -366,7 +366,10 @@ class CheckpointManager:
     def try_restore(
         self, step: int, *arguments: Any, **keywords: Any
     ) -> tuple[tuple[Any, dict[str, Any] | None, dict[str, Any]] | None, str]:
-        """Returns what `restore` does and "", or None and the reason. Collective."""
+        """Returns what `restore` does and "", or None and the reason. Collective.
+
+        A checkpoint that any process cannot read is marked as corrupted on all.
+        """
         restored, reason = None, "another process could not read it"
         try:
             restored = self.restore(step, *arguments, **keywords)

@@ -81,9 +81,11 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
     mappings concatenates their products. A scalar counts as a list of one. Raises
     InvalidValueError for anything else, or an empty sweep.
     """
-    if isinstance(sweep, list) and sweep:
+    if isinstance(sweep, list | dict) and not sweep:
+        raise values.InvalidValueError(f"{values.format_value(sweep)} has no variants")
+    if isinstance(sweep, list):
         return [variant for part in sweep for variant in expand_sweep(part)]
-    if not isinstance(sweep, dict) or not sweep:
+    if not isinstance(sweep, dict):
         raise values.InvalidValueError(
             f"{values.format_value(sweep)} is not a mapping; write {{key: [value, value]}}, or a "
             "list of these"

@@ -348,7 +348,7 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
     """Describes the differences; of several arms, those of their best."""
     bests = _bests(variants, _mean_losses(groups))
     compared = groups
-    if len(bests) > 1 and any(len(arm) > 1 for _, arm in bests):
+    if len(bests) > 1 and len(_arms(variants)) < len(variants):
         labels = [best.label for best, _ in bests]
         compared = [group for group in groups if group.label in labels]
     found = differences(compared)

@@ -124,7 +124,7 @@ def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
                     "  Run the same command to resume this run."
                 )
             if record.state == comparison_results.DIVERGED:
-                progress.skip(run, f"diverged at step {record.last_step}")
+                progress.skip(run, f"diverged at step {record.last_step}, {progress.took}")
             else:
                 progress.end(run, f"validation loss {loss(record.final_loss)}")
 

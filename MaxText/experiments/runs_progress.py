@@ -70,11 +70,15 @@ class RunsProgress(contextlib.AbstractContextManager["RunsProgress"]):
         """Ends the current run."""
         self._done += run.weight
         self._bar.update(self._task, completed=self._done, description="")
-        took = format_duration(self._now() - self._began)
-        self.line(f"{self._names[id(run)]}: {result}, {took}{self.eta()}")
+        self.line(f"{self._names[id(run)]}: {result}, {self.took}{self.eta()}")
+
+    @property
+    def took(self) -> str:
+        """Duration of the current run so far."""
+        return format_duration(self._now() - self._began)
 
     def skip(self, run: Trial, why: str) -> None:
-        """Skips a run."""
+        """Ends or passes over a run; forgets the speed."""
         self._done += run.weight
         self._bar.reset(self._task, completed=self._done, description="")
         self.line(f"{self._names[id(run)]}: {why}")

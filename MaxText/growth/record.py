@@ -64,7 +64,7 @@ def sizes(record: Record) -> dict[str, str]:
 
 
 def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
-    """Returns the facts of a `growth` event; `grown` is convert.py's result."""
+    """Returns the fields of a `growth` event; `grown` is convert.py's result."""
     begun = {"from": folder, "through": grown} if grown else {"from": folder}
     others = {name: record[name] for name in ("moments", "data", "old_slots_learning_rate")}
     return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}

@@ -80,7 +80,7 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     skipped = _skipped_seconds(kept)
     parts["useful"] -= skipped
-    parts["lost"] += skipped + sum(_recomputed_seconds(of[0]) for of in by_attempt.values())
+    parts["lost"] += skipped + sum(_recomputed_seconds(own[0]) for own in by_attempt.values())
     attempts, other = _attempts(by_attempt)
     parts["other"] += other
     return Goodput(parts, attempts)

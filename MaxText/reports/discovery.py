@@ -66,6 +66,11 @@ def _add(path: str, discovered: DiscoveredRuns) -> None:
         raise UserError(f"{path} is a file. Give the folder of a run.")
     known = {resolve_run_dir(run.folder) for run in discovered.runs}
     inside = list(_folders_of_runs(folder, set())) if folder.exists() else []
+    if folder.exists() and not inside:
+        raise UserError(
+            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
+            "folder of a run. Give base_output_directory/run_name."
+        )
     problems: list[str] = []
     for each in inside or [folder]:  # which raises the error of a folder without runs
         try:

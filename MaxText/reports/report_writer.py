@@ -18,7 +18,7 @@ from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
-from MaxText.storage.atomic import atomic_write_text
+from MaxText.storage.atomic import atomic_rename, atomic_write_text, temporary_name
 
 PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
@@ -44,7 +44,7 @@ def write_report(
     warnings: Sequence[str] = (),
     refresh: int = 0,
 ) -> Path:
-    """Writes the figures, then report.html atomically; returns its path.
+    """Writes report.html and the figures atomically; returns the path.
 
     Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
     band. `sections` precede the table of runs. The page reloads after `refresh` seconds, unless 0.
@@ -97,10 +97,14 @@ def write_report(
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _PICTURES:
             figure = draw_chart(loss, axes.axis(axis), title) if loss else None
-            # A figure of an earlier report would be mistaken for one of this report.
-            (output / f"loss_{axis}.png").unlink(missing_ok=True)
-            if figure is not None:
-                (output / f"loss_{axis}.png").write_bytes(figure)
+            file = output / f"loss_{axis}.png"
+            if figure is None:
+                # A figure of an earlier report would be mistaken for one of this report.
+                file.unlink(missing_ok=True)
+            else:
+                writing = temporary_name(file)
+                writing.write_bytes(figure)
+                atomic_rename(writing, file)
         atomic_write_text(output / PAGE_FILE, render(page))
     except OSError as error:
         raise UserError(

@@ -38,7 +38,7 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
-    found = [(kind, chart) for kind, of in kinds.items() if (chart := loss_chart(of, axes))]
+    found = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
     if len(kinds) == 1:
         return [chart for _, chart in found]
     names = ("loss", *(f"loss_{number}" for number in range(2, len(found) + 1)))

@@ -168,7 +168,8 @@ def goodput_table(entries: Sequence[Entry]) -> PageTable:
     runs = all_runs(entries)
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
-    rows, time = [], formatting.spent_time
+    rows = []
+    time = formatting.spent_time
     for name, run in runs.items():
         goodput = run.goodput
         parts = [

@@ -23,7 +23,7 @@ Log = Callable[[str], None]
 
 
 class RestoreResult(NamedTuple):
-    """The restored restored of a run."""
+    """The restored start of a run."""
 
     state: Any
     first_step: int  # from 0

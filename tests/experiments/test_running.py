@@ -115,7 +115,7 @@ def test_time_left_is_work_left_at_the_speed_so_far(progress):
         clock.now += 4
         shown.steps(0)
         clock.now += 26
-        shown.end(second, "diverged at step 3")
+        shown.skip(second, f"diverged at step 3, {shown.took}")
     assert lines == [
         "[1/2] r0 seed 0: started",
         "[1/2] r0 seed 0: validation loss 4.0, 0:00:15, about 0:00:30 left",

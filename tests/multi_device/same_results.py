@@ -22,7 +22,7 @@ MIXED = {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_paral
 
 
 def built(devices, family="llama2", **keys):
-    """(configuration, model, layout) of two layers."""
+    """(configuration, model, sharding) of two layers."""
     given = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2} | keys
     config = tiny_config(family, **given)
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)

@@ -160,6 +160,8 @@ class WandbSink(Sink):
                 rollbacks.append(row)
                 self._roll_back(row)
         missing = range(self._counter.first_missing, first_step)
+        if not missing:
+            return run
         recorded = (row for row in stream_rows(events) if row.get("event") in _ROWS)
         for row in (row for row in recorded if row["step"] in missing):
             # The file is truncated meanwhile, so its row order says nothing.
