@@ -111,6 +111,8 @@ def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -
         if word == "--why":
             rest = [*arguments[:index], *arguments[index + 2 :]]
             given, words = read_options(kind, rest, requires=False)
+            if words.problems:
+                exit_with_error(ConfigurationError(words.problems))
             value = values.to_yaml(getattr(given, options[name].name))
             source = Source.COMMAND_LINE if name in words.given else Source.DEFAULT
             text = f"{name}={value}\n  set by: {source.value}\n"

@@ -182,7 +182,7 @@ class ExportedRecords(Options):
 
 
 class RunnerOptions(Options):
-    """Runner."""
+    """Runner of the preparation."""
 
     runner: Literal["local", "beam"] = key("local", "Local processes, or Apache Beam.")
     beam_options: str = key("", "Options of the Beam runner, as on its command line.")

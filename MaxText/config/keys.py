@@ -129,11 +129,12 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in section.__mro__:
-        source = ""
+        trees: list[ast.stmt] = []
         if issubclass(base, Section | Options):
-            with contextlib.suppress(OSError, TypeError):  # code without a file has none
-                source = textwrap.dedent(inspect.getsource(base))
-        for tree in ast.parse(source).body:
+            # Code without a file has no source, and odd indentation cannot be parsed alone.
+            with contextlib.suppress(OSError, TypeError, SyntaxError):
+                trees = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for tree in trees:
             assert isinstance(tree, ast.ClassDef)
             for field, below in itertools.pairwise(tree.body):
                 match field, below:

@@ -349,6 +349,12 @@ def _profile(profiler, profiler_window, steps):
         )
 
 
+@rule(finds_unused=True)
+def _beam_options(prepare):
+    if prepare.beam_options and prepare.runner != "beam":
+        return f"prepare.beam_options: has no effect with prepare.runner={prepare.runner}"
+
+
 @rule()
 def _run_name(run_name, base_output_directory):
     if base_output_directory.endswith(":/"):

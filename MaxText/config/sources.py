@@ -277,7 +277,10 @@ def sweep_not_supported(name: str, place: str) -> Problem:
 def distinct(
     settings: list[Setting], result: CollectedSettings, *, last_wins: bool = False
 ) -> list[Setting]:
-    """Returns the settings of one source under our names, once each."""
+    """Returns the settings of one source under our names, once each.
+
+    With `last_wins` a key may be set twice; otherwise that is a problem.
+    """
     kept: dict[str, Setting] = {}
     for setting in settings:
         name, value = ALIASES.get(setting.name, setting.name), setting.value

@@ -158,7 +158,11 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     names = [*configs, shards, *copied]
     log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
     if not copied:
-        log("note: no tokenizer is exported; add tokenizer=FOLDER")
+        dataset_path = weights.config.data.dataset_path
+        log(
+            f"note: no tokenizer is exported: neither the run nor dataset_path={dataset_path} has "
+            "one; add tokenizer=FOLDER"
+        )
     unsupported = hf_config.absent_in_transformers(family, folded.config)
     if not unsupported:
         log(f'Load it: AutoModelForCausalLM.from_pretrained("{request.target}")')

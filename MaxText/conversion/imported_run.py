@@ -58,7 +58,7 @@ def atomic_target(target: Path) -> Iterator[Path]:
             target.rmdir()
         partial.rename(target)
     except OSError as error:
-        raise UserError(f"to={target} cannot be written: {error.strerror or error}.") from error
+        raise UserError(f"to={target} cannot be written: {error}.") from error
     finally:
         _remove(partial)
 

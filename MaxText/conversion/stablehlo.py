@@ -13,6 +13,7 @@ from MaxText.conversion.imported_run import atomic_target
 from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
+from MaxText.storage.atomic import sync_file
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # Weights are constants of the program, and the serializer uses 32-bit sizes.
@@ -57,6 +58,7 @@ def write(weights: WeightSource, length: int, target: Path, log: Callable[[str],
     program = export_forward(weights, length).serialize()
     with atomic_target(target) as partial:
         partial.write_bytes(program)
+        sync_file(partial)
     size = math.ceil(target.stat().st_size / 2**20)
     log(f"Wrote {target} ({size:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
     log(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import platform
 import re
 import time
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import numpy as np
 from etils import epath
 
 from MaxText.cost.hardware import PEAK_TFLOPS
-from MaxText.runtime.compilation_cache import cpu_fingerprint
 from MaxText.runtime.cores import num_cores
 
 _MEASURED_SIZE = 2048
@@ -60,7 +60,11 @@ def _kept(file: epath.Path) -> dict[str, Any]:
 def _name_of(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
-    return f"{cpu_fingerprint()}, {num_cores()} cores, {jax.local_device_count()} devices"
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+        named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        model = next(named, model)
+    return f"{model}, {num_cores()} cores, {jax.local_device_count()} devices"
 
 
 def datasheet_peak(device_kind: str) -> PeakFlops | None:

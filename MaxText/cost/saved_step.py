@@ -106,8 +106,8 @@ def _fingerprint(
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
-    `config` has the score zoom fixed; `section` has `auto` resolved, which may differ without
-    cuDNN.
+    `config` has the score zoom fixed; `model_config` has `auto` resolved, which may differ
+    without cuDNN.
     """
     device = sharding.mesh.devices.flat[0]
     values = flatten(config.model_copy(update={"model": model_config}))

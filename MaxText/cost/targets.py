@@ -6,10 +6,11 @@ device.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from MaxText.cost.hardware import CHIPS, CPU, find_hardware
+from MaxText.cost.hardware import ALIASES, CHIPS, CPU, find_hardware
 from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
@@ -209,7 +210,8 @@ def _gpus(kind: str, number: int) -> CompileTarget:
 
 def _unknown(name: str) -> UserError:
     every = names()
-    close = [tpu for tpu in every if tpu.startswith(f"{name.lower().partition('-')[0]}-")]
+    kind = re.sub(r"^\d+x(?=[a-z])", "", name.strip().lower()).partition("-")[0]
+    close = [tpu for tpu in every if tpu.startswith(f"{ALIASES.get(kind, kind)}-")]
     lines = [f"compile_topology={name}: unknown machine", f"  TPUs: {', '.join(close or every)}"]
     if not close:
         gpus = ", ".join(f"{kind}-8" for kind in _GPUS)

@@ -91,8 +91,8 @@ class Engine:
     ) -> tuple[DecodeState, StepOutput]:
         """Prefills prompts and draws a token for each.
 
-        Their number is a multiple of batch_divisor. Draws depend only on the seed, the name and the
-        tokens.
+        The number of prompts is a multiple of batch_divisor. Draws depend only on the seed, the
+        name and the tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not all(1 <= length <= self.window for length in lengths):

@@ -70,4 +70,4 @@ class Sink:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases files and threads, by default within a minute. Idempotent."""
+        """Flushes and releases all, by default in a minute. Idempotent."""

@@ -27,10 +27,6 @@ from MaxText.parallelism.logical_sharding import (
 HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
-# The reduce-scatter of a layer's gradients overlaps nothing without them: compiled for 8 H100s,
-# 25 of 32 collectives overlap with them.
-_PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
-
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
@@ -216,11 +212,17 @@ class ShardingPlan:
 
         return jax.jit(traced, **options)
 
-    def compile_step(self, *step: Any) -> tuple[Callable, float]:
-        """Returns the compiled `lower_step`, donating its state; and its seconds."""
+    def compile_step(
+        self,
+        train_step: Callable,
+        abstract_state: Any,
+        abstract_batch: Any,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> tuple[Callable, float]:
+        """Returns the compiled step (donating its state), and its seconds."""
         began = time.perf_counter()
-        compiled = self.lower_step(*step).compile()
-        return compiled, time.perf_counter() - began
+        lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
+        return lowered.compile(), time.perf_counter() - began
 
     def lower_step(
         self,
@@ -235,10 +237,15 @@ class ShardingPlan:
         return jitted.lower(abstract_state, abstract_batch)
 
 
+# The reduce-scatter of a layer's gradients overlaps nothing without them: compiled for 8 H100s,
+# 25 of 32 collectives overlap with them.
+_PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
+
+
 def compiler_options(
     platform: str, num_devices: int, quantization: Quantization
 ) -> dict[str, bool]:
-    """Returns options by name, except those set in XLA_FLAGS."""
+    """Returns XLA options of the train step, without those in XLA_FLAGS."""
     options = {}
     if platform == "gpu" and num_devices > 1 and jax.__version_info__ < (0, 11):  # removed there
         options |= {f"xla_gpu_enable_pipelined_{name}": True for name in _PIPELINED}

@@ -68,7 +68,7 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     """Exits after an exception in a run of several processes.
 
     Prints the message of a UserError, else the traceback, and the state of every process if another
-    one died.
+    one died. Call it before anything collective.
     """
     if _count == 1:
         return

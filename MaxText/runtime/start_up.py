@@ -30,7 +30,8 @@ def choose_platform(hardware: str) -> list[str]:
 def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
     """Connects the processes of the environment; returns log lines.
 
-    Call it before anything asks JAX for devices. Processes wait up to six times heartbeat_timeout
+    Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
+    devices. Processes wait up to six times heartbeat_timeout
     (seconds; 0 keeps JAX's limits), because data preparation varies. From here on JAX swallows
     SIGTERM, which `PreemptionHandler.requested` reports.
     """

@@ -25,9 +25,8 @@ from MaxText.storage.paths import natural_key, register_filesystems
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 # Files kept open: a dataset may have thousands, and opening one for each read makes random reads
-# several times slower. The rest is left to the program; systems allow 256 or more.
-_OTHER_FILES = 256
-_MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OTHER_FILES)
+# several times slower. Half of what the process may open is left to the program.
+_MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 _CONCURRENT_REQUESTS = 32
 # Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")

@@ -98,7 +98,8 @@ def test_sentence_piece(tmp_path):
 
 def test_where_ids_do_not_tell_the_bytes():
     words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    lower, spaced = byte_pairs(1), byte_pairs(1)
+    lower, spaced, split = byte_pairs(1), byte_pairs(1), byte_pairs(1)
+    split.normalizer = normalizers.NFD()
     lower.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     whole = json.loads(byte_pairs(1, count=0).to_str())
@@ -106,6 +107,7 @@ def test_where_ids_do_not_tell_the_bytes():
     whole["model"]["vocab"] = {token: i for token, i in vocabulary if len(token) == 1}
     del whole["model"]["vocab"]["A"]
     whole["model"]["merges"] = []
-    for tokenizer in (words, lower, spaced, tokenizers.Tokenizer.from_str(json.dumps(whole))):
+    few = tokenizers.Tokenizer.from_str(json.dumps(whole))
+    for tokenizer in (words, lower, spaced, split, few):
         with pytest.raises(InexactByteCountError, match="byte by byte"):
             token_byte_counts(loaded(tokenizer))

@@ -20,7 +20,7 @@ from MaxText.input_pipeline.prefetch import (
     interruptible_sleep,
 )
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
-from tests.input_pipeline.small_data import assert_same, quiet, take
+from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 from tests.refusals import refused
 
 
@@ -171,3 +171,7 @@ def test_stopping_ends_the_wait_before_another_try(kept):
     expected = opened(folder, keys)
     expected.resume(iterator.position)
     assert_same(take(iterator, 1), take(expected, 1))
+    evaluation = open_eval(data_keys(folder, grain_eval_files=str(folder), **keys), batch=2)
+    evaluation.stop_waiting(lambda: True)
+    with pytest.raises(WaitCancelledError):
+        next(iter(evaluation))

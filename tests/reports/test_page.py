@@ -199,9 +199,7 @@ axe.run().then(({ violations, passes }) => {
 """
 FRAMES = """
 addEventListener("message", ({ data }) => {
-  const line = document.createElement("pre");
-  line.textContent = JSON.stringify(data);
-  document.body.append(line);
+  document.body.appendChild(document.createElement("pre")).textContent = JSON.stringify(data);
 });
 """
 
@@ -216,9 +214,8 @@ def test_nothing_keeps_anyone_from_reading_it(chromium, two, tmp_path, dark):
     host = tmp_path / "host.html"
     host.write_text(f"<body><script>{FRAMES}</script>{''.join(frames)}")
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    document, console = opened(
-        chromium, host, tmp_path / "browser", 2600, "--virtual-time-budget=60000", *scheme
-    )
+    switches = ["--virtual-time-budget=60000", *scheme]
+    document, console = opened(chromium, host, tmp_path / "browser", 2600, *switches)
     assert console == []
     said = sorted(json.loads(text) for text in re.findall("<pre>(.*?)</pre>", document))
     assert said == [[width, dark, True, []] for width in WIDTHS]

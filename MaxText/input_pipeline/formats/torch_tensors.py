@@ -113,7 +113,8 @@ def read_tensor(content: bytes) -> np.ndarray:
     # A damaged pickle can raise anything.
     except Exception as error:
         raise TorchFileError(
-            f"not a torch.save file, or damaged ({type(error).__name__}: {error})"
+            "not a torch.save file of torch 1.6 or newer, or damaged "
+            f"({type(error).__name__}: {error})"
         ) from error
 
 

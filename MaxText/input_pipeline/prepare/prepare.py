@@ -186,7 +186,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 def _make(request: _Request, staging: Path) -> Manifest:
     preparation, is_text = request.preparation, request.is_text
     if request.is_records:
-        make_export(staging, preparation, staging)  # fail before the work
+        make_export(staging, preparation, staging)  # only its checks, before the work
     tokenizer = _tokenizer(request)
     control_ids = () if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)

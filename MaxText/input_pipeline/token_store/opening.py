@@ -253,7 +253,7 @@ def _is_prepared(request: OpenRequest) -> bool:
         ) from error
 
 
-def _show_unused(request: OpenRequest, manifest: Manifest) -> None:
+def _show_unused(request: OpenRequest, location: str, manifest: Manifest) -> None:
     """Reports keys of records and text without effect on a prepared dataset."""
     preparation = request.preparation
     unused = ["token_records.eos_id"] * (request.data.token_records.eos_id >= 0)
@@ -262,7 +262,7 @@ def _show_unused(request: OpenRequest, manifest: Manifest) -> None:
         unused += ["tokenizer_path"] * (not same)
     if unused:
         request.show(
-            f"note: {' and '.join(unused)} not used: {request.location} is a prepared data set "
+            f"note: {' and '.join(unused)} not used: {location} is a prepared data set "
             f"with a tokenizer of its own ({manifest.tokenizer.origin})"
         )
 
@@ -276,13 +276,13 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
     split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
     if request.for_training and request.key != "data_mixture_weights":
-        _show_unused(request, manifest)
+        _show_unused(request, location, manifest)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:
         found = check_files(manifest, folder, split) if files is None else files
-        read, identity = read_chunks, f"chunks of {manifest.dtype}"
-        read = functools.partial(read, dtype=manifest.dtype)
+        read = functools.partial(read_chunks, dtype=manifest.dtype)
+        identity = f"chunks of {manifest.dtype}"
         imported = RecordImport(found, read, identity, request.cache_dir).run(request.show)
         if sum(imported.num_tokens) != entry.num_tokens:
             raise UserError(
