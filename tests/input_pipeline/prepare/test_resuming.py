@@ -66,7 +66,7 @@ def start(folder, program, *arguments, **keywords):
     [
         ({"tokenizer_path": "bytes"}, 1, 5),
         pytest.param(
-            {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 44, 9,
+            {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 40, 5,
             marks=pytest.mark.slow,
         ),
         pytest.param(
