@@ -47,7 +47,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     )
     eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), show=lambda line: None
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), log=lambda line: None
     )
     if split == "train":
         return iter(training)

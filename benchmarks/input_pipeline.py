@@ -115,7 +115,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
             prepare_source=source, tokenizer_path=tokenizer_path,
             tokenizer_vocab_size=VOCAB_SIZE, prepare_num_workers=workers,
         )  # fmt: skip
-        prepare(keys, str(folder / name), show=lambda line: None)
+        prepare(keys, str(folder / name), log=lambda line: None)
 
     trained = str(folder / "trained")
     training = cost_of(lambda: prepared("", "trained", 0))

@@ -80,7 +80,7 @@ def score_data_set(
             stride=config.scoring.eval_stride,
             part=jax.process_index(),
             parts=jax.process_count(),
-            show=log,
+            log=log,
         )
         byte_counts, why = text_bytes.byte_counts(source)
         tables = _placed_tables(byte_counts, trained)

@@ -157,14 +157,14 @@ def check_sources(config: Config) -> None:
 
 
 def open_sources(
-    request: OpenRequest, length: int, num_samples: int | None, log: RetryLog
+    request: OpenRequest, length: int, num_samples: int | None, retry_log: RetryLog
 ) -> list[OpenDataSource]:
     """Opens datasets.
 
     Args:
       length: T, tokens per sequence.
       num_samples: Sequences of the whole run; None for unbounded.
-      log: Receives retries after storage errors.
+      retry_log: Receives retries after storage errors.
 
     Raises:
       UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
@@ -183,7 +183,7 @@ def open_sources(
     policy, opened = RetryPolicy.of(data), []
     for number, entry in enumerate(requested_sources(request)):
         open_once = functools.partial(open_and_slice, entry)
-        tokens, windows = open_with_retries(entry.location, open_once, policy, log)
+        tokens, windows = open_with_retries(entry.location, open_once, policy, retry_log)
         _check_tokens(request, entry, tokens, windows)
         # Identical datasets of a mixture must not be visited in the same order.
         seed = data.data_shuffle_seed + 1_000_003 * number
@@ -205,7 +205,7 @@ def _check_tokens(
 ) -> None:
     used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
     if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
-        request.show(
+        request.log(
             f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
             f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
         )

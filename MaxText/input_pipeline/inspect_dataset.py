@@ -116,7 +116,7 @@ class Inspection:
     """The data of a run, opened as train.py opens it."""
 
     def __init__(
-        self, config: Config, num_devices: int, has_model: bool, show: Callable[[str], None]
+        self, config: Config, num_devices: int, has_model: bool, log: Callable[[str], None]
     ):
         """Opens the data; raises UserError if train.py would reject it."""
         if config.data.dataset_type == "synthetic":
@@ -141,7 +141,7 @@ class Inspection:
         vocab_size = config.model.shape.vocab_size
         self._length = config.model.shape.max_target_length
         self._config = config
-        self._show = show
+        self._log = log
         self._vocab_size = vocab_size if has_model else None
         self._batches: BatchIterator = make_train_iterator(
             data,
@@ -151,10 +151,10 @@ class Inspection:
             masking=config.masking,
             preparation=config.preparation,
             num_steps=config.run.steps,
-            show=show,
+            log=log,
         )
-        show(self._batches.description)
-        self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, show)
+        log(self._batches.description)
+        self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, log)
 
     def show_batch(self, step: int) -> None:
         """Shows one batch; UserError past the end or for too large ids."""
@@ -182,10 +182,10 @@ class Inspection:
         """Shows statistics of each dataset, from about `max_tokens` tokens."""
         largest_ids = []
         for source in self._batches.opened:
-            self._show(f"\n{source.entry.location}")
+            self._log(f"\n{source.entry.location}")
             largest_ids.append(self._show_source(source, max_tokens))
         if skipped := self._batches.skipped:
-            self._show(f"\nRecords that cannot be read: {len(skipped):,}")
+            self._log(f"\nRecords that cannot be read: {len(skipped):,}")
             self._lines([f"  {message}" for message in skipped[:_SHOWN_BAD_RECORDS]])
         self._check_ids(max(largest_ids))
 
@@ -193,12 +193,12 @@ class Inspection:
         """Shows one dataset; returns the largest id."""
         data, windows = source.data, source.rows.windows
         num_bytes = _ID_BYTES * min(max_tokens, len(data.store))
-        with show_progress("Reading tokens", num_bytes, self._show) as progress:
+        with show_progress("Reading tokens", num_bytes, self._log) as progress:
             tokens = measure_tokens(data, max_tokens, lambda done: progress(_ID_BYTES * done))
         self._lines(token_lines(data, tokens, self._tokenizer, self._vocab_size))
         sizes_D = np.diff(data.store.document_offsets)
         self._lines(document_lines(sizes_D, tokens, data.store.document_name))
-        self._show(f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch")
+        self._log(f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch")
         return tokens.largest_id
 
     def _check_ids(self, largest_id: int) -> None:
@@ -210,11 +210,11 @@ class Inspection:
             )
 
     def _lines(self, lines: list[str]) -> None:
-        self._show("\n".join(lines))
+        self._log("\n".join(lines))
 
 
 def _load(
-    preparation: PreparationConfig, folder: Path | None, show: Callable[[str], None]
+    preparation: PreparationConfig, folder: Path | None, log: Callable[[str], None]
 ) -> TextTokenizer | None:
     """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
@@ -225,7 +225,7 @@ def _load(
         if asked:
             return load_tokenizer(asked, preparation.tokenizer_type)
     except UserError as error:
-        show(f"Showing ids instead of text: {error}")
+        log(f"Showing ids instead of text: {error}")
     return None
 
 

@@ -36,14 +36,19 @@ class _HostBatches:
         source: GlobalBatch,
         opened: Sequence[OpenDataSource],
         policy: RetryPolicy,
-        log: RetryLog,
+        retry_log: RetryLog,
         num_workers: int = 0,
     ):
         self.has_documents = source.has_documents
-        self.retry_log = log
+        self.retry_log = retry_log
         self.skipped = [message for one in opened for message in one.data.skipped]
         self._reader = RetryingReader(
-            source, opened, what=self._what, log=log, policy=policy, num_processes=num_workers
+            source,
+            opened,
+            what=self._what,
+            retry_log=retry_log,
+            policy=policy,
+            num_processes=num_workers,
         )
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
@@ -76,13 +81,13 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         identity: dict[str, Any],
         *,
         policy: RetryPolicy,
-        log: RetryLog,
+        retry_log: RetryLog,
         num_workers: int = 0,
         reuse_first: bool = False,
         description: str = "",
     ):
         """Initializes before step 0; `reuse_first` repeats its batch."""
-        super().__init__(source, opened, policy, log, num_workers)
+        super().__init__(source, opened, policy, retry_log, num_workers)
         self._source = source
         self.opened = opened
         self.identity = identity
@@ -184,7 +189,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             line = f"Excluded samples of the training data: {ahead}."
             if ahead != saved.within(self._source.first_sample):
                 line += f" The checkpoint had: {saved}."
-            self.retry_log.show(line)
+            self.retry_log.log(line)
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
         """Returns the reasons against a position of other data, if any."""

@@ -46,7 +46,7 @@ def open_batches(
     part: int,
     parts: int,
     stopping: Callable[[], bool] = never,
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> tuple[BatchIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches.
 
@@ -58,7 +58,7 @@ def open_batches(
         "vocab_size": config.model.shape.vocab_size,
         "process_index": part,
         "process_count": parts,
-        "show": show,
+        "log": log,
     }
     evaluation = config.evaluation
     training = make_train_iterator(
@@ -66,7 +66,7 @@ def open_batches(
     )
     training.stop_waiting(stopping)
     if training.description:
-        show(training.description)
+        log(training.description)
     if evaluation.eval_interval <= 0:
         return training, None
     evaluating = make_eval_iterator(
@@ -90,7 +90,7 @@ def make_train_iterator(
     process_index: int = 0,
     process_count: int = 1,
     num_steps: int | None = None,
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> BatchIterator:
     """Returns this host's training batches, starting at step 0.
 
@@ -112,15 +112,15 @@ def make_train_iterator(
     }
     exclusions = ExcludedRanges(data.excluded_samples)
     excluded = f"Excluded samples (excluded_samples): {exclusions}" if exclusions else ""
-    log = RetryLog(show)
+    retry_log = RetryLog(log)
     opened: list[OpenDataSource] = []
     if data.dataset_type == "synthetic":
         rows = SyntheticSequences(schedule.window, vocab_size, data.data_shuffle_seed)
         description = excluded
     else:
         num_samples = None if num_steps is None else schedule.samples_before(num_steps)
-        request = OpenRequest(data, preparation, True, vocab_size, show)
-        opened = _open(request, masking, schedule.window, num_samples, log)
+        request = OpenRequest(data, preparation, True, vocab_size, log)
+        opened = _open(request, masking, schedule.window, num_samples, retry_log)
         rows = data_sources.mix_sources(data, opened)
         lines = [data_sources.describe(data, opened, num_samples), excluded]
         description = "\n".join(filter(None, lines))
@@ -147,7 +147,7 @@ def make_train_iterator(
         opened,
         identity,
         policy=RetryPolicy.of(data),
-        log=log,
+        retry_log=retry_log,
         num_workers=data.grain_worker_count if opened else 0,
         reuse_first=data.reuse_example_batch,
         description=description,
@@ -165,7 +165,7 @@ def make_eval_iterator(
     preparation: PreparationConfig | None = None,
     process_index: int = 0,
     process_count: int = 1,
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> EvalBatches:
     """Returns this host's evaluation batches, for repeated iteration.
 
@@ -176,12 +176,12 @@ def make_eval_iterator(
     masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
     schedule = BatchSchedule.constant(global_batch_size, max_target_length)
     _check_hosts(schedule, process_index, process_count)
-    log = RetryLog(show)
+    retry_log = RetryLog(log)
     opened: list[OpenDataSource] = []
     if data.dataset_type == "synthetic":
         if eval_steps == -1:
             eval_steps = _SYNTHETIC_EVAL_STEPS
-            show(
+            log(
                 "note: dataset_type=synthetic is unbounded: an evaluation takes "
                 f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
             )
@@ -189,11 +189,13 @@ def make_eval_iterator(
             max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
         )
     else:
-        request = OpenRequest(data, preparation, False, vocab_size, show)
-        opened = _open(request, masking, max_target_length, None, log)
+        request = OpenRequest(data, preparation, False, vocab_size, log)
+        opened = _open(request, masking, max_target_length, None, retry_log)
         rows = Concatenation([source.rows for source in opened])
     share = process_index, process_count
-    return _eval_batches(data, opened, rows, schedule, share, eval_steps, masking, vocab_size, log)
+    return _eval_batches(
+        data, opened, rows, schedule, share, eval_steps, masking, vocab_size, retry_log
+    )
 
 
 def _eval_batches(
@@ -205,21 +207,21 @@ def _eval_batches(
     eval_steps: int,
     masking: MaskingConfig,
     vocab_size: int,
-    log: RetryLog,
+    retry_log: RetryLog,
 ) -> EvalBatches:
     num_steps = sys.maxsize if eval_steps == -1 else eval_steps
     options = _processing(opened, masking, vocab_size)
     batches = GlobalBatch(rows, schedule, *share, num_steps=num_steps, **options)
-    return EvalBatches(batches, opened, RetryPolicy.of(data), log)
+    return EvalBatches(batches, opened, RetryPolicy.of(data), retry_log)
 
 
-def open_eval_sources(config: Config, show: Callable[[str], None] = print) -> list[OpenDataSource]:
+def open_eval_sources(config: Config, log: Callable[[str], None] = print) -> list[OpenDataSource]:
     """Opens every evaluation dataset; returns an empty list for random tokens."""
     if config.data.dataset_type == "synthetic":
         return []
     shape = config.model.shape
-    request = OpenRequest(config.data, config.preparation, False, shape.vocab_size, show)
-    return _open(request, config.masking, shape.max_target_length, None, RetryLog(show))
+    request = OpenRequest(config.data, config.preparation, False, shape.vocab_size, log)
+    return _open(request, config.masking, shape.max_target_length, None, RetryLog(log))
 
 
 def open_source_batches(
@@ -230,7 +232,7 @@ def open_source_batches(
     stride: int,
     part: int,
     parts: int,
-    show: Callable[[str], None] = print,
+    log: Callable[[str], None] = print,
 ) -> EvalBatches:
     """Returns this process's batches of one evaluation source.
 
@@ -249,9 +251,9 @@ def open_source_batches(
             global_batch_size=rows,
             process_index=part,
             process_count=parts,
-            show=show,
+            log=log,
         )
-    data, sequences, log = config.data, source.rows, RetryLog(show)
+    data, sequences, retry_log = config.data, source.rows, RetryLog(log)
     if stride != -1:
         windows = _sliding_windows(data, source, stride, length)
         sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
@@ -259,7 +261,7 @@ def open_source_batches(
     schedule, share = BatchSchedule.constant(rows, length), (part, parts)
     _check_hosts(schedule, *share)
     return _eval_batches(
-        data, [source], sequences, schedule, share, eval_steps, masking, vocab_size, log
+        data, [source], sequences, schedule, share, eval_steps, masking, vocab_size, retry_log
     )
 
 
@@ -298,11 +300,11 @@ def _open(
     masking: MaskingConfig,
     window: int,
     num_samples: int | None,
-    log: RetryLog,
+    retry_log: RetryLog,
 ) -> list[OpenDataSource]:
     # CLS takes one position of each sequence.
     with_cls = masking.mlm_training and masking.mlm.cls_token_id >= 0
-    opened = data_sources.open_sources(request, window - with_cls, num_samples, log)
+    opened = data_sources.open_sources(request, window - with_cls, num_samples, retry_log)
     if masking.mlm_training:
         # Bidirectional attention would see padding, so segments are needed to mask it. Of
         # packed windows only the last has padding.

@@ -224,13 +224,13 @@ def interruptible_sleep(seconds: float, stopping: Callable[[], bool]) -> None:
 class RetryLog:
     """Prints and collects messages about retries."""
 
-    def __init__(self, show: Callable[[str], None]):
-        self.show = show
+    def __init__(self, log: Callable[[str], None]):
+        self.log = log
         self._news: list[str] = []
 
     def add(self, message: str) -> None:
         self._news.append(message)
-        self.show(message)
+        self.log(message)
 
     def drain(self) -> list[str]:
         """Returns the messages since the last call."""
@@ -257,7 +257,7 @@ class RetryPolicy:
         *,
         is_worth_it: Callable[[BaseException], bool],
         hint: Callable[[BaseException], str],
-        log: RetryLog,
+        retry_log: RetryLog,
         stopping: Callable[[], bool] = never,
     ) -> _Value:
         """Returns the result of the first successful call of `attempt`.
@@ -283,17 +283,17 @@ class RetryPolicy:
                         f"{what} after {how_often} in {seconds:,.1f} s: {problem}. {hint(error)}"
                     ) from error
                 delay = min(delay, _MAX_WAIT_SECONDS)
-                log.add(f"{what}: {problem}. Try {number + 1} of {tries} in {delay:g} s.")
+                retry_log.add(f"{what}: {problem}. Try {number + 1} of {tries} in {delay:g} s.")
             interruptible_sleep(delay, stopping)
             delay *= 2
         if number > 1:
             done, seconds = what.replace("could not be", "was"), time.monotonic() - began
-            log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
+            retry_log.add(f"{done} at try {number}, after {seconds:,.1f} s.")
         return result
 
 
 def open_with_retries(
-    location: str, open_once: Callable[[], _Value], policy: RetryPolicy, log: RetryLog
+    location: str, open_once: Callable[[], _Value], policy: RetryPolicy, retry_log: RetryLog
 ) -> _Value:
     """Opens data with the same retries as reads during the run."""
     remote = is_url(location) or location.startswith("@")
@@ -302,7 +302,7 @@ def open_with_retries(
         lambda _: open_once(),
         is_worth_it=lambda error: is_transient(error, remote),
         hint=lambda _: "Check its storage, and run the same command again.",
-        log=log,
+        retry_log=retry_log,
     )
 
 
@@ -319,7 +319,7 @@ class RetryingReader:
         opened: "Sequence[OpenDataSource]",
         *,
         what: str,
-        log: RetryLog,
+        retry_log: RetryLog,
         policy: RetryPolicy,
         num_processes: int = 0,
     ):
@@ -327,7 +327,7 @@ class RetryingReader:
         self.stopping: Callable[[], bool] = never
         self._opened = opened
         self._what = what
-        self._log = log
+        self._retry_log = retry_log
         self._policy = policy
         self._num_processes = num_processes
         self._prefetcher: Prefetcher | None = None
@@ -367,7 +367,7 @@ class RetryingReader:
             attempt,
             is_worth_it=lambda error: isinstance(error, (FileReadError, OSError)),
             hint=self._hint,
-            log=self._log,
+            retry_log=self._retry_log,
             stopping=self.stopping,
         )
         self._last_batch = step, arrays

@@ -40,11 +40,11 @@ def root(tmp_path_factory):
     return root
 
 
-def run(root, *arguments, weights="hf", show=quiet):
+def run(root, *arguments, weights="hf", log=quiet):
     typed = [f"load_parameters_path={root / weights}", "jax_cache_dir=", *arguments]
     if not any(argument.startswith("per_device") for argument in arguments):
         typed.append("per_device_batch_size=2")
-    return evaluate(load(typed, "eval.py"), show)
+    return evaluate(load(typed, "eval.py"), log)
 
 
 def data_of(root, **keys):
@@ -56,7 +56,7 @@ def data_of(root, **keys):
 def test_a_folder_of_hugging_face(root, stride):
     lines = []
     before = sorted(os.listdir(root / "hf"))
-    found = run(root, *data_of(root, eval_stride=stride), show=lines.append)
+    found = run(root, *data_of(root, eval_stride=stride), log=lines.append)
     whole = found["data"]["total"]
     # Each document has its bytes, and an end.
     assert (whole["targets"], whole["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
@@ -88,7 +88,7 @@ def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
     before = contents(run_folder)
     lines = []
     for number in range(2):
-        run(root, *data_of(root), "eval_steps=1", weights=run_folder, show=lines.append)
+        run(root, *data_of(root), "eval_steps=1", weights=run_folder, log=lines.append)
         name = "0.json" if number == 0 else "0-2.json"
         assert lines[-1] == f"written to {run_folder / 'eval' / name}"
     assert any(line.startswith("a part only: 1 batches") for line in lines)
@@ -123,7 +123,7 @@ def test_tasks_alone_and_with_data(root, tmp_path):
 def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
     prepare_text(root, tmp_path / "bytes", tokenizer_path="bytes")
     lines = []
-    run(root, *data_of(root, dataset_path=tmp_path / "bytes"), show=lines.append)
+    run(root, *data_of(root, dataset_path=tmp_path / "bytes"), log=lines.append)
     assert ["of 257 ids" in line for line in lines if line.startswith("warning: ")] == [True]
 
 

@@ -165,7 +165,7 @@ def test_a_run_keeps_the_tokenizer_of_its_data(tmp_path, add_bos):
     folder = llama_folder(tmp_path / "hf", with_bos=True)
     keys = {"dataset_path": str(tmp_path / "data"), "prepare_source": str(texts)}
     keys |= {"tokenizer_path": str(folder), "add_bos": add_bos, "prepare_num_workers": 1}
-    prepare(configure(**keys).preparation, keys["dataset_path"], show=lambda line: None)
+    prepare(configure(**keys).preparation, keys["dataset_path"], log=lambda line: None)
     (tmp_path / "run").mkdir()
     write_run_files(epath.Path(tmp_path / "run"), configure(), tmp_path / "data")
     (tmp_path / "data").rename(tmp_path / "moved")

@@ -29,8 +29,8 @@ def kept_files(tmp_path, request):
     return tmp_path / "set", files, keys
 
 
-def opened(folder, keys, show=quiet, batch=2, **options):
-    return open_train(data_keys(folder, **keys), batch, show=show, **options)
+def opened(folder, keys, log=quiet, batch=2, **options):
+    return open_train(data_keys(folder, **keys), batch, log=log, **options)
 
 
 def undisturbed(folder, keys, count=20):

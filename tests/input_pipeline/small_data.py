@@ -115,14 +115,14 @@ def data_keys(folder: Path | str, **keys) -> DataConfig:
 
 
 def quiet(line: str) -> None:
-    """Shows nothing."""
+    """Logs nothing."""
 
 
 def open_train(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
     defaults = {
         "schedule": BatchSchedule.constant(batch, LENGTH),
         "vocab_size": VOCAB_SIZE,
-        "show": quiet,
+        "log": quiet,
     }
     return make_train_iterator(data, process_index=host, process_count=hosts, **(defaults | keys))
 
@@ -131,7 +131,7 @@ def open_eval(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> Ev
     defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
     return make_eval_iterator(
         data, global_batch_size=batch, process_index=host, process_count=hosts,
-        **(defaults | {"show": quiet} | keys),
+        **(defaults | {"log": quiet} | keys),
     )  # fmt: skip
 
 

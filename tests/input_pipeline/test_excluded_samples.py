@@ -31,10 +31,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def opened(folder, host=0, hosts=1, schedule=PLAN, show=quiet, **keys):
-    return open_train(
-        data_keys(folder, **keys), host=host, hosts=hosts, schedule=schedule, show=show
-    )
+def opened(folder, host=0, hosts=1, schedule=PLAN, log=quiet, **keys):
+    return open_train(data_keys(folder, **keys), host=host, hosts=hosts, schedule=schedule, log=log)
 
 
 @pytest.mark.parametrize("keys", [{}, {"dataset_type": "synthetic"}])
@@ -79,7 +77,7 @@ def test_the_position_holds_the_excluded_samples(folder):
     assert position["excluded"] == [[30, 44]]
     whole += take(run, 8)
     lines = []
-    again = opened(folder, show=lines.append)
+    again = opened(folder, log=lines.append)
     again.resume(position)
     assert_same(take(again, 8), whole[9:])
     # All of it lies behind: nothing to say.
@@ -98,7 +96,7 @@ def test_excluded_samples_of_key_and_checkpoint_add_up(folder):
     expected = opened(folder, excluded_samples=((90, 120),))
     expected.seek(1)
     lines = []
-    resumed = opened(folder, excluded_samples=((0, 3), (90, 105)), show=lines.append)
+    resumed = opened(folder, excluded_samples=((0, 3), (90, 105)), log=lines.append)
     resumed.resume(position)
     assert "90 to 119" in lines[0]
     assert "100 to 119" in lines[0]

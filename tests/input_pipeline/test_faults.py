@@ -36,13 +36,13 @@ def of_kind(*kinds):
 def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     folder, files, keys = kept
     expected = undisturbed(folder, keys)
-    show = Mend(lambda: restore(), at=2)
-    iterator = opened(folder, keys, show)
+    log = Mend(lambda: restore(), at=2)
+    iterator = opened(folder, keys, log)
     third = lambda content: content[: len(content) // 3]  # noqa: E731
     restore = moved(files) if fault == "missing" else changed(files, third)
     assert_same(take(iterator, 20), expected)
     messages = iterator.retry_log.drain()
-    assert [line for line in show.lines if "Step 0" in line] == messages
+    assert [line for line in log.lines if "Step 0" in line] == messages
     assert re.findall(r"[Tt]ry (\d)", "".join(messages)) == ["2", "3", "3"]
     assert iterator.retry_log.drain() == []
 
@@ -75,7 +75,7 @@ def test_evaluation_retries_too(kept):
     folder, files, keys = kept
     data = data_keys(folder, eval_split="train", **keys)
     expected = list(open_eval(data, batch=4))
-    evaluation = open_eval(data, batch=4, show=Mend(lambda: restore()))
+    evaluation = open_eval(data, batch=4, log=Mend(lambda: restore()))
     restore = moved(files)
     assert_same(evaluation, expected)
     assert "Step 0" in evaluation.retry_log.drain()[0]
@@ -86,11 +86,11 @@ def test_evaluation_retries_too(kept):
 @of_kind("megatron")
 def test_a_missing_file_ends_the_run_after_all_tries(kept):
     folder, files, keys = kept
-    show = Mend(lambda: None)
-    iterator = opened(folder, keys | {"data_retry.attempts": 3}, show)
+    log = Mend(lambda: None)
+    iterator = opened(folder, keys | {"data_retry.attempts": 3}, log)
     restore = moved(files)
     refused(r"after 4 tries .*ids\.bin", next, iterator)
-    assert sum(" Try " in line for line in show.lines) == 3
+    assert sum(" Try " in line for line in log.lines) == 3
     # After the files are back the iterator goes on.
     restore()
     assert_same(take(iterator, 20), undisturbed(folder, keys))

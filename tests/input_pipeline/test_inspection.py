@@ -100,9 +100,9 @@ def text_set(folder: Path) -> list[np.ndarray]:
     return documents
 
 
-def inspection(show, has_model=False, num_devices=1, **keys) -> Inspection:
+def inspection(log, has_model=False, num_devices=1, **keys) -> Inspection:
     keys = {"max_target_length": 8, "per_device_batch_size": 2} | keys
-    return Inspection(configure(**keys), num_devices, has_model, show)
+    return Inspection(configure(**keys), num_devices, has_model, log)
 
 
 def shown_batch(step=0, **keys) -> str:

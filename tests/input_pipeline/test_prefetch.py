@@ -121,7 +121,7 @@ def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
 def reader_of(source, **limits):
     """A RetryingReader of a source that is no GlobalBatch."""
     log, policy = RetryLog(quiet), RetryPolicy(**limits)
-    return RetryingReader(source, [], what="data", log=log, policy=policy)
+    return RetryingReader(source, [], what="data", retry_log=log, policy=policy)
 
 
 def test_a_hang_that_does_not_end_is_an_error(monkeypatch):

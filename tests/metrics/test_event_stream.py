@@ -29,9 +29,9 @@ def emit_step(stream, step, loss=2.0):
     stream.emit("step", step=step, seconds=0.5, updates=1, **row)
 
 
-def opened(folder, first_step=0, run_name="tiny", config=None, show=lambda line: None, **keys):
+def opened(folder, first_step=0, run_name="tiny", config=None, log=lambda line: None, **keys):
     monitoring = MonitoringConfig(**{"enable_tensorboard": False} | keys)
-    terminal = Terminal(10, show)
+    terminal = Terminal(10, log)
     return open_stream(
         folder, monitoring, run_name, config or {}, first_step=first_step, terminal=terminal
     )
@@ -70,7 +70,7 @@ def content(board, tag):
 def test_each_event_reaches_every_place(tmp_path):
     lines = []
     keys = {"config": {"learning_rate": 0.001}, "log_period": 1, "enable_tensorboard": True}
-    stream = opened(tmp_path, show=lines.append, **keys)
+    stream = opened(tmp_path, log=lines.append, **keys)
     stream.emit("start", step=0, num_parameters=1234)
     assert not (tmp_path / "tensorboard").exists()  # nothing before the first step
     emit_step(stream, 0, loss=1.25)

@@ -50,7 +50,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 # Less text takes no longer than a process to start, which is up to a second.
 _TOKENIZED_BYTES_PER_PROCESS = 16_000_000
@@ -77,7 +77,7 @@ class TokenizationJob:
 
     corpus: Corpus
     tokenization: Tokenization
-    show: Show
+    log: Log
 
     def run(self, options: dict[str, Any]) -> Manifest:
         """Builds the dataset, resuming earlier work.
@@ -128,7 +128,7 @@ class TokenizationJob:
             except (OSError, ValueError):
                 same = False
             if not same:
-                self.show(f"Deleting {staging}: an unfinished data set of other text or options")
+                self.log(f"Deleting {staging}: an unfinished data set of other text or options")
                 shutil.rmtree(staging)
         for name in ("shards", "data_set"):
             (staging / name).mkdir(parents=True, exist_ok=True)
@@ -139,21 +139,21 @@ class TokenizationJob:
 
     def _tokenize_all(self) -> tuple[list[TokenizedShard], set[int]]:
         """Returns all shards, and the numbers of the already tokenized ones."""
-        corpus, tokenization, show = self.corpus, self.tokenization, self.show
+        corpus, tokenization, log = self.corpus, self.tokenization, self.log
         if corpus.splits:
             names = ", ".join(corpus.splits)
-            show(f"The source has splits of its own ({names}): validation_fraction is not used")
+            log(f"The source has splits of its own ({names}): validation_fraction is not used")
         threshold = held_out_threshold(tokenization.keys.validation_fraction)
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
         kept = {job.number for job in jobs if finished_shard(tokenization, job.number)}
         if kept:
-            show(f"Resuming: {len(kept):,} of {len(jobs):,} shards are already tokenized")
+            log(f"Resuming: {len(kept):,} of {len(jobs):,} shards are already tokenized")
         if tokenization.keys.prepare.runner == "beam":
             _tokenize_with_beam(tokenization, jobs)
         else:
             processes = processes_for(corpus, num_processes(tokenization.keys))
             num_bytes = sum(shard.num_bytes for shard in corpus.shards)
-            with show_progress("Encoding", num_bytes, show) as advance:
+            with show_progress("Encoding", num_bytes, log) as advance:
                 for job, _ in map_in_processes(tokenize_shard, tokenization, jobs, processes):
                     advance(job.shard.num_bytes)
         found = [finished_shard(tokenization, job.number) for job in jobs]
@@ -172,7 +172,7 @@ class TokenizationJob:
             for split in (TRAIN, VALIDATION)
         )
         if train + validation == 1:
-            self.show("warning: only 1 document, so no validation split (needs at least 2)")
+            self.log("warning: only 1 document, so no validation split (needs at least 2)")
         numbers = range(len(shards))
         if train == 0 and validation > 0:
             number = max(numbers, key=lambda number: shards[number].highest)
@@ -193,9 +193,9 @@ class TokenizationJob:
         if len(bad) > limit:
             raise too_many_error(limit, bad[0])
         for message in bad[:_MAX_NAMED_ERRORS]:
-            self.show(f"warning: skipped: {message}")
+            self.log(f"warning: skipped: {message}")
         if (num_more := len(bad) - _MAX_NAMED_ERRORS) > 0:
-            self.show(f"warning: skipped: {num_more} more rows and files like these")
+            self.log(f"warning: skipped: {num_more} more rows and files like these")
         if not any(shard.num_tokens for shard in shards):
             # Useless for a retry.
             shutil.rmtree(self.tokenization.staging / "shards", ignore_errors=True)
@@ -229,7 +229,7 @@ class TokenizationJob:
         num_documents = sum(split.num_documents for split in manifest.splits.values())
         num_bytes = sum(shard.num_bytes for shard in shards)
         reasons = [f"{count:,} {reason}" for reason, count in manifest.source.skipped.items()]
-        self.show(
+        self.log(
             f"Read {pluralize(num_documents, 'document')}, {num_bytes / 1e6:,.1f} MB of text, from "
             f"{pluralize(manifest.source.num_files, 'file')}"
             + (f"; skipped: {', '.join(reasons)}" if reasons else "")
@@ -240,7 +240,7 @@ class TokenizationJob:
             num_tokens = sum(shard.num_tokens for shard in new)
             speed = sum(shard.num_bytes for shard in new) / 1e6 / max(seconds, 1e-3)
             engine = self.tokenization.tokenizer.engine
-            self.show(
+            self.log(
                 f"Encoded {num_tokens:,} {unit} in {seconds:,.1f} s: {speed:,.1f} MB/s ({engine})"
             )
 

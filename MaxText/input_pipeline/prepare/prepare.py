@@ -53,7 +53,7 @@ from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import file_system, is_url, local_path, path_type
 
-Show = Callable[[str], None]
+Log = Callable[[str], None]
 
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
@@ -71,11 +71,11 @@ _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "a
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """Text to prepare and its keys; `show` takes progress lines."""
+    """Text to prepare and its keys; `log` takes progress lines."""
 
     preparation: PreparationConfig
     corpus: Corpus
-    show: Show
+    log: Log
     digest_path: Path | None = None  # cache file for the digest of the text
 
     @property
@@ -100,7 +100,7 @@ class _Request:
 def prepare(
     preparation: PreparationConfig,
     dataset_path: str,
-    show: Show = print,
+    log: Log = print,
     *,
     cache_dir: str | None = None,
     max_bad_records: int = 0,
@@ -117,7 +117,7 @@ def prepare(
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     cache = Path(cache_dir).expanduser() if cache_dir else None
-    request = _Request(preparation, corpus, show, _digest_path(corpus, cache))
+    request = _Request(preparation, corpus, log, _digest_path(corpus, cache))
     if is_url(dataset_path):
         staging = cache or Path(DataConfig().data_cache_dir).expanduser()
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
@@ -155,10 +155,10 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 
     `check` returns the manifest if another process completed it.
     """
-    staging, show = folder.with_name(f".{folder.name}.preparing"), request.show
+    staging, log = folder.with_name(f".{folder.name}.preparing"), request.log
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic.lock(folder.with_name(f".{folder.name}.lock"), show):
+        with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
             if (folder / request.manifest_name).exists():
                 # Left by a process that was killed after renaming the folder.
                 shutil.rmtree(staging, ignore_errors=True)
@@ -171,7 +171,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
                     shutil.rmtree(staging, ignore_errors=True)
                 elif staging.exists():
                     first = "fix that, then " if isinstance(error, UserError) else ""
-                    show(
+                    log(
                         f"Finished shards are kept in {staging}: {first}run the same command to "
                         "resume"
                     )
@@ -179,7 +179,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
     except OSError as error:
         # Readers report errors of the text themselves, so this one is about the folder.
         raise write_error(folder, error) from error
-    show(f"Wrote {folder}")
+    log(f"Wrote {folder}")
     return manifest
 
 
@@ -190,7 +190,7 @@ def _make(request: _Request, staging: Path) -> Manifest:
     tokenizer = _tokenizer(request)
     control_ids = () if is_text else _control_ids(preparation, tokenizer)
     tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)
-    job = TokenizationJob(request.corpus, tokenization, request.show)
+    job = TokenizationJob(request.corpus, tokenization, request.log)
     return job.run(_options(preparation))
 
 
@@ -199,7 +199,7 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
     complete = staging / "data_set"
     if request.is_records:
         records = staging / "records"
-        export_records(complete, request.preparation, records, request.show)
+        export_records(complete, request.preparation, records, request.log)
         shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
         atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
         atomic.sync_file(records)
@@ -231,13 +231,13 @@ def _tokenizer(request: _Request) -> TextTokenizer:
         size, special = preparation.tokenizer_vocab_size, preparation.tokenizer_special_tokens
         tokenizer = train_tokenizer(sample, size, origin, special)
         num_ids, seconds = tokenizer.entry.vocab_size, time.monotonic() - start
-        request.show(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
+        request.log(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
     else:
         tokenizer = _given_tokenizer(request)
         sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
-        request.show(
+        request.log(
             f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower"
         )
     return tokenizer
@@ -253,7 +253,7 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
     keys, num_bytes = request.preparation, sum(job.shard.num_bytes for job in jobs)
     processes = processes_for(request.corpus, num_processes(keys), READ_BYTES_PER_PROCESS)
     texts = {}
-    with show_progress("Reading", num_bytes, request.show) as advance:
+    with show_progress("Reading", num_bytes, request.log) as advance:
         for job, text in map_in_processes(sampling.read_shard, keys, jobs, processes):
             texts[job.number] = text
             advance(job.shard.num_bytes)
@@ -314,7 +314,7 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
             f"dataset_path={location} is a different data set: {'; '.join(differences)}. Choose "
             "another folder, or delete it to prepare it again."
         )
-    request.show(f"Kept {location}: it already holds this text with these options")
+    request.log(f"Kept {location}: it already holds this text with these options")
     return manifest
 
 
@@ -376,7 +376,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
         staging.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cache_write_error(cache_dir, error) from error
-    with atomic.lock(staging.with_suffix(".lock"), request.show):
+    with atomic.lock(staging.with_suffix(".lock"), request.log):
         if path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
@@ -385,7 +385,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
         manifest = _prepare_folder(request, folder)
         _upload(folder, url, last=request.manifest_name)
         shutil.rmtree(staging, ignore_errors=True)
-        request.show(f"Uploaded it to {url}")
+        request.log(f"Uploaded it to {url}")
         return manifest
 
 
@@ -412,7 +412,7 @@ def _upload(folder: Path, url: str, last: str) -> None:
 
 
 def tokenize_to_cache(
-    files: list[str], preparation: PreparationConfig, cache_dir: Path, show: Callable[[str], None]
+    files: list[str], preparation: PreparationConfig, cache_dir: Path, log: Callable[[str], None]
 ) -> Path:
     """Returns the folder of the tokenized `files`.
 
@@ -438,12 +438,12 @@ def tokenize_to_cache(
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
     if not (folder / MANIFEST_NAME).exists():
-        show(f"Tokenizing the text of {_shown(files)} once, into {folder}")
+        log(f"Tokenizing the text of {_shown(files)} once, into {folder}")
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
-        request = _Request(PreparationConfig(**keys), corpus, show)
+        request = _Request(PreparationConfig(**keys), corpus, log)
         _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
     return folder
 

@@ -120,7 +120,7 @@ def _end_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> Iterator[Advance]:
+def show_progress(title: str, num_bytes: int, log: Callable[[str], None]) -> Iterator[Advance]:
     """Yields a function to call with the bytes done since the last call."""
     start = shown = time.monotonic()
     done = quarters = 0
@@ -135,6 +135,6 @@ def show_progress(title: str, num_bytes: int, show: Callable[[str], None]) -> It
         if reached > quarters or now - shown > _LONGEST_SILENCE_SECONDS:
             quarters, shown = reached, now
             left = (now - start) * (num_bytes - done) / max(done, 1)
-            show(f"{title}: {done / 1e6:,.1f} of {num_bytes / 1e6:,.1f} MB, {left:,.0f} s left")
+            log(f"{title}: {done / 1e6:,.1f} of {num_bytes / 1e6:,.1f} MB, {left:,.0f} s left")
 
     yield advance

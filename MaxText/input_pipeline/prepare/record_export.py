@@ -359,7 +359,7 @@ def make_export(prepared: Path, preparation: PreparationConfig, output: Path) ->
 
 
 def export_records(
-    prepared: Path, preparation: PreparationConfig, output: Path, show: Callable[[str], None]
+    prepared: Path, preparation: PreparationConfig, output: Path, log: Callable[[str], None]
 ) -> None:
     """Writes every split as record files to `output`, resuming earlier work.
 
@@ -381,20 +381,20 @@ def export_records(
                 sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = export.plan(manifest)
     if num_finished := sum(1 for _ in output.glob(f"*.{export.file_format}*")):
-        show(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
+        log(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
     files: list[LedgerEntry] = []
     quarters = {-(-len(jobs) * quarter // 4) for quarter in (1, 2, 3)} - {len(jobs)}
     processes = num_processes(preparation)
     for _, file in map_in_processes(RecordExport.write, export, jobs, processes):
         files.append(file)
         if len(files) in quarters:
-            show(f"Writing records: {len(files):,} of {len(jobs):,} files")
+            log(f"Writing records: {len(files):,} of {len(jobs):,} files")
     files.sort(key=lambda file: (file["split"], file["shard"]))
     entries = {"num_files": len(files), "files": files}
     text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
     atomic_write_text(output / LEDGER_NAMES[output_format], text)
     for split, of_split in itertools.groupby(files, lambda file: file["split"]):
-        _report(split, [*of_split], export, show)
+        _report(split, [*of_split], export, log)
 
 
 def _open_output(output: Path, ledger: dict[str, Any]) -> None:
@@ -410,7 +410,7 @@ def _open_output(output: Path, ledger: dict[str, Any]) -> None:
 
 
 def _report(
-    split: str, files: list[LedgerEntry], export: RecordExport, show: Callable[[str], None]
+    split: str, files: list[LedgerEntry], export: RecordExport, log: Callable[[str], None]
 ) -> None:
     names = ("num_tokens", "num_records", "dropped_documents", "dropped_tokens")
     num_tokens, num_records, documents, tokens = (sum(f[name] for f in files) for name in names)
@@ -419,9 +419,9 @@ def _report(
     if export.kind == "text":
         size = f"{num_tokens / 1e6:,.1f} MB of text"
     records, in_files = pluralize(num_records, kind), pluralize(len(files), "file")
-    show(f"  {split}: {records} of {size} in {in_files}")
+    log(f"  {split}: {records} of {size} in {in_files}")
     if tokens:
-        show(
+        log(
             f"  {split}: skipped {pluralize(documents, 'document')}, and "
             f"{pluralize(tokens, 'token')} in all, because windows of fewer than "
             f"records.min_length={export.keys.min_length} tokens are not written"

@@ -88,7 +88,7 @@ class RecordImport:
     def path(self, kind: str, number: int) -> Path:
         return _path(self.folder, kind, number)
 
-    def run(self, show: Callable[[str], None]) -> ImportedRecords:
+    def run(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the imported records, importing them at the first call.
 
         If several processes call it, one works and the others wait.
@@ -103,11 +103,11 @@ class RecordImport:
         if imported is None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                with lock(folder.parent / f".{folder.name}.lock", show):
+                with lock(folder.parent / f".{folder.name}.lock", log):
                     imported = _load(folder)
                     if imported is None:
                         delete_unused(folder.parent)
-                        self._import(show)
+                        self._import(log)
                         imported = _load(folder)
                         assert imported is not None, folder
             except UserError:
@@ -119,13 +119,13 @@ class RecordImport:
         with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(folder)  # see delete_unused
         for message in imported.skipped:
-            show(message)
+            log(message)
         return imported
 
-    def _import(self, show: Callable[[str], None]) -> None:
+    def _import(self, log: Callable[[str], None]) -> None:
         began = time.monotonic()
         total = sum(file.size for file in self.files)
-        show(
+        log(
             f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
             f"records once, into {self.folder.parent}: 2 bytes a token on disk, 4 where ids are "
             "above 65,535."
@@ -133,13 +133,13 @@ class RecordImport:
         entries = [self.path("file", number) for number in range(len(self.files))]
         todo = [number for number, path in enumerate(entries) if not path.exists()]
         processes = num_cores() if total >= _MIN_BYTES_FOR_PROCESSES else 1
-        with show_progress("Importing", total, show) as advance:
+        with show_progress("Importing", total, log) as advance:
             advance(total - sum(self.files[number].size for number in todo))
             for number, _ in map_in_processes(_import_file, self, todo, processes):
                 advance(self.files[number].size)
         num_records, num_tokens = self._finish([json.loads(path.read_text()) for path in entries])
         seconds = time.monotonic() - began
-        show(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
+        log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
     def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
         """Merges the per-file results; returns the numbers of records and tokens."""

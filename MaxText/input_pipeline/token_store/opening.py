@@ -88,7 +88,7 @@ class OpenRequest:
     preparation: PreparationConfig
     for_training: bool
     vocab_size: int
-    show: Callable[[str], None]
+    log: Callable[[str], None]
     location: str = ""
     key: str = ""  # configuration key of the location
 
@@ -224,7 +224,7 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
     if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
         from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 
-        folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.show)
+        folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.log)
         return _open_prepared(request, str(folder), "train")
     # Names from earlier versions, so that their runs can be resumed.
     if kind in ("parquet", "arrow"):
@@ -261,7 +261,7 @@ def _show_unused(request: OpenRequest, location: str, manifest: Manifest) -> Non
         same = preparation.tokenizer_path == manifest.options.get("tokenizer_path")
         unused += ["tokenizer_path"] * (not same)
     if unused:
-        request.show(
+        request.log(
             f"note: {' and '.join(unused)} not used: {location} is a prepared data set "
             f"with a tokenizer of its own ({manifest.tokenizer.origin})"
         )
@@ -283,7 +283,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         found = check_files(manifest, folder, split) if files is None else files
         read = functools.partial(read_chunks, dtype=manifest.dtype)
         identity = f"chunks of {manifest.dtype}"
-        imported = RecordImport(found, read, identity, request.cache_dir).run(request.show)
+        imported = RecordImport(found, read, identity, request.cache_dir).run(request.log)
         if sum(imported.num_tokens) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
@@ -361,7 +361,7 @@ def _open_records(
     data, eos_id = request.data, request.data.token_records.eos_id
     skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
     job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit)
-    imported = job.run(request.show)
+    imported = job.run(request.log)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]
     if offsets.size < 2 or not offsets[-1]:

@@ -42,8 +42,8 @@ def byte_options(source: Path | str, **keys) -> PreparationConfig:
     return PreparationConfig(prepare_source=str(source), tokenizer_path="bytes", **keys)
 
 
-def made(keys: PreparationConfig, folder: Path, show=lambda line: None, **more) -> Manifest:
-    manifest = prepare_module.prepare(keys, str(folder), show, **more)
+def made(keys: PreparationConfig, folder: Path, log=lambda line: None, **more) -> Manifest:
+    manifest = prepare_module.prepare(keys, str(folder), log, **more)
     assert manifest is not None
     return manifest
 

@@ -17,8 +17,8 @@ from .small_corpus import documents
 
 def opened(files, tmp_path, lines=None, **keys):
     preparation = PreparationConfig(**{"tokenizer_path": "bytes"} | keys)
-    show = [].append if lines is None else lines.append
-    return tokenize_to_cache([str(file) for file in files], preparation, tmp_path / "cache", show)
+    log = [].append if lines is None else lines.append
+    return tokenize_to_cache([str(file) for file in files], preparation, tmp_path / "cache", log)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     keys = {"bad_records.action": "skip"}
     for _ in range(2):  # the import remembers
         lines = []
-        data = open_data(path, tmp_path / "cache", show=lines.append, **keys)
+        data = open_data(path, tmp_path / "cache", log=lines.append, **keys)
         assert data.skipped == (f"Skipped a record: {caught.value}",)
         assert data.skipped[0] in lines
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
@@ -97,7 +97,7 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
 
     def offsets():
         lines.clear()
-        return open_data(folder, cache, show=lines.append).store.document_offsets.tolist()
+        return open_data(folder, cache, log=lines.append).store.document_offsets.tolist()
 
     for is_new in (True, False):
         assert offsets() == ends

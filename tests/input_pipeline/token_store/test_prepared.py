@@ -109,5 +109,5 @@ def test_keys_without_effect_are_noted(prepared, tmp_path):
         ({"tokenizer_path": "other", "prepare_source": "x"}, ""),
     ):
         lines: list[str] = []
-        open_data(folder, tmp_path, show=lines.append, **keys)
+        open_data(folder, tmp_path, log=lines.append, **keys)
         assert [line.split()[1] for line in lines] == [unused] * bool(unused)

@@ -115,7 +115,7 @@ def write(kind: str, folder: Path, parts: Sequence[Documents]) -> list[Path]:
 
 def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenData:
     """Opens a location with keys of data, preparation and open_token_data."""
-    options = {"key": "dataset_path", "for_training": True, "show": str}
+    options = {"key": "dataset_path", "for_training": True, "log": str}
     options |= {name: keys.pop(name) for name in options if name in keys}
     if "split" in keys:
         keys["train_split" if options["for_training"] else "eval_split"] = keys.pop("split")
