@@ -118,7 +118,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     )
     config, config_flat = growth.config, flatten(growth.config)
     setup = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
-    model, abstract_state = setup.model, setup.state
+    model, abstract_state = setup.model, setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
     print("\n".join([*([replicated] if len(devices) > 1 else []), *setup.choices, *growth.lines]))
@@ -128,16 +128,16 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length, sizes = model.config.shape.max_target_length, config.batch
+    length, batch = model.config.shape.max_target_length, config.batch
     batch_schedule = plan_batches(
-        sizes, length, lambda size: mesh.global_batch_size(sizes, sharding, size)
+        batch, length, lambda per_device: mesh.global_batch_size(batch, sharding, per_device)
     )
-    check_memory_lower_bound(setup, batch_schedule, len(devices), sizes.gradient_accumulation_steps)
+    check_memory_lower_bound(setup, batch_schedule, len(devices), batch.gradient_accumulation_steps)
     train_batches, eval_batches = open_batches(
         config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
     )
 
-    # --- Compiled steps, while the state is restored or drawn -------------------------------------
+    # --- Compiled steps, while the state is restored or initialized -------------------------------
     from MaxText.cost.saved_step import load_compiled
     from MaxText.evaluation.validation import make_eval_step
     from MaxText.runtime.compiled_steps import ShapeSpecializedStep
@@ -150,7 +150,9 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     )
     newest = checkpoints.latest_step()
     stage = batch_schedule.at(0 if newest is None else newest + 1)
-    shapes = batch_shapes(batch_schedule.rows(stage), stage.length, train_batches.has_documents)
+    shapes = batch_shapes(
+        batch_schedule.batch_size(stage), stage.length, train_batches.has_documents
+    )
     compiling = ThreadPoolExecutor(1).submit(train_step.prepare, sharding.abstract_batch(shapes))
     eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
 
@@ -201,8 +203,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         restored.state, restored.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as stack:
-        # Whichever of these fails, all are called, the last one first: a save in the background is
-        # whole or nothing.
+        # All are called, the last one first, even if one fails. A background save is atomic.
         for resource in (watchdog, train_batches, run_logger):
             stack.callback(resource.close)
         stack.callback(processes.shutdown)

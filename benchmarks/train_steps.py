@@ -37,7 +37,7 @@ def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledSt
     shapes = batch_shapes(rows, shape.max_target_length, with_documents=False)
     began = time.process_time()
     program, seconds = sharding.compile_step(
-        setup.step, setup.state, sharding.abstract_batch(shapes), setup.compiler_options
+        setup.step, setup.abstract_state, sharding.abstract_batch(shapes), setup.compiler_options
     )
     cpu_seconds = time.process_time() - began
     carried: list[Any] = []
@@ -46,7 +46,7 @@ def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledSt
         if not carried:
             ids = random_ids(shape.vocab_size, rows, shape.max_target_length)
             batch = Batch(ids[:, :-1], ids[:, 1:], np.ones(shapes.loss_mask_BT.shape, np.float32))
-            carried.append(sharding.init_state(setup.initialize, setup.state, seed=0))
+            carried.append(sharding.init_state(setup.initialize, setup.abstract_state, seed=0))
             carried.append(sharding.to_global_batch(batch, rows))
         carried[0], _ = jax.block_until_ready(program(*carried))
 

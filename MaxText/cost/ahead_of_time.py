@@ -32,7 +32,7 @@ def train_compile(
     log("\n".join([f"mesh: {planned.sharding.mesh_sizes}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
-    log(f"batch: {planned.plan.rows(stage)} x {stage.length} tokens{last}")
+    log(f"batch: {planned.plan.batch_size(stage)} x {stage.length} tokens{last}")
     try:
         compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:

@@ -219,13 +219,13 @@ def check_memory_lower_bound(
     device = jax.local_devices()[0]
     limit = device_memory_bytes(device)
     config = setup.model.config
-    tokens = max(plan.rows(stage) * stage.length for stage in plan.stages)
+    tokens = max(plan.batch_size(stage) * stage.length for stage in plan.stages)
     width = config.shape.dimensions.emb_dim * jax.numpy.dtype(config.numerics.dtype).itemsize
-    parameters = bytes_on_device(setup.state.params)
+    parameters = bytes_on_device(setup.abstract_state.params)
     needed = {
         "parameters": parameters,
         "gradients": parameters,
-        "optimizer state": bytes_on_device(setup.state) - parameters,
+        "optimizer state": bytes_on_device(setup.abstract_state) - parameters,
         "one activation of each token": tokens // num_devices // num_microbatches * width,
     }
     sharing = jax.local_device_count() if device.platform == "cpu" else 1

@@ -40,7 +40,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     resolved = resolve_growth(config, [])
     config = resolved.config
     setup = setup_train(config, sharding, resolved.existing_slots, resolved.old_slots_learning_rate)
-    model, state = setup.model, setup.state
+    model, state = setup.model, setup.abstract_state
     plan = plan_batches(
         config.batch,
         model.config.shape.max_target_length,
@@ -49,7 +49,9 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     stage = plan.stages[-1]
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
-    batch = sharding.abstract_batch(batch_shapes(plan.rows(stage), stage.length, with_documents))
+    batch = sharding.abstract_batch(
+        batch_shapes(plan.batch_size(stage), stage.length, with_documents)
+    )
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
     lines = [*setup.choices, *resolved.lines]
     return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)

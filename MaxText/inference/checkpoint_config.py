@@ -40,7 +40,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
 
 
 def for_training(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
-    """Resolves train.py's command line; only Hugging Face weights supply one."""
+    """Resolves train.py's command line; Hugging Face weights add their keys."""
     from MaxText.conversion import hf_checkpoint
 
     path = import_modules.collect(arguments, {}, os.environ).last(_KEY)

@@ -110,7 +110,7 @@ class Model:
 
     def merge(self, parameters: Parameters) -> Decoder:
         layers = parameters["layers"]
-        if isinstance(layers, tuple):
+        if isinstance(layers, tuple):  # of unstack_params
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, _as_built(parameters))
 

@@ -117,7 +117,7 @@ class Loop:
         self.watchdog.enter("data", self.step)
         batch = None
         with contextlib.suppress(WaitCancelledError), self.metric_logger.waiting_for_data():
-            batch_size = self.batch_schedule.rows(self.batch_schedule.at(self.step))
+            batch_size = self.batch_schedule.batch_size(self.batch_schedule.at(self.step))
             batch = self.sharding.to_global_batch(next(self.batches), batch_size)
         self.run_logger.log_data_events(self.batches, self.step)
         return batch

@@ -82,7 +82,7 @@ def open_run_logger(
     stats = TrainingStats(model, config.batch, batch_schedule, len(devices), num_steps, peak)
     lineage = Lineage.of(restored, stats)
     length = model.config.shape.max_target_length
-    cost = model_cost(model, sequence_length=length, optimizer_state=setup.state.opt_state)
+    cost = model_cost(model, sequence_length=length, optimizer_state=setup.abstract_state.opt_state)
     if jax.process_index() == 0:
         text = "\n".join([*details, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")

@@ -118,7 +118,7 @@ class TrainingStats:
              f"{stage.samples} x {d.max_target_length}", tokens),
             *(
                 (f"stage from step {stage.first_step}", "sequences x length",
-                 f"{self.plan.rows(stage)} x {stage.length}", self.tokens(stage.first_step))
+                 f"{self.plan.batch_size(stage)} x {stage.length}", self.tokens(stage.first_step))
                 for stage in (self.plan.stages if self.plan.has_stages else ())
             ),
             ("tokens of the run", "steps x tokens per step",

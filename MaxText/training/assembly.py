@@ -33,7 +33,7 @@ class TrainSetup(NamedTuple):
     model: Model  # with `auto` values resolved
     optimizer: optax.GradientTransformation
     initialize: Callable[[Any], TrainState]  # key -> fresh state
-    state: TrainState  # shapes and shardings
+    abstract_state: TrainState  # shapes and shardings
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
     replicated_fraction: float  # of the parameters
     choices: Sequence[str]  # one line for each `auto`

@@ -44,9 +44,9 @@ def make_train_step(
     *,
     num_microbatches: int,  # parts of a batch whose gradients are accumulated one by one
     dropout_seed: int,
-    guard: GuardConfig = _NO_GUARD,  # that of the state
+    guard: GuardConfig = _NO_GUARD,  # as in make_initialize
     repeat_update: bool = True,
-    offloads_opt_state: bool = False,  # from host memory, where ShardingPlan puts them
+    offloads_opt_state: bool = False,  # whether it is kept in host memory
     log_layer_norms: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
@@ -54,12 +54,13 @@ def make_train_step(
     Losses are means over the targets of the whole global batch, so microbatches change only memory,
     rounding and dropout.
 
-    With a guard, `repeat_update` makes TPUs compute updates again once they are accepted. That
-    spares the memory and traffic of new values next to the old ones, for FLOPs of the update, few
-    except for muon. CPUs copy what passes a barrier, so nothing is spared there.
+    With a guard, `repeat_update` makes TPUs compute accepted updates again, which saves the memory
+    and traffic of new values next to the old ones. It costs the FLOPs of an update: few, except for
+    muon. CPUs copy what passes a barrier and would save nothing.
     """
     objective = model.config.objective
 
+    # totals: weight of targets, and tokens, of the global batch
     def loss_and_gradients(params, batch: Batch, totals, dropout_key):
         def loss_function(params):
             module = model.merge(params)
@@ -129,13 +130,13 @@ def make_train_step(
             "learning_rate": learning_rate,
         }
         if log_layer_norms:
-            metrics |= _layer_norms(model, grad_norm=gradients, param_norm=params)
+            metrics |= _norm_per_layer(model, grad_norm=gradients, param_norm=params)
         return TrainState(state.step + 1, params, opt_state, guard_state), metrics
 
     return train_step
 
 
-def _layer_norms(model: Model, **trees: Any) -> Metrics:
+def _norm_per_layer(model: Model, **trees: Any) -> Metrics:
     """Returns the norm of each layer's part of trees, by name and layer."""
     return {
         f"{name}/layer_{number}": optax.tree.norm(layer)

@@ -239,7 +239,7 @@ def test_the_state_its_gradients_and_one_activation_must_fit(monkeypatch):
         )
 
     parameters = 4 * built.model.num_parameters
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.state))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(built.abstract_state))
     width = built.model.config.shape.dimensions.emb_dim * 4
     needed = state + parameters + 8 * 16 * width
     check(needed)

@@ -36,7 +36,7 @@ class BatchSchedule:
     def at(self, step: int) -> Stage:
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
-    def rows(self, stage: Stage) -> int:
+    def batch_size(self, stage: Stage) -> int:
         return stage.samples * (self.window // stage.length)
 
     def samples_before(self, step: int) -> int:

@@ -191,8 +191,8 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
     remedy = f"Set {key} to one of them"
     if key == "eval_split":
         remedy += (
-            ", prepare the text again with validation_fraction above 0, or, where train.py is to "
-            "evaluate, switch that off (eval_interval=-1)"
+            ", prepare two documents or more with validation_fraction above 0, or, where train.py "
+            "is to evaluate, switch that off (eval_interval=-1)"
         )
     problem = "is empty" if entry is not None else "does not exist"
     raise UserError(

@@ -115,7 +115,7 @@ def test_stages_of_length_read_as_many_tokens():
         per_device_batch_size=4, sequence_length_stages=((0, 8), (10, 16), (30, 64))
     )
     plan = plan_batches(section, 64, int)
-    assert [(stage.first_step, plan.rows(stage), stage.length) for stage in plan.stages] == [
+    assert [(stage.first_step, plan.batch_size(stage), stage.length) for stage in plan.stages] == [
         (0, 32, 8), (10, 16, 16), (30, 4, 64),
     ]  # fmt: skip
     assert plan.samples_before(40) == 160
