@@ -54,6 +54,7 @@ def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
     assert after == list(range(17, fault_injection.LAST_STEP + 1))
 
 
+@pytest.mark.slow
 def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged, rolled_back):
     (rollback,) = of_kind(rolled_back[0], "rollback")
     runs.complete("excluded", *damaged, f"excluded_samples=[{rollback['samples']}]")

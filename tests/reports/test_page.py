@@ -167,6 +167,7 @@ Plotly.relayout(plot, { "xaxis.range[0]": 1, "xaxis.range[1]": 2 }).then(() => {
 """
 
 
+@pytest.mark.slow
 def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     """On a narrow screen, which it does not leave; the page itself lets no other program run."""
     copy = with_program(two, PRESSES, tmp_path / "copy.html")
