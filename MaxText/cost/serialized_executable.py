@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from MaxText.errors import UserError
-from MaxText.storage.atomic import atomic_rename, temporary_name
+from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
@@ -43,13 +43,9 @@ def write(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
     file = parse_path(path, "compiled_trainstep_file")
     whole = _FIRST_LINE + signature.encode() + b"\n" + content
     try:
-        if is_object_store_path(file):
-            file.write_bytes(whole)  # objects appear only when complete
-        else:
+        if not is_object_store_path(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            writing = temporary_name(pathlib.Path(file))
-            writing.write_bytes(whole)
-            atomic_rename(writing, pathlib.Path(file))
+        atomic_write_bytes(file, whole)
     except OSError as error:
         raise UserError(f"compiled_trainstep_file={path}: cannot write it ({error})") from error
     return signature

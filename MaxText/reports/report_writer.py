@@ -18,7 +18,7 @@ from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
-from MaxText.storage.atomic import atomic_rename, atomic_write_text, temporary_name
+from MaxText.storage.atomic import atomic_write_bytes, atomic_write_text
 
 PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
@@ -102,9 +102,7 @@ def write_report(
                 # A figure of an earlier report would be mistaken for one of this report.
                 file.unlink(missing_ok=True)
             else:
-                writing = temporary_name(file)
-                writing.write_bytes(figure)
-                atomic_rename(writing, file)
+                atomic_write_bytes(file, figure)
         atomic_write_text(output / PAGE_FILE, render(page))
     except OSError as error:
         raise UserError(

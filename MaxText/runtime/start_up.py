@@ -31,9 +31,9 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     """Connects the processes of the environment; returns log lines.
 
     Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
-    devices. Processes wait up to six times heartbeat_timeout
-    (seconds; 0 keeps JAX's limits), because data preparation varies. From here on JAX swallows
-    SIGTERM, which `PreemptionHandler.requested` reports.
+    devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
+    because data preparation varies. From here on JAX swallows SIGTERM, which
+    `PreemptionHandler.requested` reports.
     """
     found = cluster.find_cluster(os.environ, hardware)
     if found is None:

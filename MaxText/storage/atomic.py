@@ -32,7 +32,7 @@ def sync_file(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a temporary path for `publish`, unique per writer."""
+    """Returns a temporary path for `atomic_rename`, unique per writer."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{WRITING_SUFFIX}")
 
 
@@ -44,13 +44,18 @@ def atomic_rename(writing: Path, path: Path) -> None:
 
 def atomic_write_text(path: Path | epath.Path, contents: str) -> None:
     """Replaces a small text file, local or gs://, atomically and durably."""
+    atomic_write_bytes(path, contents.encode("utf-8"))
+
+
+def atomic_write_bytes(path: Path | epath.Path, contents: bytes) -> None:
+    """Replaces a file, local or gs://, atomically and durably."""
     if is_object_store_path(path):  # objects appear only when complete
-        path.write_text(contents)
+        path.write_bytes(contents)
         return
     path = Path(path)
     writing = temporary_name(path)
     try:
-        writing.write_text(contents, encoding="utf-8")
+        writing.write_bytes(contents)
         atomic_rename(writing, path)
     except OSError:
         writing.unlink(missing_ok=True)
