@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from MaxText.config.training_sections import GuardConfig
 
@@ -135,6 +136,18 @@ def decide(
         "rise_began": jnp.maximum(calm_step - window, 0),
     }
     return SkipDecision(accepted, new, metrics)
+
+
+def select(accept: jax.Array, new: Any, old: Any) -> Any:
+    """Selects a tree; schedules always advance, as they count steps."""
+
+    def is_schedule(node: Any) -> bool:
+        return isinstance(node, optax.ScaleByScheduleState)
+
+    def choose(new: Any, old: Any) -> Any:
+        return new if is_schedule(new) else jnp.where(accept, new, old)
+
+    return jax.tree.map(choose, new, old, is_leaf=is_schedule)
 
 
 def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:

@@ -119,8 +119,8 @@ def make_train_step(
                     (gradients, opt_state, params, accept)
                 )
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            params = _select(accept, optax.apply_updates(params, updates), params)
-            opt_state = _select(accept, new_opt_state, opt_state)
+            params = spike_guard.select(accept, optax.apply_updates(params, updates), params)
+            opt_state = spike_guard.select(accept, new_opt_state, opt_state)
             guard_state = decision.state
             metrics |= decision.metrics
         metrics |= {
@@ -143,15 +143,3 @@ def _norm_per_layer(model: Model, **trees: Any) -> Metrics:
         for name, tree in trees.items()
         for number, layer in enumerate(model.blueprint.layer_weights(tree["layers"]))
     }
-
-
-def _select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """Selects a tree; schedules always advance, as they count steps."""
-
-    def is_schedule(node: Any) -> bool:
-        return isinstance(node, optax.ScaleByScheduleState)
-
-    def choose(new: Any, old: Any) -> Any:
-        return new if is_schedule(new) else jnp.where(accept, new, old)
-
-    return jax.tree.map(choose, new, old, is_leaf=is_schedule)
