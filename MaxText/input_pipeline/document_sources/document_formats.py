@@ -5,8 +5,6 @@ import os
 import re
 from typing import NamedTuple
 
-from MaxText.errors import UserError
-
 
 class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
@@ -51,8 +49,6 @@ _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$
 JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
 TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
 RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
-SEEKING = frozenset({Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
-"""Layouts that are read in several places at once, so never as a stream."""
 
 NOT_TEXT = frozenset(
     (
@@ -96,12 +92,3 @@ def format_of_member(archive: str, member: str) -> FileFormat:
     if archive.lower().endswith(".jsonl.zst.tar"):
         return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
     return format_of(member)
-
-
-def check_not_compressed(path: str, file_format: FileFormat) -> None:
-    """Rejects a compressed file with a random-access layout."""
-    if file_format.layout in SEEKING and file_format.compression:
-        raise UserError(
-            f"{path}: {file_format.layout.value} files are not read when they are compressed as a "
-            "whole. Unpack it first."
-        )
