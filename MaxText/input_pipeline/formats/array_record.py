@@ -11,7 +11,8 @@ from array_record.python import (
 
 from MaxText.storage.errors import BadRecordError
 
-_UNIT = "record"
+_DAMAGE = (RuntimeError, IndexError, ValueError)
+_AT_ONCE = 256  # records per read call
 
 _READ_OPTIONS = "readahead_buffer_size:0"  # records are read by number
 # Groups of 1 keep each record separately readable, for Grain's random access.
@@ -33,18 +34,27 @@ def scan_records(
     )
     # A truncated or foreign file opens as an empty one.
     if not reader.ok():
-        raise BadRecordError(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
+        raise BadRecordError(path, 0, "not an ArrayRecord file, damaged or truncated", "record")
+    numbers = choose(reader.num_records())
     try:
-        for number in choose(reader.num_records()):
+        for first in range(0, len(numbers), _AT_ONCE):
+            together = numbers[first : first + _AT_ONCE]
             try:
-                (record,) = reader.read([number])
-            except (RuntimeError, IndexError, ValueError) as error:
-                record = BadRecordError(path, number, f"the record is damaged ({error})", _UNIT)
-            yield number, record
+                records = reader.read([*together])
+            except _DAMAGE:  # the library does not say which one failed
+                records = [_record(reader, path, number) for number in together]
+            yield from zip(together, records, strict=True)
     finally:
         # After a failed read, close() raises the same error.
         with contextlib.suppress(RuntimeError):
             reader.close()
+
+
+def _record(reader: Any, path: str, number: int) -> bytes | BadRecordError:
+    try:
+        return reader.read([number])[0]
+    except _DAMAGE as error:
+        return BadRecordError(path, number, f"the record is damaged ({error})", "record")
 
 
 @contextlib.contextmanager
