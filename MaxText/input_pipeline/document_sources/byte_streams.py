@@ -86,7 +86,7 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """A member header that raises if it is damaged.
+    """A member header with damage as an error.
 
     tarfile would treat a damaged header as the end of the archive.
     """

@@ -129,7 +129,7 @@ def _is_list_of_integers(column_type: Any) -> bool:
 
 
 def _is_text(column_type: Any) -> bool:
-    """Returns whether values are text, paragraphs, or dictionary-encoded text."""
+    """Returns whether values are text, paragraphs, or encoded text."""
     return str(getattr(column_type, "value_type", column_type)) in _TEXT_TYPES
 
 

@@ -98,7 +98,7 @@ def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 def control_ids(
     settings: Mapping[str, Any], id_of: Callable[[str], int | None]
 ) -> dict[str, int | None]:
-    """Returns the id of each control token: of its configured or a usual spelling."""
+    """Returns the id of each control token, configured or usual."""
     configured = control_token_settings(settings)
     ids: dict[str, int | None] = {}
     for name, usual in KNOWN_CONTROL_TOKENS.items():

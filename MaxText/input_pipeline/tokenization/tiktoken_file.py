@@ -88,7 +88,7 @@ _PUBLISHED = {
 
 
 class _Settings(pydantic.BaseModel):
-    """What a tokenizer_config.json may state of a tiktoken file."""
+    """Keys of a tokenizer_config.json next to a tiktoken file."""
 
     word_pattern: str = ""  # or the name of a published vocabulary
     special_tokens: dict[str, pydantic.NonNegativeInt] | None = None
