@@ -9,14 +9,14 @@ from typing import NamedTuple
 class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
-    TEXT = "plain text"
-    JSON_LINES = "one JSON value per line"
-    JSON = "JSON values, one per line or in a list"
-    TAR = "tar archive"
+    TEXT = "text"
+    JSON_LINES = "jsonl"
+    JSON = "json"  # one value per line, or a list
+    TAR = "tar"
     PARQUET = "parquet"
     ARROW = "arrow"
-    ARRAY_RECORD = "ArrayRecord"
-    TFRECORD = "TFRecord"
+    ARRAY_RECORD = "arrayrecord"
+    TFRECORD = "tfrecord"
 
 
 class FileFormat(NamedTuple):

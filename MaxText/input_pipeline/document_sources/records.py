@@ -31,9 +31,6 @@ from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import open_stream, reason
 
-_LAYOUTS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
-# Unit of document positions.
-_UNITS = {"tfrecord": "byte", "arrayrecord": "record"}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # Webdataset members hold one tensor, named <sample>.<field>.<ending>: 000123.input_id.pth.
@@ -119,7 +116,8 @@ def read_ids(
     if kind == "webdataset":
         return _documents(path, "byte", _archive_tensors(path, fields))
     to_ids = functools.partial(tf_example.int64_values, names=names)
-    return _documents(path, _UNITS[kind], _scan_file(path, kind), to_ids)
+    unit = "byte" if kind == "tfrecord" else "record"
+    return _documents(path, unit, _scan_file(path, kind), to_ids)
 
 
 def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecordError]:
@@ -185,7 +183,7 @@ def holds_text(
 
 
 def _scan_file(path: str, kind: str) -> _Records:
-    file_format = FileFormat(_LAYOUTS[kind], format_of(path).compression)
+    file_format = FileFormat(Layout(kind), format_of(path).compression)
     return scan_records(FileRange(SourceFile(path, path, -1, file_format)))
 
 

@@ -1,6 +1,7 @@
-"""Hugging Face tokenizers: tokenizer.json, and trained BPE."""
+"""Hugging Face tokenizers: tokenizer.json, GPT-2's files, trained BPE."""
 
 import contextlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,28 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
+
+    The vocabulary's control tokens become special.
+    """
+    paths = str(folder / "vocab.json"), str(folder / "merges.txt")
+    try:
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(*paths))
+    except Exception as error:  # The library raises bare Exception.
+        raise UserError(
+            f"{' and '.join(paths)} are not a byte-level BPE: {error}. Copy both again."
+        ) from error
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=settings.get("add_prefix_space") is True
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    ids = control_ids(settings, tokenizer.token_to_id).values()
+    tokens = {tokenizer.id_to_token(i) or "" for i in ids if i is not None}
+    tokenizer.add_special_tokens(sorted(tokens))
+    return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
 
 
 def train_tokenizer(

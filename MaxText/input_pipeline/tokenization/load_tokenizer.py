@@ -11,7 +11,10 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
-from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
+from MaxText.input_pipeline.tokenization.hugging_face import (
+    HuggingFaceTokenizer,
+    convert_vocabulary,
+)
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
     TextTokenizer,
@@ -48,6 +51,7 @@ _HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
 # Tokenizers in a folder, in order of preference.
 _PATTERNS = (
     TOKENIZER_NAME,
+    "merges.txt",
     "*.tiktoken",
     "tokenizer.model",
     "spiece.model",
@@ -144,6 +148,8 @@ def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> Te
     origin = origin or f"file {path.name}"
     settings = _settings(path.parent)
     kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
+    if path.name == "merges.txt":
+        return HuggingFaceTokenizer(convert_vocabulary(path.parent, settings), origin, settings)
     if kind == "huggingface":
         return HuggingFaceTokenizer(read_text(path), origin, settings)
     if kind == "tiktoken":
@@ -153,7 +159,7 @@ def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> Te
 
 def _kind(path: Path) -> str:
     """Returns the kind of a tokenizer file by its name and contents."""
-    if path.suffix == ".json":
+    if path.suffix == ".json" or path.name == "merges.txt":
         return "huggingface"
     is_tiktoken = path.suffix == ".tiktoken" or is_tiktoken_file(read_bytes(path))
     return "tiktoken" if is_tiktoken else "sentencepiece"

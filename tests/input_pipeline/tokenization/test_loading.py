@@ -145,6 +145,19 @@ def test_loaded_from_folder_file_or_hub(trained, tmp_path, monkeypatch):
     refused(r"another/model.*ConnectionError", load_tokenizer, "another/model")
 
 
+def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
+    """GPT-2's own two files: the same ids as its tokenizer.json."""
+    tokenizers.Tokenizer.from_str(trained.file_text).model.save(str(tmp_path))
+    by_files = load_tokenizer(str(tmp_path))
+    assert by_files.entry.vocab_size == trained.entry.vocab_size
+    assert control_ids(by_files) == control_ids(trained)
+    assert_same_ids(by_files, SAMPLE)
+    text = SAMPLE[0] + "<|endoftext|>" + SAMPLE[2]
+    assert by_files.encode([text])[0].tolist() == trained.encode([text])[0].tolist()
+    (tmp_path / "vocab.json").write_text("[]")
+    refused(r"vocab\.json", load_tokenizer, str(tmp_path))
+
+
 def test_control_ids_by_name_or_by_settings(tmp_path):
     tokenizer = word_tokenizer("<s>", "</s>", "<pad>", "<|im_end|>", "<mask>", "<hide>")
     by_name = load_tokenizer(str(write(tokenizer, tmp_path / "names")))
@@ -190,7 +203,11 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
         ({"tokenizer.json": b'{"caf\xe9": 1}'}, "auto", r"tokenizer\.json .*UTF-8 at offset 5"),
         ({"tokenizer_config.json": b"{", "tokenizer.json": None}, "auto", "config.* not JSON"),
         ({"tokenizer_config.json": b"[1]", "tokenizer.json": None}, "auto", "config.* a list"),
-        ({"notes.txt": b"x"}, "auto", r"tokenizer\.json, .*\.tiktoken, tokenizer\.model"),
+        (
+            {"notes.txt": b"x"},
+            "auto",
+            r"tokenizer\.json, merges\.txt, .*\.tiktoken, tokenizer\.model",
+        ),
         ({"notes.txt": b"x"}, "tiktoken", r"\.tiktoken"),
         ({"a.model": b"\x0a\x0e", "tokenizer.model": b""}, "auto", r"tokenizer\.model is empty"),
     ],
