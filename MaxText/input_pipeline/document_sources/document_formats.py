@@ -10,8 +10,7 @@ class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
     TEXT = "text"
-    JSON_LINES = "jsonl"
-    JSON = "json"  # one value per line, or a list
+    JSON = "json"  # one value per line, or one list
     TAR = "tar"
     PARQUET = "parquet"
     ARROW = "arrow"
@@ -30,33 +29,27 @@ PLAIN_TEXT = FileFormat(Layout.TEXT)
 
 _LAYOUTS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), Layout.TEXT),
-    **dict.fromkeys((".jsonl", ".ndjson"), Layout.JSON_LINES),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), Layout.JSON),
     **dict.fromkeys((".array_record", ".arrayrecord"), Layout.ARRAY_RECORD),
     **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
-    ".json": Layout.JSON,
     ".tar": Layout.TAR,
     ".parquet": Layout.PARQUET,
     ".arrow": Layout.ARROW,
 }
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
-_TAR_ENDINGS = {".tgz": "gz", ".txz": "xz", ".tbz2": "bz2", ".tzst": "zst"}
 
 # OpenWebText's parts are tar archives without .tar in the name.
 _OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
 # Numbers may follow the extension: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
 _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
 
-JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
-TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
-RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
+TABLE_LAYOUTS = {Layout.PARQUET, Layout.ARROW}
+RECORD_LAYOUTS = {Layout.ARRAY_RECORD, Layout.TFRECORD}
 
-NOT_TEXT = frozenset(
-    (
-        *(".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth"),
-        *(".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png"),
-        *(".7z", ".rar", ".zip"),
-    )
-)
+NOT_TEXT = {
+    ".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png", ".7z", ".rar", ".zip",
+}  # fmt: skip
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (
@@ -71,9 +64,8 @@ def known_format(name: str) -> FileFormat | None:
     name = name.rsplit("/", 1)[-1].lower()
     if _OPENWEBTEXT_PART.fullmatch(name):
         return FileFormat(Layout.TAR, "xz")
+    name = re.sub(r"\.t(gz|xz|bz2|zst)$", r".tar.\1", name)
     stem, ending = os.path.splitext(name)
-    if ending in _TAR_ENDINGS:
-        return FileFormat(Layout.TAR, _TAR_ENDINGS[ending])
     compression = _COMPRESSIONS.get(ending, "")
     stem, ending = os.path.splitext(_NUMBERED.sub(r"\1", stem if compression else name))
     if ending in _LAYOUTS:
@@ -90,5 +82,5 @@ def format_of(name: str) -> FileFormat:
 def format_of_member(archive: str, member: str) -> FileFormat:
     """Returns the format of an archive member."""
     if archive.lower().endswith(".jsonl.zst.tar"):
-        return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
+        return known_format(member) or FileFormat(Layout.JSON, "zst")
     return format_of(member)

@@ -12,13 +12,13 @@ from pathlib import Path, PurePosixPath
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.document_formats import (
-    JSON_LAYOUTS,
     NOT_TEXT,
     PLAIN_TEXT,
     READ_ENDINGS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
     FileFormat,
+    Layout,
     format_of,
     known_format,
 )
@@ -78,7 +78,7 @@ class FileRange:
     @property
     def name(self) -> str:
         """Name of the file, for `Document.file`."""
-        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
+        counts_rows = self.file.format.layout is Layout.JSON and self.start > 0
         return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
 
     def partition(self, count: int) -> range:

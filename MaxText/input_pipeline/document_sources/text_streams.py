@@ -25,7 +25,6 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     scan_members,
 )
 from MaxText.input_pipeline.document_sources.document_formats import (
-    JSON_LAYOUTS,
     NOT_TEXT,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
@@ -72,7 +71,6 @@ def json_texts(
     file: io.BufferedReader,
     where: str,
     text_field: str,
-    may_be_list: bool,
     start: int,
     stop: int | None,
     skipped: Skipped,
@@ -80,11 +78,11 @@ def json_texts(
     """Yields (line number or index, text or "" for null) of a JSON file.
 
     Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
-    Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
-    entirely by the range it starts in. The file must be seekable if `start` > 0. `skipped` collects
-    malformed lines. Raises UserError beyond its limit.
+    Blank lines count but are not yielded. A file may be one list, which is read entirely by the
+    range it starts in. The file must be seekable if `start` > 0. `skipped` collects malformed
+    lines. Raises UserError beyond its limit.
     """
-    if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+    if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         rows = () if start else _parse(file.read(), where, text_field)
         for number, row in enumerate(rows):
             row_where = f"{where}, value {number + 1} of its list,"
@@ -115,8 +113,8 @@ def _parse(content: bytes, where: str, text_field: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f"{where} is not JSON ({error}). Each line of a .jsonl or .json file must be one "
-            f'object, for example {{"{text_field}": "..."}}; a .json file may be one list of these.'
+            f"{where} is not JSON ({error}). Each line must be one object, for example "
+            f'{{"{text_field}": "..."}}, or the file one list of these.'
         ) from error
 
 
@@ -204,9 +202,8 @@ def stream_texts(
         stream = decompressed(file, compression)
         if layout is Layout.TAR:
             yield from enumerate(_member_texts(stream, where, text_field, skipped))
-        elif layout in JSON_LAYOUTS:
-            is_json = layout is Layout.JSON
-            yield from json_texts(stream, where, text_field, is_json, start, stop, skipped)
+        elif layout is Layout.JSON:
+            yield from json_texts(stream, where, text_field, start, stop, skipped)
         else:
             assert layout is Layout.TEXT, layout
             last = None if stop is None else stop // LONGEST_TEXT

@@ -31,7 +31,7 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', ":2.* JSON"),
         ("a.jsonl", b'{"content": "x", "id": 3}\n', r":1.*'text'.*: content\."),
         ("a.jsonl", b'{"id": 3}\n', ":1.*: none"),
-        ("a.jsonl", b'["x"]\n', ":1.* JSON list"),
+        ("a.jsonl", b'"x"\n["x"]\n', ":2.* JSON list"),
         ("a.jsonl", b'{"text": ["x", 1]}\n', ":1.*'text'"),
         ("a.jsonl", b'{"text": "\xff"}\n', ":1.* UTF-8"),
         ("a.jsonl", rows(TEXTS)[:-3], ":20.* JSON"),
