@@ -78,12 +78,13 @@ class Shard:
         for each in self.ranges:
             name, has_begun = each.name, False
             try:
-                for row, text in range_texts(each, self.text_field, skipped):
-                    has_begun = True
-                    if text and not text.isspace():
-                        yield Document(text, name, row)
-                    else:
-                        skipped["empty"] += 1
+                with read_errors_as_user_error(each.file.path):
+                    for row, text in range_texts(each, self.text_field, skipped):
+                        has_begun = True
+                        if text and not text.isspace():
+                            yield Document(text, name, row)
+                        else:
+                            skipped["empty"] += 1
             except UserError as error:
                 if has_begun:
                     raise  # an unknown part of the file would be lost
@@ -205,7 +206,7 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
     elif file.format.layout in RECORD_LAYOUTS:
         yield from record_texts(part, text_field)
     else:
-        with read_errors_as_user_error(path), open_stream(path) as content:
+        with open_stream(path) as content:
             if not file.skip_undecodable:
                 span = part.start, part.stop
                 yield from stream_texts(content, file.format, path, text_field, skipped, *span)

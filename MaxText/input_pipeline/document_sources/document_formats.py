@@ -77,10 +77,3 @@ def format_of(name: str) -> FileFormat:
     """Returns the format of any file; unknown extensions are plain text."""
     compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
     return known_format(name) or FileFormat(Layout.TEXT, compression)
-
-
-def format_of_member(archive: str, member: str) -> FileFormat:
-    """Returns the format of an archive member."""
-    if archive.lower().endswith(".jsonl.zst.tar"):
-        return known_format(member) or FileFormat(Layout.JSON, "zst")
-    return format_of(member)

@@ -62,17 +62,16 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
     """Yields (number of the record in the file, text).
 
     `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
-    Raises UserError for damage or a record without text.
+    Raises UserError or READ_ERRORS for damage, and UserError for a record without text.
     """
     path = part.file.path
     is_numbered = part.file.format.layout is Layout.ARRAY_RECORD
-    with read_errors_as_user_error(path):
-        for count, (position, record) in enumerate(scan_records(part)):
-            # Never skip damaged text records: missing text would go unnoticed.
-            if isinstance(record, BadRecordError):
-                raise record
-            number = position if is_numbered else count
-            yield number, _text(record, f"{path}, record {number},", text_field)
+    for count, (position, record) in enumerate(scan_records(part)):
+        # Never skip damaged text records: missing text would go unnoticed.
+        if isinstance(record, BadRecordError):
+            raise record
+        number = position if is_numbered else count
+        yield number, _text(record, f"{path}, record {number},", text_field)
 
 
 def _text(record: bytes, where: str, text_field: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.byte_streams import decode, read_errors_as_user_error
+from MaxText.input_pipeline.document_sources.byte_streams import decode
 from MaxText.input_pipeline.document_sources.source_files import FileRange
 from MaxText.input_pipeline.document_sources.text_streams import (
     PARAGRAPH_END,
@@ -137,10 +137,10 @@ def table_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
     """Yields (row number, text or "" for null) for rows of a range.
 
     `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). Raises
-    UserError if the file is damaged, has no such column, or pyarrow is not installed.
+    UserError if there is no such column, or pyarrow is not installed, and READ_ERRORS for damage.
     """
     path = part.file.path
-    with read_errors_as_user_error(path), open_table(part) as table:
+    with open_table(part) as table:
         fields = [name for name, column_type in table.types.items() if _is_text(column_type)]
         if text_field not in fields:
             raise missing_text_error(path, text_field, fields)

@@ -30,7 +30,8 @@ from MaxText.input_pipeline.document_sources.document_formats import (
     TABLE_LAYOUTS,
     FileFormat,
     Layout,
-    format_of_member,
+    format_of,
+    known_format,
 )
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 
@@ -217,7 +218,10 @@ def _member_texts(file: BinaryIO, where: str, text_field: str, skipped: Skipped)
             skipped["hidden files in archives"] += 1
             continue
         member_where = f"{where}, member {name!r},"
-        file_format = format_of_member(where, name)
+        file_format = format_of(name)
+        # lm_dataformat ignores the names of these members.
+        if where.lower().endswith(".jsonl.zst.tar") and not known_format(name):
+            file_format = FileFormat(Layout.JSON, "zst")
         is_text = os.path.splitext(name)[1].lower() not in NOT_TEXT
         if not is_text or file_format.layout in TABLE_LAYOUTS | RECORD_LAYOUTS:
             raise UserError(

@@ -136,8 +136,12 @@ def test_features_of_records(tmp_path, kind):
     assert "not a tf.train.Example" in str(bad)
     assert (ids.tolist(), ids.dtype, labels) == ([1, 2], np.int32, None)
     assert "2147483648 is not a token id" in str(others[0])
-    assert "no feature input_ids or text or tokens (features: body (bytes))" in str(others[1])
-    assert "feature body holds bytes" in str([*read_ids(str(path), kind, ["body"])][1])
+    assert "no integer feature input_ids or text or tokens (features: body (bytes))" in str(
+        others[1]
+    )
+    assert "no integer feature body (features: body (bytes)," in str(
+        [*read_ids(str(path), kind, ["body"])][1]
+    )
     write_raw(kind, path, [])
     assert read(path, kind) == []
     assert not holds_text([str(path)], kind)
