@@ -5,8 +5,6 @@ import functools
 import gzip
 import io
 import lzma
-import os
-import shutil
 import sys
 import tarfile
 import tempfile
@@ -16,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.storage.file_access import is_url, local_path, open_stream, reason
+from MaxText.storage.file_access import file_system, is_url, local_path, reason
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -67,10 +65,9 @@ def local_file(path: str) -> Iterator[str]:
     if not is_url(path):
         yield local_path(path)
         return
-    with tempfile.NamedTemporaryFile(suffix=os.path.basename(path)) as copy:
-        with open_stream(path) as remote:
-            shutil.copyfileobj(remote, copy, _BUFFER_BYTES)
-        copy.flush()
+    system, name = file_system(path)
+    with tempfile.NamedTemporaryFile() as copy:
+        system.get_file(name, copy.name)
         yield copy.name
 
 

@@ -184,7 +184,7 @@ def split_into_shards(
 
 def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
     layout, compression = file.format
-    is_splittable = layout in _SPLITTABLE and not compression and not file.skip_undecodable
+    is_splittable = layout in _SPLITTABLE and not compression
     if not is_splittable or is_url(file.path) or file.size <= shard_bytes:
         return [FileRange(file)]
     count = -(-file.size // shard_bytes)
@@ -207,11 +207,5 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
         yield from record_texts(part, text_field)
     else:
         with open_stream(path) as content:
-            if not file.skip_undecodable:
-                span = part.start, part.stop
-                yield from stream_texts(content, file.format, path, text_field, skipped, *span)
-                return
-            try:
-                yield 0, content.read().decode("utf-8-sig")
-            except UnicodeDecodeError:
-                skipped["not UTF-8"] += 1
+            span = part.start, part.stop
+            yield from stream_texts(content, file.format, path, text_field, skipped, *span)

@@ -16,6 +16,7 @@ class Layout(enum.Enum):
     ARROW = "arrow"
     ARRAY_RECORD = "arrayrecord"
     TFRECORD = "tfrecord"
+    STDLIB = "python_stdlib"  # skipped unless UTF-8
 
 
 class FileFormat(NamedTuple):
@@ -24,8 +25,6 @@ class FileFormat(NamedTuple):
     layout: Layout
     compression: str = ""
 
-
-PLAIN_TEXT = FileFormat(Layout.TEXT)
 
 _LAYOUTS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), Layout.TEXT),

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.document_formats import (
     NOT_TEXT,
-    PLAIN_TEXT,
     READ_ENDINGS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
@@ -25,7 +24,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 
-STDLIB = "python_stdlib"
+STDLIB = Layout.STDLIB.value
 
 _KEY = "prepare_source"
 
@@ -52,7 +51,6 @@ class SourceFile:
     name: str  # relative to the folder or pattern that it was found by
     size: int  # bytes on disk; -1 if unknown
     format: FileFormat
-    skip_undecodable: bool = False  # skip non-UTF-8 files instead of raising
 
 
 @dataclass(frozen=True)
@@ -183,6 +181,6 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
             "text instead."
         )
     return [
-        SourceFile(path, name, os.path.getsize(path), PLAIN_TEXT, skip_undecodable=True)
+        SourceFile(path, name, os.path.getsize(path), FileFormat(Layout.STDLIB))
         for path, name in ((str(root / name), name) for name in names)
     ]

@@ -205,6 +205,11 @@ def stream_texts(
             yield from enumerate(_member_texts(stream, where, text_field, skipped))
         elif layout is Layout.JSON:
             yield from json_texts(stream, where, text_field, start, stop, skipped)
+        elif layout is Layout.STDLIB:
+            try:
+                yield 0, stream.read().decode("utf-8-sig")
+            except UnicodeDecodeError:
+                skipped["not UTF-8"] += 1
         else:
             assert layout is Layout.TEXT, layout
             last = None if stop is None else stop // LONGEST_TEXT
