@@ -9,12 +9,8 @@ from typing import Any, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
-from MaxText.input_pipeline.document_sources.byte_streams import (
-    decompressed,
-    read_errors_as_user_error,
-)
+from MaxText.input_pipeline.document_sources.byte_streams import read_errors_as_user_error
 from MaxText.input_pipeline.document_sources.document_formats import (
-    JSON_LAYOUTS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
     Layout,
@@ -28,14 +24,8 @@ from MaxText.input_pipeline.document_sources.source_files import (
     split_entries,
 )
 from MaxText.input_pipeline.document_sources.tables import table_texts
-from MaxText.input_pipeline.document_sources.text_streams import (
-    NoValidRow,
-    Skipped,
-    json_texts,
-    stream_texts,
-    text_chunks,
-)
-from MaxText.storage.file_access import file_infos, is_url
+from MaxText.input_pipeline.document_sources.text_streams import Skipped, stream_texts
+from MaxText.storage.file_access import file_infos, is_url, open_stream
 
 SHARD_BYTES = 2**26
 
@@ -43,7 +33,7 @@ SHARD_BYTES = 2**26
 _FEWEST_SHARDS = 64
 _SMALLEST_SHARD_BYTES = 2**22
 
-_SPLITTABLE = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
+_SPLITTABLE = {*TABLE_LAYOUTS, Layout.JSON, Layout.ARRAY_RECORD, Layout.TEXT}
 
 # Prefixes of file and folder names.
 _SPLIT_NAMES = {
@@ -82,23 +72,21 @@ class Shard:
         """Yields the documents, counting skipped ones.
 
         Skips up to `bad_records.maximum` malformed rows, and files that cannot be read from the
-        start.
-        Raises UserError beyond that, for files without a valid row, and for files damaged midway.
+        start. Raises UserError beyond that, and for files damaged midway.
         """
         skipped.limit = self.max_bad_records
         for each in self.ranges:
             name, has_begun = each.name, False
             try:
-                for row, text in range_texts(each, self.text_field, skipped):
-                    has_begun = True
-                    if text and not text.isspace():
-                        yield Document(text, name, row)
-                    else:
-                        skipped["empty"] += 1
-            except NoValidRow:
-                raise  # probably a wrong text_field
+                with read_errors_as_user_error(each.file.path):
+                    for row, text in range_texts(each, self.text_field, skipped):
+                        has_begun = True
+                        if text and not text.isspace():
+                            yield Document(text, name, row)
+                        else:
+                            skipped["empty"] += 1
             except UserError as error:
-                if has_begun or not skipped.limit:
+                if has_begun:
                     raise  # an unknown part of the file would be lost
                 skipped.count_bad("unreadable", error)
 
@@ -196,7 +184,7 @@ def split_into_shards(
 
 def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
     layout, compression = file.format
-    is_splittable = layout in _SPLITTABLE and not compression and not file.skip_undecodable
+    is_splittable = layout in _SPLITTABLE and not compression
     if not is_splittable or is_url(file.path) or file.size <= shard_bytes:
         return [FileRange(file)]
     count = -(-file.size // shard_bytes)
@@ -212,26 +200,12 @@ def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
 
 def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of documents of a file range, with empty ones."""
-    file, start, stop = part.file, part.start, part.stop
-    layout = file.format.layout
-    if layout in TABLE_LAYOUTS:
+    file, path = part.file, part.file.path
+    if file.format.layout in TABLE_LAYOUTS:
         yield from table_texts(part, text_field)
-        return
-    if layout in RECORD_LAYOUTS:
+    elif file.format.layout in RECORD_LAYOUTS:
         yield from record_texts(part, text_field)
-        return
-    with read_errors_as_user_error(file.path), part.open() as content:
-        if file.skip_undecodable:
-            try:
-                yield 0, content.read().decode("utf-8-sig")
-            except UnicodeDecodeError:
-                skipped["not UTF-8"] += 1
-        elif start == 0 and stop is None:
-            yield from stream_texts(content, file.format, file.path, text_field, skipped)
-        elif layout is Layout.TEXT:
-            first = start // text_streams.LONGEST_TEXT
-            last = None if stop is None else stop // text_streams.LONGEST_TEXT
-            yield from text_chunks(content, file.path, first, last)
-        else:
-            rows, is_json = decompressed(content, ""), layout is Layout.JSON
-            yield from json_texts(rows, file.path, text_field, is_json, start, stop, skipped)
+    else:
+        with open_stream(path) as content:
+            span = part.start, part.stop
+            yield from stream_texts(content, file.format, path, text_field, skipped, *span)

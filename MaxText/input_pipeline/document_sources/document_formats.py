@@ -5,20 +5,18 @@ import os
 import re
 from typing import NamedTuple
 
-from MaxText.errors import UserError
-
 
 class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
-    TEXT = "plain text"
-    JSON_LINES = "one JSON value per line"
-    JSON = "JSON values, one per line or in a list"
-    TAR = "tar archive"
+    TEXT = "text"
+    JSON = "json"  # one value per line, or one list
+    TAR = "tar"
     PARQUET = "parquet"
     ARROW = "arrow"
-    ARRAY_RECORD = "ArrayRecord"
-    TFRECORD = "TFRecord"
+    ARRAY_RECORD = "arrayrecord"
+    TFRECORD = "tfrecord"
+    STDLIB = "python_stdlib"  # skipped unless UTF-8
 
 
 class FileFormat(NamedTuple):
@@ -28,39 +26,29 @@ class FileFormat(NamedTuple):
     compression: str = ""
 
 
-PLAIN_TEXT = FileFormat(Layout.TEXT)
-
 _LAYOUTS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), Layout.TEXT),
-    **dict.fromkeys((".jsonl", ".ndjson"), Layout.JSON_LINES),
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), Layout.JSON),
     **dict.fromkeys((".array_record", ".arrayrecord"), Layout.ARRAY_RECORD),
     **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
-    ".json": Layout.JSON,
     ".tar": Layout.TAR,
     ".parquet": Layout.PARQUET,
     ".arrow": Layout.ARROW,
 }
 _COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
-_TAR_ENDINGS = {".tgz": "gz", ".txz": "xz", ".tbz2": "bz2", ".tzst": "zst"}
 
 # OpenWebText's parts are tar archives without .tar in the name.
 _OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
 # Numbers may follow the extension: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
 _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
 
-JSON_LAYOUTS = frozenset({Layout.JSON_LINES, Layout.JSON})
-TABLE_LAYOUTS = frozenset({Layout.PARQUET, Layout.ARROW})
-RECORD_LAYOUTS = frozenset({Layout.ARRAY_RECORD, Layout.TFRECORD})
-SEEKING = frozenset({Layout.PARQUET, Layout.ARROW, Layout.ARRAY_RECORD})
-"""Layouts that are read in several places at once, so never as a stream."""
+TABLE_LAYOUTS = {Layout.PARQUET, Layout.ARROW}
+RECORD_LAYOUTS = {Layout.ARRAY_RECORD, Layout.TFRECORD}
 
-NOT_TEXT = frozenset(
-    (
-        *(".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth"),
-        *(".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png"),
-        *(".7z", ".rar", ".zip"),
-    )
-)
+NOT_TEXT = {
+    ".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png", ".7z", ".rar", ".zip",
+}  # fmt: skip
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (
@@ -75,9 +63,8 @@ def known_format(name: str) -> FileFormat | None:
     name = name.rsplit("/", 1)[-1].lower()
     if _OPENWEBTEXT_PART.fullmatch(name):
         return FileFormat(Layout.TAR, "xz")
+    name = re.sub(r"\.t(gz|xz|bz2|zst)$", r".tar.\1", name)
     stem, ending = os.path.splitext(name)
-    if ending in _TAR_ENDINGS:
-        return FileFormat(Layout.TAR, _TAR_ENDINGS[ending])
     compression = _COMPRESSIONS.get(ending, "")
     stem, ending = os.path.splitext(_NUMBERED.sub(r"\1", stem if compression else name))
     if ending in _LAYOUTS:
@@ -89,19 +76,3 @@ def format_of(name: str) -> FileFormat:
     """Returns the format of any file; unknown extensions are plain text."""
     compression = _COMPRESSIONS.get(os.path.splitext(name)[1].lower(), "")
     return known_format(name) or FileFormat(Layout.TEXT, compression)
-
-
-def format_of_member(archive: str, member: str) -> FileFormat:
-    """Returns the format of an archive member."""
-    if archive.lower().endswith(".jsonl.zst.tar"):
-        return known_format(member) or FileFormat(Layout.JSON_LINES, "zst")
-    return format_of(member)
-
-
-def check_not_compressed(path: str, file_format: FileFormat) -> None:
-    """Rejects a compressed file with a random-access layout."""
-    if file_format.layout in SEEKING and file_format.compression:
-        raise UserError(
-            f"{path}: {file_format.layout.value} files are not read when they are compressed as a "
-            "whole. Unpack it first."
-        )

@@ -1,9 +1,8 @@
 """Reads text or ids from TFRecord, ArrayRecord and tensor archives."""
 
-import contextlib
-import dataclasses
 import functools
 import io
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -13,13 +12,12 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
     decode,
     decompressed,
-    describe_error,
     local_file,
     read_errors_as_user_error,
     scan_members,
 )
-from MaxText.input_pipeline.document_sources.document_formats import Layout, check_not_compressed
-from MaxText.input_pipeline.document_sources.source_files import FileRange
+from MaxText.input_pipeline.document_sources.document_formats import FileFormat, Layout, format_of
+from MaxText.input_pipeline.document_sources.source_files import FileRange, SourceFile
 from MaxText.input_pipeline.document_sources.tables import (
     TokenDocument,
     as_ids,
@@ -27,31 +25,19 @@ from MaxText.input_pipeline.document_sources.tables import (
     open_table,
     table_documents,
 )
-from MaxText.input_pipeline.document_sources.text_streams import (
-    PARAGRAPH_END,
-    missing_text_error,
-    token_ids_error,
-)
+from MaxText.input_pipeline.document_sources.text_streams import PARAGRAPH_END, missing_text_error
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.errors import BadRecordError
+from MaxText.storage.file_access import open_stream, reason
 
-# Unit of document positions.
-_UNITS = {
-    **dict.fromkeys(("tfrecord", "webdataset"), "byte"), "arrayrecord": "record",
-    **dict.fromkeys(("parquet", "arrow"), "row"),
-}  # fmt: skip
-
-_LAYOUTS = {"tfrecord": Layout.TFRECORD, "arrayrecord": Layout.ARRAY_RECORD}
 USUAL_FIELDS = ("input_ids", "text", "tokens")
 
 # Webdataset members hold one tensor, named <sample>.<field>.<ending>: 000123.input_id.pth.
 _TENSOR_ENDINGS = (".pth", ".pt", ".npy")
 # Default fields if a sample has several.
 _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
-_LARGEST_MEMBER = 2**28  # limits memory: a member may be compressed
 
-_Documents = Iterator[tuple[int, TokenDocument | BadRecordError]]
 _Records = Iterator[tuple[int, bytes | BadRecordError]]
 
 
@@ -60,45 +46,35 @@ def scan_records(part: FileRange) -> _Records:
 
     The position is the offset in the decompressed TFRecord file, or the record number in the
     ArrayRecord file, of which only the records in the range are read. A remote ArrayRecord file is
-    copied to local disk temporarily. Raises BadRecordError if no further record can be found,
-    READ_ERRORS for failed reads, and UserError if the file changed or is a compressed ArrayRecord
-    file.
+    copied to local disk temporarily. Raises BadRecordError if no further record can be found, and
+    READ_ERRORS for failed reads.
     """
     path, (layout, compression) = part.file.path, part.file.format
-    check_not_compressed(path, part.file.format)
-    with part.open() as file:
+    with open_stream(path) as file:
         if layout is Layout.TFRECORD:
-            with decompressed(file, compression) as contents:
-                yield from tfrecord.scan_records(contents, path)
+            yield from tfrecord.scan_records(decompressed(file, compression), path)
             return
     with local_file(path) as copy:
-        yield from array_record.scan_records(path, part.partition, copy)
+        yield from array_record.scan_records(path, copy, part.partition)
 
 
 def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
     """Yields (number of the record in the file, text).
 
     `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
-    Raises UserError for damage or a record without text.
+    Raises UserError or READ_ERRORS for damage, and UserError for a record without text.
     """
     path = part.file.path
     is_numbered = part.file.format.layout is Layout.ARRAY_RECORD
-    with read_errors_as_user_error(path):
-        try:
-            for count, (position, record) in enumerate(scan_records(part)):
-                # Never skip damaged text records: missing text would go unnoticed.
-                if isinstance(record, BadRecordError):
-                    raise record
-                number = position if is_numbered else count
-                yield number, _text(record, path, number, text_field)
-        except BadRecordError as error:
-            raise UserError(
-                f"{error}. Copy the file again or remove it from prepare_source."
-            ) from error
+    for count, (position, record) in enumerate(scan_records(part)):
+        # Never skip damaged text records: missing text would go unnoticed.
+        if isinstance(record, BadRecordError):
+            raise record
+        number = position if is_numbered else count
+        yield number, _text(record, f"{path}, record {number},", text_field)
 
 
-def _text(record: bytes, path: str, number: int, text_field: str) -> str:
-    where = f"{path}, record {number},"
+def _text(record: bytes, where: str, text_field: str) -> str:
     try:
         features = tf_example.decode(record)
     except tf_example.ExampleError:
@@ -108,13 +84,10 @@ def _text(record: bytes, path: str, number: int, text_field: str) -> str:
     if not features or "" in features:
         return decode(record, where)
     values = features.get(text_field)
-    if isinstance(values, list):
-        return PARAGRAPH_END.join(decode(value, where) for value in values)
-    texts = [name for name, value in features.items() if isinstance(value, list)]
-    ids = [name for name in features if np.asarray(features[name]).dtype.kind == "i"]
-    if ids and not texts:
-        raise token_ids_error(where, path, f"integers in {', '.join(ids)}")
-    raise missing_text_error(where, text_field, texts)
+    if not isinstance(values, list):
+        texts = [name for name, value in features.items() if isinstance(value, list)]
+        raise missing_text_error(where, text_field, texts)
+    return PARAGRAPH_END.join(decode(value, where) for value in values)
 
 
 def read_ids(
@@ -136,25 +109,54 @@ def read_ids(
       BadRecordError: Nothing can be read from its position on.
       UserError: There is no such field, or pyarrow is not installed.
     """
-    position = 0
-    with _read_errors_as_bad_record(path, kind, lambda: position):
-        for item in _documents(path, kind, fields):
-            position, document = item
-            yield document
+    names = fields or USUAL_FIELDS
+    if kind in ("parquet", "arrow"):
+        return _documents(path, "row", table_documents(path, names))
+    if kind == "webdataset":
+        return _documents(path, "byte", _archive_tensors(path, fields))
+    to_ids = functools.partial(tf_example.int64_values, names=names)
+    unit = "byte" if kind == "tfrecord" else "record"
+    return _documents(path, unit, _scan_file(path, kind), to_ids)
 
 
 def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecordError]:
     """Reads a token file of a dataset prepared as ArrayRecord."""
-    stored = np.dtype(dtype).newbyteorder("<")
-    with _read_errors_as_bad_record(path, "arrayrecord"):
-        for number, record in _scan_file(path, "arrayrecord"):
-            if isinstance(record, bytes) and len(record) % stored.itemsize:
-                problem = f"the record is damaged: it has {len(record)} bytes"
-                record = BadRecordError(path, number, problem, "record")
-            if isinstance(record, BadRecordError):
-                yield record
+    to_ids = functools.partial(np.frombuffer, dtype=np.dtype(dtype).newbyteorder("<"))
+    return _documents(path, "record", _scan_file(path, "arrayrecord"), to_ids)
+
+
+def _tensor(content: bytes) -> np.ndarray:
+    if not content.startswith(b"\x93NUMPY"):
+        return read_tensor(content)
+    try:
+        values = np.load(io.BytesIO(content), allow_pickle=False)
+    # A damaged header can raise anything, even MemoryError (a shape of 2^60).
+    except Exception as error:
+        raise UserError(f"the .npy member is damaged ({error})") from error
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise UserError(f"the member is {values.dtype} of shape {values.shape}, not a list of ids")
+    return values
+
+
+def _documents(
+    path: str,
+    unit: str,
+    records: Iterator[tuple[int, bytes | TokenDocument | BadRecordError]],
+    to_ids: Callable[[bytes], np.ndarray] = _tensor,
+) -> Iterator[TokenDocument | BadRecordError]:
+    position = 0
+    try:
+        for position, record in records:
+            if isinstance(record, bytes):
+                try:
+                    yield TokenDocument(as_ids(to_ids(record)))
+                except (UserError, ValueError) as error:
+                    yield BadRecordError(path, position, str(error), unit)
             else:
-                yield TokenDocument(np.frombuffer(record, stored).astype(np.int32))
+                yield record
+    except READ_ERRORS as error:
+        problem = f"from here on the file cannot be read ({reason(error)})"
+        raise BadRecordError(path, position, problem, unit) from error
 
 
 def holds_text(
@@ -162,19 +164,16 @@ def holds_text(
 ) -> bool:
     """Returns whether files hold text, by their first record or columns.
 
-    Raises BadRecordError for initial damage, and UserError if they hold neither.
+    Raises UserError for initial damage, or if they hold neither.
     """
     fields = fields or USUAL_FIELDS
     if kind == "webdataset":
         return False
-    if kind in ("parquet", "arrow"):
-        with (
-            _read_errors_as_bad_record(files[0], kind),
-            open_table(FileRange.whole(files[0])) as table,
-        ):
-            return id_column(table, files[0], fields, text_field) is None
     for file in files:
-        with _read_errors_as_bad_record(file, kind):
+        with read_errors_as_user_error(file):
+            if kind in ("parquet", "arrow"):
+                with open_table(FileRange.whole(file)) as table:
+                    return id_column(table, file, fields, text_field) is None
             for _, record in _scan_file(file, kind):
                 # Damaged records are inconclusive.
                 if isinstance(record, bytes):
@@ -182,62 +181,16 @@ def holds_text(
     return False
 
 
-@contextlib.contextmanager
-def _read_errors_as_bad_record(
-    path: str, kind: str, position: Callable[[], int] = lambda: 0
-) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except READ_ERRORS as error:
-        reason = f"from here on the file {describe_error(error)}"
-        raise BadRecordError(path, position(), reason, _UNITS[kind]) from error
-
-
-def _documents(path: str, kind: str, fields: Sequence[str]) -> _Documents:
-    if kind in ("parquet", "arrow"):
-        part = FileRange.whole(path)
-        check_not_compressed(path, part.file.format)
-        with open_table(part) as table:
-            column = id_column(table, path, fields or USUAL_FIELDS)
-            assert column is not None
-            yield from table_documents(table, path, column)
-        return
-    if kind == "webdataset":
-        records, ids_of = _archive_tensors(path, fields), _tensor
-    else:
-        records = _scan_file(path, kind)
-        ids_of = functools.partial(tf_example.int64_values, names=fields or USUAL_FIELDS)
-    for position, record in records:
-        try:
-            if isinstance(record, BadRecordError):
-                raise record
-            document = TokenDocument(as_ids(ids_of(record), path, position, _UNITS[kind]))
-        except BadRecordError as problem:
-            document = problem
-        except UserError as error:  # ExampleError, TorchFileError
-            document = BadRecordError(path, position, str(error), _UNITS[kind])
-        yield position, document
-
-
 def _scan_file(path: str, kind: str) -> _Records:
-    part = FileRange.whole(path)
-    file = dataclasses.replace(part.file, format=part.file.format._replace(layout=_LAYOUTS[kind]))
-    return scan_records(FileRange(file))
+    file_format = FileFormat(Layout(kind), format_of(path).compression)
+    return scan_records(FileRange(SourceFile(path, path, -1, file_format)))
 
 
 def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:
     try:
         features = tf_example.decode(record)
-    except tf_example.ExampleError as error:
-        with contextlib.suppress(UnicodeDecodeError):
-            if record.decode().strip():
-                return True
-        raise UserError(
-            f"{path}: its first record is neither a tf.train.Example nor UTF-8 text ({error}). "
-            "Name files of token ids or of text."
-        ) from error
+    except tf_example.ExampleError:
+        return True
     if any(isinstance(features.get(name), np.ndarray) for name in fields):
         return False
     if isinstance(features.get(text_field), list):
@@ -249,64 +202,33 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
     )
 
 
-def _archive_tensors(path: str, fields: Sequence[str]) -> _Records:
-    chosen, first_name = None, ""
-    there: dict[str, None] = {}
-    for name, sample in _samples(path):
-        first_name = name
-        there |= dict.fromkeys(sample)
-        wanted = fields or (sample if len(sample) == 1 else _USUAL_TENSORS)
-        field = next((field for field in wanted if field in sample), None)
-        chosen = field if chosen is None else chosen
-        if field is not None and field == chosen:
-            yield sample[field]
-        elif not fields:
-            break
-    else:
-        if chosen is not None or not first_name:
-            return
-    asked = f"field {' or '.join(fields)}" if fields else "one field of tokens"
-    found = ", ".join(sorted(field or "(no name)" for field in there)) or "none"
-    raise UserError(
-        f"{path} has no tensors of {asked} (fields of its {'/'.join(_TENSOR_ENDINGS)} members: "
-        f"{found}; first member: {first_name}). Set token_records.field to the one that holds "
-        "token ids."
-    )
+def _archive_tensors(path: str, fields: Sequence[str]) -> Iterator[tuple[int, bytes]]:
+    """Yields (offset, contents) of the tensor of each sample."""
+    chosen = None
+    for sample in _samples(path):
+        if chosen is None:
+            wanted = fields or (sample if len(sample) == 1 else _USUAL_TENSORS)
+            chosen = next((field for field in wanted if field in sample), None)
+        if chosen not in sample:
+            found = ", ".join(sorted(field or "(no name)" for field in sample))
+            raise UserError(
+                f"{path} has a sample without {' or '.join(fields) or chosen or 'a usual field'} "
+                f"(its {'/'.join(_TENSOR_ENDINGS)} members: {found}). Set token_records.field to "
+                "the one that holds token ids."
+            )
+        yield sample[chosen]
 
 
-def _samples(path: str) -> Iterator[tuple[str, dict[str, tuple[int, bytes]]]]:
-    """Yields the first member's name, and {field: (offset, bytes)}."""
-    part = FileRange.whole(path)
-    with part.open() as file, decompressed(file, part.file.format.compression) as contents:
-        first_name, key, sample = "", None, {}
-        for member, content in scan_members(contents, path):
-            if content is None:
-                continue
-            first_name = first_name or member.name
-            folder, _, name = member.name.rpartition("/")
-            if not name.endswith(_TENSOR_ENDINGS):
-                continue
-            stem, *parts = name.split(".")
-            field = ".".join(parts[:-1])
-            if (folder, stem) != key or field in sample:
-                if sample:
-                    yield first_name, sample
-                key, sample = (folder, stem), {}
-            sample[field] = member.offset_data, content.read(_LARGEST_MEMBER + 1)
-    if first_name:
-        yield first_name, sample
+def _samples(path: str) -> Iterator[dict[str, tuple[int, bytes]]]:
+    """Yields {field: (offset, contents)} of consecutive members of one name."""
 
+    def split(name: str) -> tuple[str, str]:
+        folder, _, base = name.rpartition("/")
+        stem, *parts = base.split(".")
+        return f"{folder}/{stem}", ".".join(parts[:-1])
 
-def _tensor(content: bytes) -> np.ndarray:
-    if len(content) > _LARGEST_MEMBER:
-        raise UserError(f"the member has more than {_LARGEST_MEMBER:,} bytes")
-    if not content.startswith(b"\x93NUMPY"):
-        return read_tensor(content)
-    try:
-        values = np.load(io.BytesIO(content), allow_pickle=False)
-    # A damaged header can raise anything, even MemoryError (a shape of 2^60).
-    except Exception as error:
-        raise UserError(f"the .npy member is damaged ({error})") from error
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise UserError(f"the member is {values.dtype} of shape {values.shape}, not a list of ids")
-    return values
+    with open_stream(path) as file:
+        members = scan_members(decompressed(file, format_of(path).compression))
+        tensors = (pair for pair in members if pair[0].name.endswith(_TENSOR_ENDINGS))
+        for _, sample in itertools.groupby(tensors, lambda pair: split(pair[0].name)[0]):
+            yield {split(m.name)[1]: (m.offset_data, content.read()) for m, content in sample}

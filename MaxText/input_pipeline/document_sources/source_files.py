@@ -1,60 +1,46 @@
 """Resolves `prepare_source`: files, patterns, URLs, saved datasets.
 
 Of a local folder, all files with known extensions are read, except hidden ones and subfolders that
-prepare_data.py wrote (with manifest.json, records.json or export.json), so results may be written
-inside it. The order depends on names only.
+prepare_data.py wrote, so results may be written inside it. The order depends on names only.
 """
 
-import json
 import os
 import re
 import sysconfig
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.byte_streams import open_bytes
 from MaxText.input_pipeline.document_sources.document_formats import (
-    JSON_LAYOUTS,
     NOT_TEXT,
-    PLAIN_TEXT,
     READ_ENDINGS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
     FileFormat,
-    check_not_compressed,
+    Layout,
     format_of,
     known_format,
 )
-from MaxText.input_pipeline.document_sources.text_streams import token_ids_error
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 
-STDLIB = "python_stdlib"
+STDLIB = Layout.STDLIB.value
 
 _KEY = "prepare_source"
 
 # Standard library folders with third-party packages or nothing to read.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
-# Lists the arrow files of a saved Hugging Face dataset; others are cached or older results.
-_STATE = "state.json"
-_KEPT_RESULT = "cache-"
-
 # Next to tables and records, these files are metadata.
 _ABOUT_TABLES = {
-    *(_STATE, "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "features.json"),
-    *("export.json", "prepared_from.json", "readme.md"),
+    *("state.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
+    *("features.json", "export.json", "prepared_from.json", "readme.md"),
 }
+# Cached results that `datasets` writes next to a saved dataset.
+_CACHED = re.compile(r"(.*/)?cache-[^/]*\.arrow")
 
-# Files that prepare_data.py writes, and fields that tell them from other programs' files.
-_MADE_OF_IDS = {
-    "manifest.json": {"schema_version", "tokenizer", "splits"},
-    "records.json": {"schema_version", "data_set", "tokenizer_sha256"},
-}
-_MADE = {**_MADE_OF_IDS, "export.json": {"schema_version", "files"}}
+# Each folder that prepare_data.py writes has one of these.
+_MADE = ("manifest.json", "records.json", "export.json")
 
 
 @dataclass(frozen=True)
@@ -65,7 +51,6 @@ class SourceFile:
     name: str  # relative to the folder or pattern that it was found by
     size: int  # bytes on disk; -1 if unknown
     format: FileFormat
-    skip_undecodable: bool = False  # skip non-UTF-8 files instead of raising
 
 
 @dataclass(frozen=True)
@@ -91,12 +76,8 @@ class FileRange:
     @property
     def name(self) -> str:
         """Name of the file, for `Document.file`."""
-        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
+        counts_rows = self.file.format.layout is Layout.JSON and self.start > 0
         return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
-
-    def open(self) -> BinaryIO:
-        """Opens the file. Raises UserError if its size changed."""
-        return open_bytes(self.file.path, None if self.file.size < 0 else self.file.size)
 
     def partition(self, count: int) -> range:
         """Returns the equal parts of the file with a start in the range.
@@ -128,19 +109,12 @@ def resolve_files(entry: str) -> list[SourceFile]:
     """
     if entry == STDLIB:
         return _stdlib_files(stdlib_root())
-    try:
-        is_folder = file_access.path_type(entry) == "directory"
-    except OSError as error:
-        raise UserError(f"{_KEY}={entry} cannot be read: {error.strerror or error}.") from error
+    files = file_access.list_files(entry, _KEY)
+    is_folder = file_access.path_type(entry) == "directory"
     if is_folder and not file_access.is_url(entry):
         folder = file_access.local_path(entry)
-        if _is_made(Path(folder), _MADE_OF_IDS):
-            found_ids = "the output of prepare_data.py"
-            raise token_ids_error(f"{_KEY}={entry}", folder, found_ids)
-        files = file_access.list_files(entry, _KEY)
         names = [Path(os.path.relpath(file.path, folder)).as_posix() for file in files]
     else:
-        files = file_access.list_files(entry, _KEY)
         names = [*file_access.relative_names([file.path for file in files])]
     found = dict(zip(names, files, strict=True))
     return _folder_files(entry, found) if is_folder else [*map(_source_file, files, names)]
@@ -155,70 +129,38 @@ def _source_file(file: FileInfo, name: str) -> SourceFile:
             f"{file.path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
-    check_not_compressed(file.path, file_format)
     # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
     name = os.fsencode(name).decode(errors="replace")
     return SourceFile(file.path, name, file.size, file_format)
 
 
-def _is_made(folder: Path, fields_by_name: Mapping[str, set[str]]) -> bool:
+def _is_made(folder: Path) -> bool:
     """Returns whether prepare_data.py wrote a folder."""
-    for name, fields in fields_by_name.items():
-        try:
-            content = json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(content, dict) and fields <= content.keys():
-            return True
-    return False
+    paths = (folder / name for name in _MADE)
+    return any(path.is_file() and b'"schema_version"' in path.read_bytes() for path in paths)
 
 
 def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
     """Returns files of a folder with a known extension, in natural order."""
-    saved: dict[str, list[str]] = {}
     if not file_access.is_url(entry):
         folder = Path(file_access.local_path(entry))
-        below = {str(parent) for name in found for parent in PurePosixPath(name).parents} - {"."}
-        made = tuple(f"{name}/" for name in below if _is_made(folder / name, _MADE))
+        below = {parent for name in found for parent in PurePosixPath(name).parents[:-1]}
+        made = tuple(f"{name}/" for name in below if _is_made(folder / name))
         found = {name: file for name, file in found.items() if not name.startswith(made)}
-        for name in found:
-            parent, base = os.path.split(name)
-            if base == _STATE and (files := _saved_files(folder / name)) is not None:
-                saved[parent] = files
-
-    def is_data(name: str) -> bool:
-        parent, base = os.path.split(name)
-        if not name.endswith(".arrow"):
-            return True
-        return base in saved[parent] if parent in saved else not base.startswith(_KEPT_RESULT)
-
-    formats = {name: known for name in found if is_data(name) and (known := known_format(name))}
-    has_tables = any(known.layout in TABLE_LAYOUTS | RECORD_LAYOUTS for known in formats.values())
-    hidden = _ABOUT_TABLES if has_tables else ()
-    chosen = [name for name in formats if os.path.basename(name).lower() not in hidden]
+    known = {name: known_format(name) for name in found if not _CACHED.fullmatch(name)}
+    layouts = {each.layout for each in known.values() if each}
+    hidden = _ABOUT_TABLES if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS) else ()
+    chosen = [
+        name
+        for name, each in known.items()
+        if each and os.path.basename(name).lower() not in hidden
+    ]
     if not chosen:
-        endings = {os.path.splitext(name)[1].lower() for name in found}
-        remedy = f"To read other plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
-        if endings and endings <= NOT_TEXT:
-            remedy = "Convert them to plain text or to .jsonl, one object with the text per line."
         raise UserError(
-            f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. {remedy}"
+            f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. To read other "
+            f"plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
         )
     return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
-
-
-def _saved_files(state: Path) -> list[str] | None:
-    """Returns the Arrow files of a `datasets` state.json, or None."""
-    try:
-        content = json.loads(state.read_bytes())
-        names = [file["filename"] for file in content["_data_files"]]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-    missing = [name for name in names if not (state.parent / str(name)).is_file()]
-    if missing or content.get("_indices_data_files"):
-        problem = f"lists {missing[0]}, which is missing" if missing else "selects rows"
-        raise UserError(f"{state} {problem}. Save the data set again after flatten_indices().")
-    return names
 
 
 def stdlib_root() -> Path:
@@ -238,8 +180,7 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
             f"{_KEY}={STDLIB}: this interpreter has no source files in {root}. Give a folder of "
             "text instead."
         )
-    sizes = [(root / name).stat().st_size for name in names]
     return [
-        SourceFile(str(root / name), name, size, PLAIN_TEXT, skip_undecodable=True)
-        for name, size in zip(names, sizes, strict=True)
+        SourceFile(path, name, os.path.getsize(path), FileFormat(Layout.STDLIB))
+        for path, name in ((str(root / name), name) for name in names)
     ]

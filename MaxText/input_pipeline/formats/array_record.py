@@ -1,7 +1,7 @@
 """Sequential reader and writer of ArrayRecord files."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,8 @@ from array_record.python import (
 )
 
 from MaxText.storage.errors import BadRecordError
-from MaxText.storage.file_access import local_path
 
-_UNIT = "record"
 _DAMAGE = (RuntimeError, IndexError, ValueError)
-
 _AT_ONCE = 256  # records per read call
 
 _READ_OPTIONS = "readahead_buffer_size:0"  # records are read by number
@@ -24,25 +21,24 @@ _BUFFER_BYTES = 32768
 
 
 def scan_records(
-    path: str, choose: Callable[[int], range] = range, copy: str = ""
+    path: str, copy: str, choose: Callable[[int], range]
 ) -> Iterator[tuple[int, bytes | BadRecordError]]:
     """Yields (record number, bytes or error) in order.
 
-    `choose` maps the record count to the numbers to read; `copy` is a local copy of a URL, which
-    the library cannot read. Raises BadRecordError if the file is not an ArrayRecord file or is
+    `copy` is a local copy of a URL, which the library cannot read; `choose` maps the record count
+    to the numbers to read. Raises BadRecordError if the file is not an ArrayRecord file or is
     truncated.
     """
     reader: Any = array_record_module.ArrayRecordReader(
-        copy or local_path(path), options=_READ_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
+        copy, options=_READ_OPTIONS, file_reader_buffer_size=_BUFFER_BYTES
     )
     # A truncated or foreign file opens as an empty one.
     if not reader.ok():
-        raise BadRecordError(path, 0, "not an ArrayRecord file, damaged or truncated", _UNIT)
+        raise BadRecordError(path, 0, "not an ArrayRecord file, damaged or truncated", "record")
     numbers = choose(reader.num_records())
     try:
         for first in range(0, len(numbers), _AT_ONCE):
             together = numbers[first : first + _AT_ONCE]
-            records: Sequence[bytes | BadRecordError]
             try:
                 records = reader.read([*together])
             except _DAMAGE:  # the library does not say which one failed
@@ -58,7 +54,7 @@ def _record(reader: Any, path: str, number: int) -> bytes | BadRecordError:
     try:
         return reader.read([number])[0]
     except _DAMAGE as error:
-        return BadRecordError(path, number, f"the record is damaged ({error})", _UNIT)
+        return BadRecordError(path, number, f"the record is damaged ({error})", "record")
 
 
 @contextlib.contextmanager

@@ -21,9 +21,6 @@ HEADER_BYTES = 12
 FOOTER_BYTES = 4
 _MASK_DELTA = 0xA282EAD8
 
-_CHUNK_BYTES = 1 << 24  # read in chunks, so that a corrupt length does not allocate memory
-_LONGEST_RECORD = 1 << 28  # a fixed limit, because the size of compressed contents is unknown
-
 
 def masked_crc32c(data: bytes) -> bytes:
     crc = google_crc32c.value(data)
@@ -61,23 +58,14 @@ def scan_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes | BadRe
     file is truncated.
     """
     at = 0
-    while header := _read(file, HEADER_BYTES):
-        if len(header) < HEADER_BYTES:
-            raise BadRecordError(path, at, "the file ends inside a record's header")
+    while header := file.read(HEADER_BYTES):
         if not is_header(header):
-            reason = "the CRC of the record's length is wrong: not a TFRecord, or damaged"
+            reason = "the CRC of the record's length is wrong: not a TFRecord, damaged or truncated"
             raise BadRecordError(path, at, reason)
         length = int.from_bytes(header[:8], "little")
-        wanted = min(length, _LONGEST_RECORD) + FOOTER_BYTES
-        body = _read(file, wanted)
-        if len(body) < wanted:
-            reason = (
-                f"the record has {length} bytes and a CRC of {FOOTER_BYTES}, and the file ends "
-                f"after {len(body)} of them: it is truncated"
-            )
-            raise BadRecordError(path, at, reason)
-        if length > _LONGEST_RECORD:
-            reason = f"the record has {length:,} bytes; up to {_LONGEST_RECORD:,} are read"
+        body = file.read(length + FOOTER_BYTES)
+        if len(body) < length + FOOTER_BYTES:
+            reason = f"the record has {length} bytes and the file ends before: it is truncated"
             raise BadRecordError(path, at, reason)
         record = body[:-FOOTER_BYTES]
         if masked_crc32c(record) == body[-FOOTER_BYTES:]:
@@ -86,11 +74,3 @@ def scan_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes | BadRe
             reason = "the CRC of the record is wrong: its bytes are damaged"
             yield at, BadRecordError(path, at, reason)
         at += HEADER_BYTES + length + FOOTER_BYTES
-
-
-def _read(file: BinaryIO, size: int) -> bytes:
-    chunks = []
-    while size > 0 and (chunk := file.read(min(size, _CHUNK_BYTES))):
-        chunks.append(chunk)
-        size -= len(chunk)
-    return b"".join(chunks)

@@ -1,5 +1,6 @@
 """Hugging Face tokenizers: tokenizer.json, GPT-2's files, trained BPE."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,17 +9,14 @@ from typing import Any
 import fastokens
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import (
-    KNOWN_CONTROL_TOKENS,
     TextTokenizer,
     control_ids,
-    control_token_candidates,
     control_token_settings,
-    read_json,
     without_surrogates,
     write_files,
 )
@@ -53,11 +51,6 @@ class HuggingFaceTokenizer(TextTokenizer):
             raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
         vocab_size = max(vocabulary.values()) + 1
         super().__init__(origin, file_text.encode(), vocab_size, ids, _REFERENCE)
-        self._fast: fastokens.Tokenizer | None = None
-        self._check_special_tokens_as_text(
-            {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
-            f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
-        )
         self._fast = _fast_engine(file_text)
         if self._fast:
             self.engine = "fastokens"
@@ -65,6 +58,10 @@ class HuggingFaceTokenizer(TextTokenizer):
             added = [str(token.content) for token in decoder.values()]
             contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
             self.check_engine([_CHECKED_TEXT, *contexts])
+        self._check_special_tokens_as_text(
+            {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
+            f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # The library's own pickle loses encode_special_tokens.
@@ -76,33 +73,20 @@ class HuggingFaceTokenizer(TextTokenizer):
         self._fast = None if self.engine == _REFERENCE else _fast_engine(self.file_text)
 
     def _ids(self, text: str) -> np.ndarray:
-        if self._fast is None:
-            return self._reference_ids(text)
-        try:
-            # One text at a time runs in this thread: other processes use the other cores.
-            ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
-        except ValueError:  # excessive backtracking of a regular expression
-            return self._reference_ids(text)
-        return np.frombuffer(ids, np.uint32)
-
-    def _reference_ids(self, text: str) -> np.ndarray:
-        # Only the batch call can skip computing character offsets.
-        try:
-            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        except BaseException as error:
-            # Rust panics are not Exceptions and have no importable name.
-            if type(error).__name__ != "PanicException":
-                raise
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"{self.entry.origin} cannot encode a text of {len(text):,} characters: the "
-                f"tokenizers library gave up ({reason}). A regular expression of its "
-                "pre_tokenizer may need exponential time. Give another tokenizer_path."
-            ) from error
-        return np.array(encoding.ids, np.uint32)
+        if self._fast is not None:
+            # ValueError is excessive backtracking of a regular expression.
+            with contextlib.suppress(ValueError):
+                # One text at a time runs in this thread: other processes use the other cores.
+                ids, _ = self._fast.encode_batch_flat([text], split_special_tokens=True)
+                return np.frombuffer(ids, np.uint32)
+        return self.encode_reference([text])[0]
 
     def encode_reference(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [self._reference_ids(without_surrogates(text)) for text in texts]
+        """Returns the ids of the tokenizers library."""
+        plain = [without_surrogates(text) for text in texts]
+        # Only the batch call can skip computing character offsets.
+        encodings = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def check_engine(self, texts: Iterable[str]) -> bool:
         """Returns whether fastokens is exact on a sample; drops it if not."""
@@ -155,36 +139,22 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
 def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
 
-    Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
+    The vocabulary's control tokens become special.
     """
-    vocab_path, merges_path = folder / "vocab.json", folder / "merges.txt"
+    paths = str(folder / "vocab.json"), str(folder / "merges.txt")
     try:
-        model = models.BPE.from_file(str(vocab_path), str(merges_path))
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(*paths))
     except Exception as error:  # The library raises bare Exception.
         raise UserError(
-            f"{vocab_path} and merges.txt are not a byte-level BPE: {error}. Copy both again."
+            f"{' and '.join(paths)} are not a byte-level BPE: {error}. Copy both again."
         ) from error
-    tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=settings.get("add_prefix_space") is True
     )
     tokenizer.decoder = decoders.ByteLevel()
-    known = [control_token_candidates(name, settings) for name in KNOWN_CONTROL_TOKENS]
-    present = {
-        token for tokens in known for token in tokens if tokenizer.token_to_id(token) is not None
-    }
-    added = read_json(folder / "added_tokens.json")
-    in_order = sorted(added, key=lambda token: added[token])
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in [*sorted(present), *in_order]]
-    )
-    for token in in_order:
-        if tokenizer.token_to_id(token) != added[token]:
-            raise UserError(
-                f"{folder / 'added_tokens.json'} gives {token!r} the id {added[token]}, and the "
-                f"next free one is {tokenizer.token_to_id(token)}. Save the tokenizer as "
-                f"{TOKENIZER_NAME} with transformers and give that."
-            )
+    ids = control_ids(settings, tokenizer.token_to_id).values()
+    tokens = {tokenizer.id_to_token(i) or "" for i in ids if i is not None}
+    tokenizer.add_special_tokens(sorted(tokens))
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
 
 

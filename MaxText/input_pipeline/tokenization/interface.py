@@ -95,19 +95,15 @@ def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def control_token_candidates(name: str, settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the configured spelling of a control token, else the usual ones."""
-    token = control_token_settings(settings).get(f"{name}_token")
-    return KNOWN_CONTROL_TOKENS[name] if token is None else (token,)
-
-
 def control_ids(
     settings: Mapping[str, Any], id_of: Callable[[str], int | None]
 ) -> dict[str, int | None]:
-    """Returns the id of each control token."""
+    """Returns the id of each control token, configured or usual."""
+    configured = control_token_settings(settings)
     ids: dict[str, int | None] = {}
-    for name in KNOWN_CONTROL_TOKENS:
-        found = map(id_of, control_token_candidates(name, settings))
+    for name, usual in KNOWN_CONTROL_TOKENS.items():
+        token = configured.get(f"{name}_token")
+        found = map(id_of, usual if token is None else (token,))
         ids[name] = next((control for control in found if control is not None), None)
     return ids
 

@@ -25,18 +25,9 @@ from MaxText.input_pipeline.tokenization.interface import (
 )
 from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
 from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer, is_tiktoken_file
-from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, local_path
 
 BYTE_NAMES = ("byte", "bytes")  # values of tokenizer_path for the byte tokenizer
-# What a folder holds of each kind, in order of preference.
-_WANTED = {
-    "huggingface": f"{TOKENIZER_NAME}, or vocab.json with merges.txt",
-    "tiktoken": ".tiktoken file",
-    "sentencepiece": "SentencePiece .model file",
-    "byte": f'{CONFIG_NAME} with "tokenizer_type": "byte"',
-}
-
 # prepare_data.py trains a tokenizer if no path is given; train.py needs one for raw text.
 _TRAINED = (
     "or prepare the text with prepare_data.py, which trains a tokenizer on it where tokenizer_path "
@@ -57,10 +48,15 @@ TRANSFORMERS_FILES = (
 # Files to download from a hub repository: never code or weights.
 _HUB_FILES = (*TRANSFORMERS_FILES, "spiece.model", "sentencepiece.bpe.model")
 
-_SINGLE_FILES = re.compile(
-    rf"{re.escape(TOKENIZER_NAME)}|(tokenizer|spiece|sentencepiece\.bpe)\.model|.+\.tiktoken"
+# Tokenizers in a folder, in order of preference.
+_PATTERNS = (
+    TOKENIZER_NAME,
+    "merges.txt",
+    "*.tiktoken",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
 )
-_PAIR = {"vocab.json", "merges.txt"}
 # Split folders of a dataset; the tokenizer is above them.
 _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
@@ -92,28 +88,23 @@ def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> 
     `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
     `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
     """
-    tokenizer_path = str(tokenizer_path)
-    path = Path(tokenizer_path).expanduser()
-    named_byte = tokenizer_path in BYTE_NAMES and tokenizer_type in ("auto", "byte")
-    try:
-        if tokenizer_path and path.is_dir():
-            return _load_folder(path, tokenizer_type)
-        if tokenizer_path and path.exists():
-            return _load_file(path, tokenizer_type)
-    except OSError as error:
-        raise UserError(
-            f"tokenizer_path={tokenizer_path} cannot be read: {error.strerror}. Check its "
-            "permissions."
-        ) from error
-    if named_byte or (tokenizer_type == "byte" and not tokenizer_path):
+    named = str(tokenizer_path)
+    path = Path(named).expanduser()
+    is_byte = tokenizer_type == "byte"
+    if named and os.path.isdir(path):
+        return _load_folder(path, tokenizer_type)
+    if named and os.path.exists(path) and not is_byte:
+        return _load_file(path, tokenizer_type)
+    byte_names = (*BYTE_NAMES, "") if is_byte else BYTE_NAMES
+    if named in byte_names and tokenizer_type in ("auto", "byte"):
         return ByteTokenizer()
     is_file_name = path.suffix in (".json", ".model", ".tiktoken", ".txt")
-    if is_file_name or tokenizer_type == "byte" or not _HUB_ID.fullmatch(tokenizer_path):
+    if is_file_name or is_byte or not _HUB_ID.fullmatch(named):
         raise UserError(
-            f"tokenizer_path={tokenizer_path}: no such file or folder (seen from {Path.cwd()}). "
-            f"Check the path, {_TRAINED}"
+            f"tokenizer_path={named}: no such file or folder (seen from {Path.cwd()}), or none of "
+            f"tokenizer_type={tokenizer_type}. Check the path, {_TRAINED}"
         )
-    return _load_folder(_fetch(tokenizer_path), tokenizer_type, origin=f"hub {tokenizer_path}")
+    return _load_folder(_fetch(named), tokenizer_type, origin=f"hub {named}")
 
 
 def _fetch(hub_id: str) -> Path:
@@ -132,68 +123,46 @@ def _fetch(hub_id: str) -> Path:
 
 
 def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
-    for kind in _WANTED if tokenizer_type == "auto" else (tokenizer_type,):
-        if file := _file_of(folder, kind):
-            return _load_file(file, kind, origin)
-        if kind == "huggingface" and all((folder / name).is_file() for name in _PAIR):
-            settings = _settings(folder)
-            text = convert_vocabulary(folder, settings)
-            return HuggingFaceTokenizer(text, origin or "files vocab.json and merges.txt", settings)
-        if kind == "byte" and _settings(folder).get("tokenizer_type") == "byte":
-            return ByteTokenizer()
-    wanted = _WANTED.get(
-        tokenizer_type, f"{TOKENIZER_NAME}, vocab.json with merges.txt, .model or .tiktoken file"
-    )
+    if file := _find_file(folder, tokenizer_type):
+        return _load_file(file, tokenizer_type, origin)
+    if tokenizer_type in ("auto", "byte") and _is_byte(folder):
+        return ByteTokenizer()
+    kind = "" if tokenizer_type == "auto" else f" of tokenizer_type={tokenizer_type}"
     raise UserError(
-        f"tokenizer_path={folder}: the folder holds no {wanted}. Save the tokenizer there with "
-        "transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
+        f"tokenizer_path={folder}: the folder holds no {', '.join(_PATTERNS)}{kind}. Save "
+        "it there with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)."
     )
 
 
-def _file_of(folder: Path, kind: str) -> Path | None:
-    """Returns the only tokenizer file of a kind in a folder, or None."""
-    if kind == "huggingface":
-        return folder / TOKENIZER_NAME if (folder / TOKENIZER_NAME).is_file() else None
-    endings = {"tiktoken": (".tiktoken", ".model"), "sentencepiece": (".model",)}.get(kind, ())
-    named = sorted(path for path in folder.iterdir() if path.name.endswith(endings))
-    found = [path for path in named if _kind(path) == kind]
-    if len(found) > 1:
-        # Prefer the usual name: other files may be unrelated models.
-        found = [path for path in found if path.stem == "tokenizer"] or found
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise UserError(
-            f"tokenizer_path={folder}: the folder holds several tokenizers ({names}). Give the "
-            "path of one."
-        )
-    return found[0] if found else None
+def _find_file(folder: Path, tokenizer_type: str = "auto") -> Path | None:
+    found = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
+    return next((path for path in found if tokenizer_type in ("auto", _kind(path))), None)
+
+
+def _is_byte(folder: Path) -> bool:
+    """Returns whether a folder configures the byte tokenizer."""
+    return _settings(folder).get("tokenizer_type") == "byte"
 
 
 def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
     origin = origin or f"file {path.name}"
     settings = _settings(path.parent)
     kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
+    if path.name == "merges.txt":
+        return HuggingFaceTokenizer(convert_vocabulary(path.parent, settings), origin, settings)
     if kind == "huggingface":
         return HuggingFaceTokenizer(read_text(path), origin, settings)
     if kind == "tiktoken":
         return TiktokenTokenizer(read_bytes(path), path.stem, origin, settings)
-    if kind == "sentencepiece":
-        return SentencePieceTokenizer(read_bytes(path), origin, settings)
-    raise UserError(
-        f"tokenizer_path={path} is a file, and tokenizer_type=byte reads none. Set "
-        "tokenizer_path=bytes."
-    )
+    return SentencePieceTokenizer(read_bytes(path), origin, settings)
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a tokenizer file by its contents."""
-    with path.open("rb") as file:
-        head = file.read(4096)
-    if path.suffix == ".json" or (path.suffix != ".model" and head.lstrip()[:1] == b"{"):
+    """Returns the kind of a tokenizer file by its name and contents."""
+    if path.suffix == ".json" or path.name == "merges.txt":
         return "huggingface"
-    if path.suffix == ".tiktoken" or is_tiktoken_file(head):
-        return "tiktoken"
-    return "sentencepiece"
+    is_tiktoken = path.suffix == ".tiktoken" or is_tiktoken_file(read_bytes(path))
+    return "tiktoken" if is_tiktoken else "sentencepiece"
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -208,27 +177,17 @@ def find_tokenizer_near(file: str, location: str, tokenizer_path: str = "") -> P
     """
     if not is_url(file):
         top = Path(os.path.abspath(local_path(location)))
-        folder = Path(os.path.abspath(local_path(file))).parent
-        while not _has_tokenizer(folder):
+        for folder in Path(os.path.abspath(local_path(file))).parents:
+            if _has_tokenizer(folder):
+                return folder
             if not (top in folder.parents or _SPLIT.fullmatch(folder.name)):
                 break
-            folder = folder.parent
-        else:
-            return folder
     named = Path(tokenizer_path).expanduser()
     return named if tokenizer_path and os.path.exists(named) else None
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    try:
-        names = set(os.listdir(folder))
-    except OSError as error:
-        if is_transient(error, remote=False):
-            raise
-        return False
-    if names >= _PAIR or any(map(_SINGLE_FILES.fullmatch, names)):
-        return True
-    # The byte tokenizer has only a configuration file.
+    # The byte tokenizer has only a configuration file, which may be of anything.
     with contextlib.suppress(UserError):
-        return read_json(folder / CONFIG_NAME).get("tokenizer_type") in BYTE_NAMES
+        return _find_file(folder) is not None or _is_byte(folder)
     return False

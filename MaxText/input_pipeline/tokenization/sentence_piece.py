@@ -8,8 +8,8 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import (
-    KNOWN_CONTROL_TOKENS,
     TextTokenizer,
+    control_ids,
     control_token_settings,
     write_files,
 )
@@ -29,7 +29,11 @@ class SentencePieceTokenizer(TextTokenizer):
         self._model_bytes = model
         self._settings = control_token_settings(settings)
         self._model = _parse(model, origin)
-        ids = {name: self._control_id(name) for name in KNOWN_CONTROL_TOKENS}
+        ids = control_ids(settings, self._id_of)
+        for name in ("bos", "eos", "pad"):
+            own = getattr(self._model, f"{name}_id")()
+            if f"{name}_token" not in self._settings and own >= 0:
+                ids[name] = own
         vocab_size = self._model.get_piece_size()
         super().__init__(origin, model, vocab_size, ids, "sentencepiece")
         self._check_special_tokens_as_text(
@@ -38,18 +42,10 @@ class SentencePieceTokenizer(TextTokenizer):
             "tokenizer_config.json.",
         )
 
-    def _control_id(self, name: str) -> int | None:
-        named = self._settings.get(f"{name}_token")
-        candidates = KNOWN_CONTROL_TOKENS[name] if named is None else (named,)
-        own = {"bos": self._model.bos_id, "eos": self._model.eos_id, "pad": self._model.pad_id}
-        if named is None and name in own and own[name]() >= 0:
-            return own[name]()
-        for candidate in candidates:
-            found = self._model.piece_to_id(candidate)
-            # Missing pieces get the id of the unknown piece.
-            if self._model.id_to_piece(found) == candidate:
-                return found
-        return None
+    def _id_of(self, token: str) -> int | None:
+        found = self._model.piece_to_id(token)
+        # Missing pieces get the id of the unknown piece.
+        return found if self._model.id_to_piece(found) == token else None
 
     def _ids(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text), np.uint32)

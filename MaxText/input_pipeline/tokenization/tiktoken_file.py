@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pydantic
 import regex
 import tiktoken
 
@@ -48,9 +49,6 @@ O200K_WORDS = (
     rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-# Bytes that occur in UTF-8; a vocabulary need not have the others.
-BYTES_OF_UTF8 = tuple(byte for byte in range(256) if byte not in (0xC0, 0xC1, *range(0xF5, 256)))
 
 # tiktoken searches every text for special tokens; without any it matches the empty string at every
 # character, and encoding takes 50 % longer. This one hardly occurs, and is encoded as text.
@@ -89,6 +87,22 @@ _PUBLISHED = {
 }
 
 
+class _Settings(pydantic.BaseModel):
+    """Keys of a tokenizer_config.json next to a tiktoken file."""
+
+    word_pattern: str = ""  # or the name of a published vocabulary
+    special_tokens: dict[str, pydantic.NonNegativeInt] | None = None
+
+
+def _read_settings(settings: Mapping[str, Any], origin: str) -> _Settings:
+    try:
+        return _Settings.model_validate(settings)
+    except pydantic.ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise UserError(f"{origin}: {where} in {CONFIG_NAME}: {problem['msg']}") from error
+
+
 def is_tiktoken_file(head: bytes) -> bool:
     """Returns whether the first line of a file looks like tiktoken's."""
     return _LINE.fullmatch(head.split(b"\n", 1)[0].rstrip(b"\r")) is not None
@@ -105,19 +119,28 @@ class TiktokenTokenizer(TextTokenizer):
         """
         self._contents = contents
         ranks = _read_ranks(contents, origin)
-        published = _find_published(name, settings, ranks)
-        pattern = settings.get("word_pattern") or (published and published.word_pattern)
-        if not isinstance(pattern, str):
+        stated = _read_settings(settings, origin)
+        published = _PUBLISHED.get(stated.word_pattern) or _find_published(name, len(ranks))
+        pattern = stated.word_pattern
+        if published and pattern in ("", *_PUBLISHED):
+            pattern = published.word_pattern
+        if not pattern:
             raise UserError(
                 f"{origin}: a tiktoken file does not say how to split text into words, and its "
                 f"name is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} next "
                 'to it with "word_pattern" (one of these names, or a regular expression) and '
                 '"special_tokens" (token to id).'
             )
-        if pattern in _PUBLISHED:
-            pattern = _PUBLISHED[pattern].word_pattern
-        special = _special_tokens(settings, published, ranks, origin)
-        vocab_size = max(*ranks.values(), *special.values()) + 1
+        special = stated.special_tokens
+        if special is None:
+            is_complete = published is not None and published.num_ranks == len(ranks)
+            special = {**published.special_tokens} if published and is_complete else {}
+        if taken := {*special.values()} & {*ranks.values()}:
+            raise UserError(
+                f'{origin}: "special_tokens" in {CONFIG_NAME} have ids of other tokens '
+                f"({min(taken)}). Give them free ids."
+            )
+        vocab_size = max([*ranks.values(), *special.values()]) + 1
         try:
             self._encoding = tiktoken.Encoding(
                 name,
@@ -164,7 +187,7 @@ class TiktokenTokenizer(TextTokenizer):
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
-    """Parses bytes -> rank; UserError for invalid lines, missing bytes."""
+    """Parses bytes -> rank; UserError for invalid or repeated lines."""
     lines = [line.split() for line in contents.splitlines() if line]
     try:
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -173,65 +196,16 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
             f"{origin} has a line other than a token in base64 and its rank ({error}). Copy the "
             "file again."
         ) from error
-    are_distinct = len(lines) == len(ranks) == len({*ranks.values()})
-    are_possible = all(0 <= rank < 1 << 32 for rank in ranks.values())
-    if b"" in ranks or not are_distinct or not are_possible:
-        raise UserError(
-            f"{origin} has an empty token, one token or rank twice, or an impossible rank. Copy "
-            "it again."
-        )
-    missing = [byte for byte in BYTES_OF_UTF8 if bytes([byte]) not in ranks]
-    if missing:
-        raise UserError(
-            f"{origin} has no token for byte {missing[0]} and {len(missing) - 1} others, so some "
-            "texts have no ids. The file is truncated: copy it again."
-        )
+    if not len(lines) == len(ranks) == len({*ranks.values()}):
+        raise UserError(f"{origin} has one token or rank twice. Copy it again.")
     return ranks
 
 
-def _find_published(
-    name: str, settings: Mapping[str, Any], ranks: Mapping[bytes, int]
-) -> _Published | None:
-    """Finds a published vocabulary by its configured name, file name or size."""
-    for candidate in (settings.get("word_pattern"), name.lower().replace("-", "")):
-        for known, published in _PUBLISHED.items():
-            if isinstance(candidate, str) and candidate.startswith(known):
-                return published
+def _find_published(name: str, num_ranks: int) -> _Published | None:
+    """Finds a published vocabulary by its name or size."""
+    for known, published in _PUBLISHED.items():
+        if name.lower().replace("-", "").startswith(known):
+            return published
     # Llama 3's file is named tokenizer.model.
     llama3 = _PUBLISHED["llama3"]
-    return llama3 if len(ranks) == llama3.num_ranks else None
-
-
-def _special_tokens(
-    settings: Mapping[str, Any],
-    published: _Published | None,
-    ranks: Mapping[bytes, int],
-    origin: str,
-) -> dict[str, int]:
-    """Returns control tokens by spelling, of settings or as published."""
-    stated = settings.get("special_tokens")
-    if stated is None and isinstance(settings.get("added_tokens_decoder"), Mapping):
-        # Format of transformers: {"5000": {"content": "<|endoftext|>"}}.
-        entries = settings["added_tokens_decoder"].items()
-        stated = {
-            entry["content"]: int(i)
-            for i, entry in entries
-            if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and i.isdigit()
-        }
-    if stated is None:
-        complete = published is not None and published.num_ranks == len(ranks)
-        return dict(published.special_tokens) if published and complete else {}
-    taken = set(ranks.values())
-    if not isinstance(stated, Mapping):
-        raise UserError(
-            f'{origin}: "special_tokens" in {CONFIG_NAME} is a {type(stated).__name__}. Make it '
-            'an object such as {"<|endoftext|>": 5000}.'
-        )
-    for token, i in stated.items():
-        if not token or type(i) is not int or not 0 <= i < 1 << 32 or i in taken:
-            raise UserError(
-                f"{origin}: the control token {token!r} in {CONFIG_NAME} has the id {i!r}, which "
-                "is not a number or taken by another token, or it is empty. Give it a free id."
-            )
-        taken.add(i)
-    return dict(stated)
+    return llama3 if num_ranks == llama3.num_ranks else None

@@ -1,7 +1,6 @@
 """Which files a source names, in which order and units."""
 
 import gzip
-import json
 import os
 import pickle
 import subprocess
@@ -98,28 +97,16 @@ def test_standard_library(tmp_path, monkeypatch):
     assert "Python 3." in open_corpus("python_stdlib", "text").description
 
 
-def test_saved_datasets_keep_their_files(tmp_path):
-    folder = tmp_path / "d"
-    saved = {"data-0.arrow": ["1", "2", "3"], "data-1.arrow": ["4"]}
-    for split, shards in {"train": saved, "test": {"data-00000-of-00001.arrow": ["0"]}}.items():
-        state = {"_data_files": [{"filename": name} for name in shards], "_split": split}
-        files = {f"{split}/{name}": arrow_stream(texts) for name, texts in shards.items()}
-        about = {f"{split}/dataset_info.json": b'{"features": {}}'}
-        write(folder, files | about | {f"{split}/state.json": json.dumps(state).encode()})
-    write(folder, {"dataset_dict.json": b'{"splits": ["train", "test"]}', "README.md": b"about"})
-    write(folder, {"train/data-2.arrow": arrow_stream(["left by an older one"])})
-    documents, _ = read_documents(folder)
-    assert [(document.file, document.row) for document in documents] == [
-        ("test/data-00000-of-00001.arrow", 0), ("train/data-0.arrow", 0), ("train/data-0.arrow", 1),
-        ("train/data-0.arrow", 2), ("train/data-1.arrow", 0),
-    ]  # fmt: skip
-    assert [document.text for document in documents] == ["0", "1", "2", "3", "4"]
-    (folder / "train/data-1.arrow").unlink()
-    refused(r"data-1\.arrow", open_corpus, str(folder), "text")
-    # The state of another program is no saved dataset.
-    other = {"state.json": b'{"step": 3}', "a.parquet": parquet_file(["a", "b", "c"])}
-    write(tmp_path / "other", {**other, "b.arrow": arrow_stream(["d"])})
-    assert read_texts(tmp_path / "other") == ["a", "b", "c", "d"]
+def test_saved_datasets(tmp_path):
+    saved = {
+        "train/data-0.arrow": arrow_stream(["1", "2", "3"]),
+        "train/data-1.arrow": parquet_file(["4"]),
+        "train/cache-1.arrow": arrow_stream(["never"]), "train/state.json": b'{"_data_files": []}',
+        "test/data-00000-of-00001.arrow": arrow_stream(["0"]), "README.md": b"about",
+        "dataset_dict.json": b'{"splits": ["train", "test"]}',
+    }  # fmt: skip
+    write(tmp_path, saved)
+    assert read_texts(tmp_path) == ["0", "1", "2", "3", "4"]
 
 
 def test_remote_files(tmp_path):
@@ -152,7 +139,6 @@ def test_remote_files(tmp_path):
         ("part-{1..3}.txt", ["part-1.txt"], r"part-2\.txt"),
         ("nothing://bucket/text", [], "nothing://"),
         ("thesis.pdf", ["thesis.pdf"], r"\.pdf"),
-        ("t.parquet.gz", ["t.parquet.gz"], r"t\.parquet\.gz.* compressed"),
         (".", ["c.png"], "plain text"),
         (".", ["LICENSE"], r"/\*\*/\*\.py'\."),
     ],
@@ -163,12 +149,10 @@ def test_sources_without_text(tmp_path, monkeypatch, source, names, message):
     refused(message, open_corpus, source, "text")
 
 
-def test_files_that_change_or_cannot_be_read(tmp_path, monkeypatch):
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("text")
     (unit,) = open_corpus(str(path), "text").shards
-    path.write_text("longer text")
-    refused(r"a\.txt .*11 .* 4 ", list, unit.documents(Skipped()))
     path.unlink()
     refused(r"a\.txt .*No such file", list, unit.documents(Skipped()))
     path.mkdir()
@@ -220,12 +204,10 @@ def test_output_below_its_own_source(tmp_path):
             assert read_texts(folder) == ["text a", "of another program"]
     # What is named itself is read, if it holds text.
     assert read_texts(folder / "records") == ["text a", "of another program"]
-    for made in ("bin", "ids"):
-        refused(f"dataset_path={folder / made}$", open_corpus, str(folder / made), "text")
 
 
 def test_records_of_token_ids(tmp_path):
     for kind in ("parquet", "arrow", "tfrecord", "array_record"):
         path = tmp_path / f"a.{kind}"
         token_files.RECORDS[kind](path, [np.array([1, 2]), np.array([3])])
-        refused(f"input_ids.* token ids.* dataset_path={path}$", read_texts, path)
+        refused(f"{path}.* no text .*Token ids .*dataset_path", read_texts, path)

@@ -136,8 +136,12 @@ def test_features_of_records(tmp_path, kind):
     assert "not a tf.train.Example" in str(bad)
     assert (ids.tolist(), ids.dtype, labels) == ([1, 2], np.int32, None)
     assert "2147483648 is not a token id" in str(others[0])
-    assert "no feature input_ids or text or tokens (features: body (bytes))" in str(others[1])
-    assert "feature body holds bytes" in str([*read_ids(str(path), kind, ["body"])][1])
+    assert "no integer feature input_ids or text or tokens (features: body (bytes))" in str(
+        others[1]
+    )
+    assert "no integer feature body (features: body (bytes)," in str(
+        [*read_ids(str(path), kind, ["body"])][1]
+    )
     write_raw(kind, path, [])
     assert read(path, kind) == []
     assert not holds_text([str(path)], kind)
@@ -160,8 +164,6 @@ def test_text_or_ids_in_records(tmp_path, kind):
     assert holds(record, "other", text_field="body")
     message = r"no integer feature other and no text in text .*body \(bytes\)"
     refused(message, holds, record, "other")
-    for other in (b"\xff", b" "):
-        refused("neither a tf.train.Example nor UTF-8", holds, other)
 
 
 def test_text_or_ids_in_tables(tmp_path):
@@ -174,8 +176,6 @@ def test_text_or_ids_in_tables(tmp_path):
     refused(message, holds_text, [str(path)], "parquet", ["other"], "text")
     refused(message, read, path, "parquet", "other")
     assert not holds_text(["never read.tar"], "webdataset")
-    path.rename(tmp_path / "a.parquet.gz")
-    refused("compressed as a whole", read, tmp_path / "a.parquet.gz", "parquet")
 
 
 def test_fields_of_archives(tmp_path):
@@ -186,9 +186,8 @@ def test_fields_of_archives(tmp_path):
         "y/3.ids.npy": npy([1.5]),
     }  # fmt: skip
     path.write_bytes(tar_archive(members))
-    message = r"one field of tokens .*: ids, mask; first member: x/readme\.txt\).*records\.field"
-    refused(message, read, path, "webdataset")
-    refused("field other .*ids, mask", read, path, "webdataset", "other")
+    refused(r"a usual field .*: ids, mask\).*records\.field", read, path, "webdataset")
+    refused("without other .*ids, mask", read, path, "webdataset", "other")
     documents = [*read_ids(str(path), "webdataset", ["ids"])]
     assert [each.ids.tolist() for each in documents[:2]] == [[1], [2]]
     assert "int64 of shape (1, 1), not a list of ids" in str(documents[2])
@@ -200,7 +199,7 @@ def test_fields_of_archives(tmp_path):
     path.write_bytes(tar_archive({"0.npy": npy([1]), "1.npy": npy([2])}))
     assert read(path, "webdataset") == [[1], [2]]
     path.write_bytes(tar_archive({"0.a.npy": npy([1]), "1.tokens.npy": npy([2])}))
-    refused("a, tokens;.*token_records.field", read, path, "webdataset")
+    refused(r"without a .*tokens\).*token_records.field", read, path, "webdataset")
     path.write_bytes(tar_archive({}))
     assert read(path, "webdataset") == []
 
@@ -253,8 +252,8 @@ def test_rows_of_tables_with_mistakes(tmp_path):
     documents = [*read_ids(str(tmp_path / "b"), "parquet")]
     errors = [each for each in documents if isinstance(each, BadRecordError)]
     assert [str(each).partition(": ")[2] for each in errors] == [
-        "the row lacks a value in input_ids", "the row lacks a value in input_ids",
-        "the row has 2 labels for 1 ids", "the row lacks a value in labels",
+        "the row lacks a value", "the row lacks a value", "the row has 2 labels for 1 ids",
+        "the row lacks a value",
     ]  # fmt: skip
     fixed = pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.int64(), 2))
     parquet.write_table(pyarrow.table({"tokens": fixed}), tmp_path / "c")

@@ -53,10 +53,3 @@ def test_flipped_bits():
         (offset, problem), following = scan(bytes(content))
         assert "the CRC of the record is wrong" in str(problem)
         assert (offset, following) == (0, (21, b"more"))
-
-
-def test_a_length_beyond_the_file_allocates_nothing():
-    length = (2**62).to_bytes(8, "little")
-    header = length + tfrecord.masked_crc32c(length)
-    with pytest.raises(BadRecordError, match="truncated"):
-        scan(header + b"abc")

@@ -1,7 +1,6 @@
 """Tensors saved by torch, read without it; the golden files were written by torch 2.13.0."""
 
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +35,12 @@ def test_truncated_files():
             read_tensor(content[:left])
 
 
-def test_damaged_and_other_files(tmp_path):
+def test_damaged_and_other_files():
     content = bytearray((GOLDEN / "int64.pth").read_bytes())
     at = bytes(content).index(np.array(EXPECTED["int64"]["values"], "<i8").tobytes())
     content[at + 8] ^= 1
     with pytest.raises(TorchFileError, match="CRC"):
         read_tensor(bytes(content))
-    with zipfile.ZipFile(tmp_path / "x.pth", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x/data.pkl", b"0" * 10_000)
-    with pytest.raises(TorchFileError, match="compressed"):
-        read_tensor((tmp_path / "x.pth").read_bytes())
     for other in (b"", b"PK", b"hello", b"\x80\x02.", b"\x80\x02K\x01."):
         with pytest.raises(TorchFileError, match=r"not a torch\.save file"):
             read_tensor(other)

@@ -83,7 +83,7 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
-    refused(r"ids0\.tfrecord at byte \d+: .*file ends", open_data, tmp_path / "d", tmp_path / "c")
+    refused(r"ids0\.tfrecord at byte \d+: .*truncated", open_data, tmp_path / "d", tmp_path / "c")
     data = open_data(tmp_path / "d", tmp_path / "c", **{"bad_records.action": "skip"})
     assert np.diff(data.store.document_offsets).tolist() == [40, 40] + [30] * 4
     assert "rest of the file is skipped" in data.skipped[0]

@@ -1,6 +1,5 @@
 """Tokenizers of every kind: loaded, saved, trained, and what is refused."""
 
-import json
 import pickle
 
 import huggingface_hub
@@ -155,14 +154,6 @@ def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
     assert_same_ids(by_files, SAMPLE)
     text = SAMPLE[0] + "<|endoftext|>" + SAMPLE[2]
     assert by_files.encode([text])[0].tolist() == trained.encode([text])[0].tolist()
-
-    size = trained.entry.vocab_size
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 1, "<|im_end|>": size}))
-    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
-    entry = load_tokenizer(str(tmp_path)).entry
-    assert (entry.eos_id, entry.pad_id, entry.vocab_size) == (size, size + 1, size + 2)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 5}))
-    refused(rf"added_tokens\.json.*'<pad>'.* {size + 5}", load_tokenizer, str(tmp_path))
     (tmp_path / "vocab.json").write_text("[]")
     refused(r"vocab\.json", load_tokenizer, str(tmp_path))
 
@@ -212,9 +203,12 @@ def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path):
         ({"tokenizer.json": b'{"caf\xe9": 1}'}, "auto", r"tokenizer\.json .*UTF-8 at offset 5"),
         ({"tokenizer_config.json": b"{", "tokenizer.json": None}, "auto", "config.* not JSON"),
         ({"tokenizer_config.json": b"[1]", "tokenizer.json": None}, "auto", "config.* a list"),
-        ({"notes.txt": b"x"}, "auto", r"tokenizer\.json.*merges\.txt.*\.model.*\.tiktoken"),
+        (
+            {"notes.txt": b"x"},
+            "auto",
+            r"tokenizer\.json, merges\.txt, .*\.tiktoken, tokenizer\.model",
+        ),
         ({"notes.txt": b"x"}, "tiktoken", r"\.tiktoken"),
-        ({"a.model": b"\x0a\x0e", "b.model": b"\x0a\x0e"}, "auto", r"a\.model, b\.model"),
         ({"a.model": b"\x0a\x0e", "tokenizer.model": b""}, "auto", r"tokenizer\.model is empty"),
     ],
 )
@@ -230,10 +224,3 @@ def test_missing_paths(tmp_path, monkeypatch, told):
     for path in ("absent.json", "./absent/folder", "/absent/a/b", "a.tiktoken", ""):
         caught = refused(f"tokenizer_path={path}: no such file", load_tokenizer, path)
     told(caught)
-
-
-def test_a_regular_expression_of_exponential_time(tmp_path):
-    plain = tokenizers.Tokenizer(models.BPE({"a": 0, "b": 1}, []))
-    plain.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
-    plain.save(str(tmp_path / "tokenizer.json"))
-    refused(r"tokenizer\.json.* 41 ", load_tokenizer(tmp_path).encode, ["a" * 40 + "b"])

@@ -103,7 +103,6 @@ def test_long_run_of_white_space(tmp_path):
     [
         (b"YQ== 0\nYQ==\n", "base64"), (b"YQ== 0\n!!== 1\n", "base64"),
         (b"YQ== 0\nYQ== 1\n", "twice"), (b"YQ== 0\nYg== 0\n", "twice"),
-        (b"YQ== 0\nYg== 1\n", "byte 0 and 240"), (b"YQ== 99999999999\n", "rank"),
     ],
 )  # fmt: skip
 def test_damaged_files(tmp_path, contents, message):
@@ -117,10 +116,9 @@ def test_damaged_files(tmp_path, contents, message):
     [
         ({}, "word_pattern"),
         ({"word_pattern": "("}, "word_pattern"),
-        ({"word_pattern": "gpt2", "special_tokens": {"<s>": 97}}, "'<s>'.* 97"),
-        ({"word_pattern": "gpt2", "special_tokens": {"<s>": "9"}}, "'9'"),
-        ({"word_pattern": "gpt2", "special_tokens": {"": 2000}}, "empty"),
-        ({"word_pattern": "gpt2", "special_tokens": ["<s>"]}, "special_tokens.* list"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": 97}}, r"special_tokens.*\(97\)"),
+        ({"word_pattern": "gpt2", "special_tokens": {"<s>": -1}}, "special_tokens.<s>.* 0"),
+        ({"word_pattern": "gpt2", "special_tokens": ["<s>"]}, "special_tokens.* dictionary"),
     ],
 )
 def test_impossible_settings(tmp_path, config, message):
