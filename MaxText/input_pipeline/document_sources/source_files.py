@@ -4,6 +4,7 @@ Of a local folder, all files with known extensions are read, except hidden ones 
 prepare_data.py wrote, so results may be written inside it. The order depends on names only.
 """
 
+import json
 import os
 import re
 import sysconfig
@@ -31,9 +32,11 @@ _KEY = "prepare_source"
 # Standard library folders with third-party packages or nothing to read.
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
+_STATE = "state.json"  # lists the files of a saved Hugging Face dataset
+
 # Next to tables and records, these files are metadata.
 _ABOUT_TABLES = {
-    *("state.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
+    *(_STATE, "dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
     *("features.json", "export.json", "prepared_from.json", "readme.md"),
 }
 # Cached results that `datasets` writes next to a saved dataset.
@@ -140,6 +143,16 @@ def _is_made(folder: Path) -> bool:
     return any(path.is_file() and b'"schema_version"' in path.read_bytes() for path in paths)
 
 
+def _is_leftover(path: Path) -> bool:
+    """Returns whether a saved Hugging Face dataset no longer lists its file."""
+    state = path.with_name(_STATE)
+    if path.suffix != ".arrow" or not state.is_file():
+        return False
+    content = json.loads(state.read_bytes())
+    listed = content.get("_data_files") if isinstance(content, dict) else None
+    return bool(listed) and path.name not in [file["filename"] for file in listed]
+
+
 def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
     """Returns files of a folder with a known extension, in natural order."""
     if not file_access.is_url(entry):
@@ -147,6 +160,7 @@ def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
         below = {parent for name in found for parent in PurePosixPath(name).parents[:-1]}
         made = tuple(f"{name}/" for name in below if _is_made(folder / name))
         found = {name: file for name, file in found.items() if not name.startswith(made)}
+        found = {name: file for name, file in found.items() if not _is_leftover(folder / name)}
     known = {name: known_format(name) for name in found if not _CACHED.fullmatch(name)}
     layouts = {each.layout for each in known.values() if each}
     hidden = _ABOUT_TABLES if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS) else ()

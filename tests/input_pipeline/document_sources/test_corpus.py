@@ -98,10 +98,12 @@ def test_standard_library(tmp_path, monkeypatch):
 
 
 def test_saved_datasets(tmp_path):
+    state = b'{"_data_files": [{"filename": "data-0.arrow"}, {"filename": "data-1.arrow"}]}'
     saved = {
         "train/data-0.arrow": arrow_stream(["1", "2", "3"]),
         "train/data-1.arrow": parquet_file(["4"]),
-        "train/cache-1.arrow": arrow_stream(["never"]), "train/state.json": b'{"_data_files": []}',
+        "train/cache-1.arrow": arrow_stream(["never"]), "train/state.json": state,
+        "train/data-2.arrow": arrow_stream(["left by an older result"]), "test/state.json": b"{}",
         "test/data-00000-of-00001.arrow": arrow_stream(["0"]), "README.md": b"about",
         "dataset_dict.json": b'{"splits": ["train", "test"]}',
     }  # fmt: skip
