@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import Continuation, MaskIds, Progress, ScoreRequest
+from MaxText.evaluation.scorer_inputs import Continuation, Progress, ScoreRequest
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
@@ -43,31 +43,21 @@ class ScoreResult(NamedTuple):
 class Scorer:
     """Scores ids at positions of sequences of any length up to `window`.
 
-    Batches hold as many tokens as an evaluation batch, in sequences of similar length. These are
-    padded on the right; non-causal models get segment ids that mask the padding. Only the requested
-    positions go through the head.
-
-    With `mask_ids`, inputs match the training of a masked language model, except that no token is
-    replaced by a random one: CLS first if the model was trained with it, and the mask id at hidden
-    positions. `window` excludes CLS.
+    Batches hold as many tokens as an evaluation batch, in sequences of similar length, padded on
+    the right. Only the requested positions go through the head.
     """
 
-    def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
-        """Compiles nothing yet; UserError for non-causal models without masks."""
-        if mask_ids is None and not trained.model.config.attention.causal:
+    def __init__(self, trained: TrainedModel):
+        """Compiles nothing yet; UserError for non-causal models."""
+        if not trained.model.config.attention.causal:
             raise UserError(
                 "only causal models can score continuations, and this model has causal=false: it "
-                "was trained to predict masked tokens. eval.py scores it with "
-                "eval_tasks=[lambada,wikitext] and on data sets."
+                "was trained to predict masked tokens. eval.py scores it on data sets."
             )
         config, sharding = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
-        self._mask_id = -1 if mask_ids is None else mask_ids.mask
-        self.cls_id = None if mask_ids is None else mask_ids.cls
-        self._before = [] if self.cls_id is None else [self.cls_id]
-        self._max_length: int = trained.model.config.shape.max_target_length
-        self.window = self._max_length - len(self._before)
-        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self._max_length
+        self.window: int = trained.model.config.shape.max_target_length
+        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self.window
         self._trained = trained
         score = functools.partial(_score_positions, trained.model, sharding.num_batch_parts)
         # Every host submits all requests and reads all outputs, which are small.
@@ -130,7 +120,7 @@ class Scorer:
         by_shape: dict[tuple[int, int], list[int]] = {}
         for number, one in enumerate(requests):
             assert 0 < len(one.ids) <= self.window, len(one.ids)
-            length = padded_length(len(self._before) + len(one.ids), self._max_length)
+            length = padded_length(len(one.ids), self.window)
             num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
             num_positions <<= num_positions.bit_length() % 2 == 0  # powers of 4
             by_shape.setdefault((length, num_positions), []).append(number)
@@ -146,22 +136,15 @@ class Scorer:
 
     def _arrays(
         self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
-    ) -> tuple[np.ndarray | None, ...]:
-        """Returns (tokens_BT, positions_BC, targets_BC, segments_BT), zero-padded."""
-        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
+    ) -> tuple[np.ndarray, ...]:
+        """Returns (tokens_BT, positions_BC, targets_BC), zero-padded."""
+        tokens_BT = np.zeros((num_rows, length), np.int32)
         positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
-        first = len(self._before)
         for index, one in enumerate(requests):
-            end, count = first + len(one.ids), len(one.positions)
-            tokens_BT[index, :first] = self._before
-            tokens_BT[index, first:end] = one.ids
-            if one.hidden:
-                tokens_BT[index, np.add(one.hidden, first)] = self._mask_id
-            segments_BT[index, :end] = 1
-            positions_BC[index, :count] = np.add(one.positions, first)
-            targets_BC[index, :count] = one.targets
-        sees_padding = not self._trained.model.config.attention.causal
-        return tokens_BT, positions_BC, targets_BC, segments_BT if sees_padding else None
+            tokens_BT[index, : len(one.ids)] = one.ids
+            positions_BC[index, : len(one.positions)] = one.positions
+            targets_BC[index, : len(one.positions)] = one.targets
+        return tokens_BT, positions_BC, targets_BC
 
 
 def padded_length(length: int, window: int) -> int:
@@ -171,10 +154,10 @@ def padded_length(length: int, window: int) -> int:
     return min(between if length <= between else power, window)
 
 
-def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_BC, segments_BT):
+def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_BC):
     """Returns -log p of the targets and whether they are argmax, [B, C]."""
     decoder = model.merge(params)
-    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None, segments_BT=segments_BT)
+    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None)
     h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     head_state = decoder.head_state(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, positions_BC[..., None], axis=1)

@@ -302,7 +302,7 @@ def test_arguments_of_the_harness(monkeypatch):
 def test_without_the_harness(monkeypatch):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install '\.\[lm-eval\]'"):
-        harness_run.check_harness(configure(dataset_type="synthetic", harness_tasks=["arc_easy"]))
+        harness_run.find_tasks(("arc_easy",), "")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "MaxText.evaluation.harness", raising=False)
@@ -313,4 +313,4 @@ def test_without_the_harness(monkeypatch):
 def test_a_folder_of_tasks_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UserError, match=r"harness.task_path=.*none is not a folder"):
-        harness_run.check_harness(request(tmp_path / "none", "arc_easy"))
+        harness_run.find_tasks(("arc_easy",), str(tmp_path / "none"))
