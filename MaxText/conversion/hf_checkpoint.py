@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.input_pipeline.tokenization.interface import read_json
 
 PREFIX = "hf:"
@@ -198,23 +198,17 @@ def _open_torch(file: Path) -> Any:
             f"{file.name} is in PyTorch's own format, which needs torch: pip install '.[torch]'. "
             "A model.safetensors needs no extra package."
         ) from error
-    import pickle
     import zipfile
 
     try:
         # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # of many types; objects other than tensors are refused
+        reason = first_line(error)[:200]
         raise UserError(
-            f"{file} is corrupted, or contains objects other than tensors, which are refused "
-            "because loading them can run arbitrary code. Copy it again, or use a "
-            "model.safetensors."
+            f"{file} cannot be read by torch: {reason}. Copy it again, or use a model.safetensors."
         ) from error
-    # Files in other formats raise any of these.
-    except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError) as error:
-        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-        raise UserError(f"{file} cannot be read by torch: {reason}. Copy it again.") from error
     if not isinstance(state, Mapping):
         raise UserError(f"{file} is not a dict of tensors.")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
