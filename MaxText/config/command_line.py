@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from MaxText import early_signals, exit_codes
-from MaxText.config import import_modules, serialization, values
+from MaxText.config import config_files, import_modules, serialization, sources, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
-from MaxText.config.loading import LoadedConfig, format_accepted, load, unknown_key
+from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError
+from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
@@ -24,6 +24,7 @@ options:
   --help [KEY]          this text, or everything about one key
   --show-config         print the resolved configuration as YAML and exit
   --why KEY             print a value, where it was set and what it beat, and exit
+  --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
 
 Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<decoder_block>.yml,
 base_config files, the config file, configs/models/<model_name>.yml, environment variables
@@ -31,7 +32,7 @@ M_<KEY>, key=value arguments.
 """
 
 
-QUESTIONS = ("-h", "--help", "--show-config", "--why")
+QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 Load = Callable[..., LoadedConfig]
 
 
@@ -191,10 +192,13 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
         if argument == "--show-config":
             del remaining[index]
             return _show_config(_loaded(program, remaining, load))
-        if argument == "--why":
+        if argument in ("--why", "--from-maxtext"):
             name = _option_value(remaining, index)
             if not name:
-                raise UserError("--why needs a key after it")
+                what = "a key" if argument == "--why" else "a YAML file"
+                raise UserError(f"{argument} needs {what} after it")
+            if argument == "--from-maxtext":
+                return _maxtext_report(name)
             key = _known(name)
             return explain_value(_loaded(program, remaining, load), key.name)
     return ""
@@ -213,8 +217,9 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 def _option_value(remaining: list[str], index: int) -> str:
     """Removes the option at `index`; returns and removes its value."""
-    operands = remaining[index + 1 : index + 2]
-    if re.search(r"^-|=|\.ya?ml$", "".join(operands)):  # the configuration's
+    option, *operands = remaining[index : index + 2]
+    # After --help and --why a YAML file is the configuration, not the key.
+    if option != "--from-maxtext" and re.search(r"^-|=|\.ya?ml$", "".join(operands)):
         operands = []
     del remaining[index : index + 1 + len(operands)]
     return "".join(operands)
@@ -272,6 +277,30 @@ def _show_config(loaded: LoadedConfig) -> str:
         return "" if origin.source is Source.DEFAULT else origin.place
 
     return serialization.resolved_yaml(loaded.config, comment)
+
+
+def _maxtext_report(path: str) -> str:
+    """Returns supported keys, keys accepted with a note, and wrong ones."""
+    file = config_files.find_config(path)
+    entries, problems = config_files.read(file)
+    given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
+    result = sources.CollectedSettings(problems=problems)
+    supported = merge(sources.distinct(given, result), result.problems).kept
+    groups = {
+        "Supported": [f"{one.name}: {one.origin.raw}" for one in supported],
+        "Accepted under another name or value, or without effect": result.notices,
+        "Not supported: change or remove these": list(map(_problem_line, result.problems)),
+    }
+    lines = [f"{config_files.short_path(file)}, {len(entries)} keys"]
+    for heading, found in groups.items():
+        lines += ["", f"{heading} ({len(found)}):", *(f"  {line}" for line in found)]
+    return "\n".join(lines) + "\n"
+
+
+def _problem_line(problem: Problem) -> str:
+    shown = ("accepted", "nearest", "note")
+    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
+    return "; ".join([problem.what, *facts])
 
 
 def explain_value(loaded: LoadedConfig, name: str) -> str:

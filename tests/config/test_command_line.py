@@ -47,7 +47,7 @@ def test_help_of_a_key(answer, told):
 @pytest.mark.parametrize(
     "words",
     ["gpt2.yml dataset_path=x lerning_rate=1", "--help stepz", "--why stepz", "--why gcs_metrics",
-     "--why", "~no_such_user_here/a.yml", ""],
+     "--why", "--from-maxtext", "--from-maxtext nowhere.yml", "~no_such_user_here/a.yml", ""],
 )  # fmt: skip
 def test_mistakes(words, answer, told):
     told(answer(*words.split(), code=2))
@@ -88,6 +88,15 @@ def test_show_config_can_be_fed_back(answer, write):
     assert "base_emb_dim: 1536  # command line" in text
     assert "# configs/models/gpt2-124m.yml:" in text
     assert load([write(text)]).config == load(arguments).config
+
+
+def test_from_maxtext(answer, write, told):
+    path = write(
+        "steps: 5\nmax_num_checkpoints_to_keep: 2\ngcs_metrics: true\nmegablox: true\n"
+        "dataset_type: tfds\nstepz: 1\nlogical_axis_rules: [[embed, tensor_sequence]]\n"
+        "dropout_rate: 3\ndense_conn: true\nmudd_postnorm: true\nddw_gen_chunk_size: null\n"
+    )
+    told(answer("--from-maxtext", path))
 
 
 def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):

@@ -169,7 +169,7 @@ def _environments(draw: st.DrawFn) -> Input:
 
 
 _WORDS = st.one_of(
-    st.sampled_from(["--help", "-h", "--show-config", "--why", "--", "-", ""]),
+    st.sampled_from(["--help", "-h", "--show-config", "--why", "--from-maxtext", "--", "-", ""]),
     st.sampled_from(["base.yml", "nowhere.yml", "~nobody/a.yml", "a\0.yml", "a" * 5000 + ".yml"]),
     st.sampled_from(["/.yml", "\ud800.yml", "configs/.yml", "steps=1", "steps=2", "stages=[a]"]),
     st.sampled_from(_NAMES),

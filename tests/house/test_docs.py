@@ -109,6 +109,8 @@ def accept(program: str, arguments: list[str]) -> None:
             options = of_program(program, "InspectOptions")
             arguments = of_program(program, "with_dataset")(arguments)
             load(read_options(options, arguments)[1].configuration, program)
+        case "train.py" if arguments[0] == "--from-maxtext":
+            pass  # it reads a file of the user's
         case _:
             load(arguments, program)
 
