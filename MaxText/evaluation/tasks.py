@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from MaxText.config.schema import Config
 from MaxText.evaluation import lambada, wikitext
@@ -14,25 +14,17 @@ from MaxText.inference.trained_model import Log, TrainedModel
 _SECONDS_PER_LINE = 30.0  # between progress lines
 
 
-class Task(NamedTuple):
-    """A task: its reader and its scorer."""
-
-    read: Callable[[str], Sequence[Any]]  # path -> items
-    score: Callable[..., TaskResult]  # (items, scorer, tokenizer, progress) -> result
-
-
-TASKS = {
-    "lambada": Task(lambada.read_passages, lambada.score),
-    "wikitext": Task(wikitext.read_pages, wikitext.score),
+# Name -> reader of a path, and scorer of (items, scorer, tokenizer, progress).
+TASKS: dict[str, tuple[Callable[[str], Sequence[Any]], Callable[..., TaskResult]]] = {
+    "lambada": (lambada.read_passages, lambada.score),
+    "wikitext": (wikitext.read_pages, wikitext.score),
 }
 
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
     scoring = config.scoring
-    return {
-        name: TASKS[name].read(getattr(scoring.task_files, name)) for name in scoring.eval_tasks
-    }
+    return {name: TASKS[name][0](getattr(scoring.task_files, name)) for name in scoring.eval_tasks}
 
 
 def run_tasks(
@@ -53,7 +45,7 @@ def run_tasks(
     for name, task_items in items.items():
         path = getattr(config.scoring.task_files, name)
         began = time.perf_counter()
-        result = TASKS[name].score(task_items, scorer, tokenizer, log_progress(name, log))
+        result = TASKS[name][1](task_items, scorer, tokenizer, log_progress(name, log))
         scores.append(TaskScore(name, path, *result, time.perf_counter() - began))
     log(task_table(scores))
     return scores
