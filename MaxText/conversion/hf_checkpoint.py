@@ -101,40 +101,27 @@ class TensorFiles:
         self.folder = folder
         self.found: dict[str, TensorInfo] = {}
         self._open = functools.lru_cache(maxsize=1)(_open)  # at most one file is mapped
-        for file, names in self._files().items():
-            found = self._describe(file)
-            if missing := sorted(set(names) - set(found)):
-                raise UserError(
-                    f"{file} lacks {missing[0]}, which the index lists. Copy the folder again."
-                )
-            self.found |= found
+        for file in self._files():
+            self.found |= self._describe(file)
 
-    def _files(self) -> dict[Path, list[str]]:
-        """Returns the files, and the tensor names promised by an index."""
+    def _files(self) -> list[Path]:
         for name in (SAFETENSORS, _TORCH):
             index = self.folder / (name + _INDEX)
             if index.is_file():
-                by_file: dict[Path, list[str]] = {}
                 weights = read_json(index).get("weight_map")
                 if not isinstance(weights, Mapping) or not weights:
                     raise UserError(f"{index} has no weight_map. Copy it again.")
-                for tensor, file in weights.items():
-                    path = Path(str(file))
+                files = list(map(Path, dict.fromkeys(map(str, weights.values()))))
+                for file in files:
                     # The hub cache has links to outside, but names in an index never leave it.
-                    if path.is_absolute() or ".." in path.parts:
+                    if file.is_absolute() or ".." in file.parts:
                         raise UserError(
                             f"{index} lists {file}, which is outside its folder. Only files inside "
                             "are read: copy the folder again from a source you trust."
                         )
-                    by_file.setdefault(self.folder / path, []).append(tensor)
-                for file in by_file:
-                    if not is_file(file):
-                        raise UserError(
-                            f"{file} is missing, which {index.name} lists. Copy the folder again."
-                        )
-                return by_file
+                return [self.folder / file for file in files]
             if (self.folder / name).is_file():
-                return {self.folder / name: []}
+                return [self.folder / name]
         raise UserError(
             f"{self.folder} has neither {SAFETENSORS} nor {_TORCH}, nor an index of several files. "
             "Copy the weights as well."

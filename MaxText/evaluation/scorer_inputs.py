@@ -3,8 +3,6 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 Progress = Callable[[int, int], None]  # (done, total)
 
 
@@ -13,14 +11,6 @@ class Continuation(NamedTuple):
 
     context: Sequence[int]
     ids: Sequence[int]
-
-
-class ScoreRequest(NamedTuple):
-    """One model input and the positions to score."""
-
-    ids: np.ndarray  # int32 [T]
-    positions: list[int]  # in `ids`
-    targets: list[int]  # the id to score at each position
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import Continuation, Progress, ScoreRequest
+from MaxText.evaluation.scorer_inputs import Continuation, Progress
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
@@ -33,11 +33,13 @@ class Loglikelihood(NamedTuple):
     is_greedy: bool  # whether each id is the argmax
 
 
-class ScoreResult(NamedTuple):
-    """Scores of the targets of one request."""
+class _Request(NamedTuple):
+    """One model input and the positions to score."""
 
-    log_probabilities_C: np.ndarray  # float32, in nats
-    is_argmax_C: np.ndarray  # bool, whether each target is the argmax
+    ids: np.ndarray  # int32 [T]
+    positions: list[int]  # in `ids`
+    targets: list[int]  # the id to score at each position
+    owners: list[int]  # continuations that these are of, in order
 
 
 class Scorer:
@@ -63,22 +65,6 @@ class Scorer:
         # Every host submits all requests and reads all outputs, which are small.
         self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
 
-    def score(
-        self, requests: Sequence[ScoreRequest], progress: Progress | None = None
-    ) -> list[ScoreResult]:
-        """Returns one result per request, in order. Inputs have 1 to `window` ids."""
-        results: dict[int, ScoreResult] = {}
-        outputs = itertools.chain(self._outputs(requests), [([], ())])
-        # Outputs are fetched one batch late, to keep the devices busy.
-        for (numbers, arrays), _ in itertools.pairwise(outputs):
-            rows = zip(numbers, *map(np.asarray, arrays), strict=False)
-            for number, losses_C, is_argmax_C in rows:
-                count = len(requests[number].positions)
-                results[number] = ScoreResult(-losses_C[:count], is_argmax_C[:count])
-            if progress is not None:
-                progress(len(results), len(requests))
-        return [results[number] for number in range(len(requests))]
-
     def score_continuations(
         self, continuations: Sequence[Continuation], progress: Progress | None = None
     ) -> list[Loglikelihood]:
@@ -88,8 +74,7 @@ class Scorer:
         share a forward pass. Raises UserError for a continuation without ids or longer than the
         window.
         """
-        # By model input: the request, and the continuations it scores.
-        inputs: dict[bytes, tuple[ScoreRequest, list[int]]] = {}
+        by_input: dict[bytes, _Request] = {}
         for number, (context, ids) in enumerate(continuations):
             if not 0 < len(ids) <= self.window:
                 raise UserError(
@@ -98,44 +83,49 @@ class Scorer:
                 )
             assert context, "a bos or eos id precedes a continuation without context"
             read = np.array([*context, *ids][-(self.window + 1) : -1], np.int32)
-            request, owners = inputs.setdefault(read.tobytes(), (ScoreRequest(read, [], []), []))
+            request = by_input.setdefault(read.tobytes(), _Request(read, [], [], []))
             request.positions.extend(range(len(read) - len(ids), len(read)))
             request.targets.extend(ids)
-            owners.append(number)
-        results = self.score([request for request, _ in inputs.values()], progress)
+            request.owners.append(number)
+        requests, done = list(by_input.values()), 0
         scores: dict[int, Loglikelihood] = {}
-        for (_, owners), result in zip(inputs.values(), results, strict=True):
-            start = 0
-            for number in owners:
-                part = slice(start, start + len(continuations[number].ids))
-                total = float(np.sum(result.log_probabilities_C[part], dtype=np.float64))
-                scores[number] = Loglikelihood(total, bool(result.is_argmax_C[part].all()))
-                start = part.stop
+        outputs = itertools.chain(self._outputs(requests), [([], ())])
+        # Outputs are fetched one batch late, to keep the devices busy.
+        for (some, arrays), _ in itertools.pairwise(outputs):
+            for one, losses_C, is_argmax_C in zip(some, *map(np.asarray, arrays), strict=False):
+                start = 0
+                for number in one.owners:
+                    part = slice(start, start + len(continuations[number].ids))
+                    total = float(np.sum(-losses_C[part], dtype=np.float64))
+                    scores[number] = Loglikelihood(total, bool(is_argmax_C[part].all()))
+                    start = part.stop
+            done += len(some)
+            if progress is not None:
+                progress(done, len(requests))
         return [scores[number] for number in range(len(continuations))]
 
-    def _outputs(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[list[int], Any]]:
-        """Yields request numbers, longest first, and their scores on device."""
+    def _outputs(self, requests: Sequence[_Request]) -> Iterator[tuple[list[_Request], Any]]:
+        """Yields requests, longest first, and their scores on device."""
         sharding = self._trained.sharding
         parts = sharding.num_batch_parts
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for number, one in enumerate(requests):
-            assert 0 < len(one.ids) <= self.window, len(one.ids)
+        by_shape: dict[tuple[int, int], list[_Request]] = {}
+        for one in requests:
             length = padded_length(len(one.ids), self.window)
             num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
             num_positions <<= num_positions.bit_length() % 2 == 0  # powers of 4
-            by_shape.setdefault((length, num_positions), []).append(number)
+            by_shape.setdefault((length, num_positions), []).append(one)
         for (length, num_positions), alike in sorted(by_shape.items(), reverse=True):
             most = max(1, self._num_tokens // (length * parts)) * parts
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
                 num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
-                arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
+                arrays = self._arrays(some, num_rows, length, num_positions)
                 arrays = jax.device_put(arrays, sharding.batch_sharding(num_rows))
                 yield some, self._score_positions(self._trained.params, *arrays)
 
     def _arrays(
-        self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
+        self, requests: Sequence[_Request], num_rows: int, length: int, num_positions: int
     ) -> tuple[np.ndarray, ...]:
         """Returns (tokens_BT, positions_BC, targets_BC), zero-padded."""
         tokens_BT = np.zeros((num_rows, length), np.int32)
