@@ -103,6 +103,7 @@ class WandbSink(Sink):
     def _connection(self) -> Any:
         import wandb
 
+        self._save()  # the id, also if the run is killed before its first row
         # No W&B output on the terminal, and above all no prompt for a key, which would block.
         quiet = {"silent": True, "console": "off"}
         wandb.setup(wandb.Settings(**quiet))
