@@ -106,9 +106,8 @@ def _short(path: str) -> str:
 
 def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
     left = [run for run in runs if not comparison_results.is_over(run)]
-    log(
-        f"{len(runs)} runs in {folder}, {len(runs) - len(left)} already complete; output: train.log"
-    )
+    done = len(runs) - len(left)
+    log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
     work, seconds = 0.0, 0.0  # of whole runs so far
     for number, run in enumerate(runs, 1):
         if run not in left:
