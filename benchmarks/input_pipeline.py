@@ -31,7 +31,7 @@ from MaxText.config.data_sections import DataConfig, MaskedTokens, MaskingConfig
 LENGTH = 1024
 BATCH = 64
 VOCAB_SIZE = 4096
-CALLS = 200  # of a loader
+CALLS = 50  # of a loader
 ROUNDS = 3  # of encoding and preparing; the least cost counts
 
 
