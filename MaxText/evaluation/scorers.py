@@ -33,7 +33,7 @@ class Loglikelihood(NamedTuple):
     is_greedy: bool  # whether each id is the argmax
 
 
-class _Request(NamedTuple):
+class _ScoreRequest(NamedTuple):
     """One model input and the positions to score."""
 
     ids: np.ndarray  # int32 [T]
@@ -74,7 +74,7 @@ class Scorer:
         share a forward pass. Raises UserError for a continuation without ids or longer than the
         window.
         """
-        by_input: dict[bytes, _Request] = {}
+        by_input: dict[bytes, _ScoreRequest] = {}
         for number, (context, ids) in enumerate(continuations):
             if not 0 < len(ids) <= self.window:
                 raise UserError(
@@ -83,7 +83,7 @@ class Scorer:
                 )
             assert context, "a bos or eos id precedes a continuation without context"
             read = np.array([*context, *ids][-(self.window + 1) : -1], np.int32)
-            request = by_input.setdefault(read.tobytes(), _Request(read, [], [], []))
+            request = by_input.setdefault(read.tobytes(), _ScoreRequest(read, [], [], []))
             request.positions.extend(range(len(read) - len(ids), len(read)))
             request.targets.extend(ids)
             request.owners.append(number)
@@ -104,11 +104,13 @@ class Scorer:
                 progress(done, len(requests))
         return [scores[number] for number in range(len(continuations))]
 
-    def _outputs(self, requests: Sequence[_Request]) -> Iterator[tuple[list[_Request], Any]]:
+    def _outputs(
+        self, requests: Sequence[_ScoreRequest]
+    ) -> Iterator[tuple[list[_ScoreRequest], Any]]:
         """Yields requests, longest first, and their scores on device."""
         sharding = self._trained.sharding
         parts = sharding.num_batch_parts
-        by_shape: dict[tuple[int, int], list[_Request]] = {}
+        by_shape: dict[tuple[int, int], list[_ScoreRequest]] = {}
         for one in requests:
             length = padded_length(len(one.ids), self.window)
             num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
@@ -125,7 +127,7 @@ class Scorer:
                 yield some, self._score_positions(self._trained.params, *arrays)
 
     def _arrays(
-        self, requests: Sequence[_Request], num_rows: int, length: int, num_positions: int
+        self, requests: Sequence[_ScoreRequest], num_rows: int, length: int, num_positions: int
     ) -> tuple[np.ndarray, ...]:
         """Returns (tokens_BT, positions_BC, targets_BC), zero-padded."""
         tokens_BT = np.zeros((num_rows, length), np.int32)
