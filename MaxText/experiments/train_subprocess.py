@@ -77,30 +77,21 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     lock = FileLock(folder / _LOCK, timeout=0)
     try:
-        with _writing_to(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout:
         raise UserError(
             f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
             "output= to another folder."
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Timeout:
-        raise
     except OSError as error:
         raise UserError(
             f"cannot write to the folder {folder}: {error}. Set output= to another folder."
         ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -141,9 +132,8 @@ def train(run: Trial) -> int:
 
 def write_config(run: Trial) -> None:
     """Writes the run's configuration next to its folder."""
-    with _writing_to(run.folder):
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
-        run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
 
 
 def _terminate(process: subprocess.Popen) -> None:
