@@ -15,12 +15,8 @@ block is the same everywhere, so that differences are those of the connections.
 With --topology steps are compiled for one chip of an absent TPU, or for --chips of
 them with weights divided among them (pip install libtpu, of the version that `jax[tpu]` names). The
 figures are the compiler's own, of one chip: it takes a kernel's bytes from the kernel's own
-declaration. It counts the body of a loop once, so bytes of a scan are not shown. Ratios of step
-time are medians over rounds.
-
-The count is what sums cannot do without one by one: each reads its sources once forward, once to be
-recomputed, once for the gradient of its weights, and reads and writes their gradients once.
-`kernel` adds up the gradients of two sums at once, so it may stay below.
+declaration. It counts the body of a loop once, which makes its figures of a scan too small. Ratios
+of step time are medians over rounds.
 """
 
 import argparse
@@ -33,8 +29,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from MaxText.runtime import process_start, start_up  # noqa: E402
-
-PASSES = 5  # of the count
 
 
 def shape(
@@ -82,29 +76,18 @@ class Row(NamedTuple):
     estimate: float  # seconds of a step, by the compiler; 0 where it says nothing
     num_bytes: float
     temporaries: int
-    count: float  # bytes that sums one by one cannot do without
 
 
 def compiled(keys: dict[str, Any], devices) -> Row:
     """Compiles a row's step for `devices`."""
-    import numpy as np
     import train_steps
 
     from MaxText.runtime.compiled_steps import memory_stats
 
     step = train_steps.compiled_step(keys, devices)
-    costs, dense = step.program.cost_analysis(), step.model_config.dense_connections
-    depths = range(1, keys["base_num_decoder_layers"] + 1)
-    num_reads = sum(len(dense.sources(depth)) for depth in depths if dense.stands_after(depth))
-    state = keys["per_device_batch_size"] * keys["max_target_length"] * keys["base_emb_dim"]
-    state *= np.dtype(step.model_config.numerics.dtype).itemsize
-    return Row(
-        step,
-        costs.get("optimal_seconds", 0.0),
-        costs["bytes accessed"],
-        memory_stats(step.program)["temporaries"],
-        PASSES * num_reads * state,
-    )
+    costs, memory = step.program.cost_analysis(), memory_stats(step.program)
+    estimate = costs.get("optimal_seconds", 0.0)
+    return Row(step, estimate, costs["bytes accessed"], memory["temporaries"])
 
 
 def show(rows: dict[str, Row], times: dict[str, Any]) -> None:
@@ -112,27 +95,23 @@ def show(rows: dict[str, Row], times: dict[str, Any]) -> None:
     import numpy as np
 
     first, plain = next(iter(rows.items()))
-    head = ("", "step s", "ratio", "GB", "extra", "count", "temporaries GB", "compile CPU s")
-    table = "{:<18}" + "{:>10}" * 5 + "{:>16}{:>15}"
-    print(table.format(*head))
+    table = "{:<18}" + "{:>10}" * 4 + "{:>16}{:>15}"
+    print(table.format("", "step s", "ratio", "GB", "extra", "temporaries GB", "compile CPU s"))
     for name, row in rows.items():
         second, ratio = row.estimate, row.estimate / (plain.estimate or 1.0)
         if times:
             second, ratio = np.median(times[name]), np.median(times[name] / times[first])
-        cells = [
-            f"{second:.4f}",
-            f"{ratio:.3f}",
-            f"{row.num_bytes / 1e9:.2f}",
-            f"{(row.num_bytes - plain.num_bytes) / 1e9:.2f}",
-            f"{row.count / 1e9:.2f}",
-            f"{row.temporaries / 1e9:.3f}",
-            f"{row.step.cpu_seconds:.1f}",
-        ]
-        if "scan" in name:
-            # The compiler counts the body of a loop once.
-            unknown = (2, 3) if times else (0, 1, 2, 3)
-            cells = ["" if place in unknown else cell for place, cell in enumerate(cells)]
-        print(table.format(name, *cells))
+        print(
+            table.format(
+                name,
+                f"{second:.4f}",
+                f"{ratio:.3f}",
+                f"{row.num_bytes / 1e9:.2f}",
+                f"{(row.num_bytes - plain.num_bytes) / 1e9:.2f}",
+                f"{row.temporaries / 1e9:.3f}",
+                f"{row.step.cpu_seconds:.1f}",
+            )
+        )
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -1,7 +1,7 @@
 """Speed of the input pipeline by stage, against limits of the machine.
 
-    python benchmarks/input_pipeline.py            31 MB of text: the source code of the interpreter
-    python benchmarks/input_pipeline.py --quick    3 MB of it
+    python benchmarks/input_pipeline.py             31 MB of text: the interpreter's source code
+    python benchmarks/input_pipeline.py FOLDER      other text
 
 Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
 and per second of wall time. The limit: fastokens' own call on the same texts. The peer of the
@@ -15,7 +15,6 @@ import itertools
 import os
 import pathlib
 import resource
-import struct
 import sys
 import tempfile
 import time
@@ -31,12 +30,9 @@ from MaxText.config.data_sections import DataConfig, MaskedTokens, MaskingConfig
 
 LENGTH = 1024
 BATCH = 64
-QUICK_BYTES = 3_000_000
 VOCAB_SIZE = 4096
-# Each rate is measured for about this long.
-SECONDS = 3.0
-# Encoding and preparing are measured this often; the least cost counts.
-ROUNDS = 3
+CALLS = 50  # of a loader
+ROUNDS = 3  # of encoding and preparing; the least cost counts
 
 
 class Cost(NamedTuple):
@@ -58,17 +54,11 @@ def cost_of(function: Callable[[], Any]) -> Cost:
     return Cost(time.perf_counter() - wall_began, cpu() - cpu_began)
 
 
-def cost_of_one(function: Callable[[], Any], times: int) -> Cost:
-    """Returns the mean cost of a call after the first.
-
-    Rounds of calls repeat until time is over.
-    """
+def cost_of_one(function: Callable[[], Any]) -> Cost:
+    """Returns the mean cost of a call after the first."""
     function()
-    rounds: list[Cost] = []
-    while sum(cost.wall for cost in rounds) < SECONDS:
-        rounds.append(cost_of(lambda: [function() for _ in range(times)]))
-    wall, cpu = (sum(costs) / len(rounds) / times for costs in zip(*rounds, strict=True))
-    return Cost(wall, cpu)
+    wall, cpu = cost_of(lambda: [function() for _ in range(CALLS)])
+    return Cost(wall / CALLS, cpu / CALLS)
 
 
 def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> None:
@@ -88,18 +78,6 @@ def text_of(source: str) -> list[str]:
 
     shards, skipped = open_corpus(source, "text").shards, Skipped()
     return [document.text for shard in shards for document in shard.documents(skipped)]
-
-
-def slice_of_text(folder: pathlib.Path) -> str:
-    """Writes the first QUICK_BYTES of the documents; returns their folder."""
-    folder.mkdir()
-    size = 0
-    for number, text in enumerate(text_of("python_stdlib")):
-        if size > QUICK_BYTES:
-            break
-        (folder / f"{number}.txt").write_text(text, encoding="utf-8")
-        size += len(text.encode())
-    return str(folder)
 
 
 def measure_encoding(source: str, folder: pathlib.Path) -> None:
@@ -216,44 +194,19 @@ def measure_loader(folder: pathlib.Path) -> None:
     for name, opened in loaders.items():
         with contextlib.closing(opened()) as batches:
             costs[name] = cost_of_one(
-                lambda batches=batches: jax.block_until_ready(jax.device_put(next(batches))), 50
+                lambda batches=batches: jax.block_until_ready(jax.device_put(next(batches)))
             )
     show_rates(f"Loader, batches of {BATCH} x {LENGTH} tokens on the device", "rows", BATCH, costs)
-
-
-def measure_extremes(folder: pathlib.Path) -> None:
-    """Ten million tiny documents, and a start at step 10^6."""
-    many = folder / "many"
-    many.mkdir()
-    count = 10_000_000
-    np.ones(8 * count, "<u2").tofile(many / "d.bin")
-    sizes = np.tile(np.array([7, 9], "<i4"), count // 2)
-    starts, documents = 2 * (np.cumsum(sizes, dtype="<i8") - sizes), np.arange(count + 1)
-    with (many / "d.idx").open("wb") as index:  # Megatron's
-        index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
-        index.write(sizes.tobytes() + starts.tobytes() + documents.astype("<i8").tobytes())
-    print("\nTen million documents of 7 and 9 tokens")
-    for packing in ("concat_then_split", "first_fit"):
-        opened = lambda: next(our_batches(many, grain_packing_type=packing))  # noqa: B023, E731
-        first, second = cost_of(opened).wall, cost_of(opened).wall
-        print(f"  {packing:20} first start {first:6.2f} s, second {1000 * second:,.0f} ms")
-    batches = our_batches(folder / "bin")
-    batches.seek(10**6)
-    print(f"First batch at step 10^6: {1000 * cost_of(lambda: next(batches)).wall:,.1f} ms")
-    batches.close()
 
 
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description="Speed of the input pipeline.")
-    parser.add_argument("--quick", action="store_true", help="3 MB of text instead of 31")
+    parser.add_argument("source", nargs="?", default="python_stdlib", help="a folder of text")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = pathlib.Path(place)
-        source = slice_of_text(folder / "text") if options.quick else "python_stdlib"
-        measure_encoding(source, folder)
-        measure_loader(folder)
-        measure_extremes(folder)
+        measure_encoding(options.source, pathlib.Path(place))
+        measure_loader(pathlib.Path(place))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ A compilation takes two to five minutes of a processor's time.
 import argparse
 import pathlib
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -59,19 +59,6 @@ SHAPES = {
 }  # fmt: skip
 
 
-class Row(NamedTuple):
-    """A published run.
-
-    Attributes:
-      mfu: as published, or by our rule where theirs counts attention whole.
-    """
-
-    name: str
-    hardware: str
-    keys: str
-    mfu: float
-
-
 _SCALED = (
     "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
     "base_mlp_dim=7168 base_num_decoder_layers=16 head_dim=128 vocab_size=32000 "
@@ -88,35 +75,36 @@ _LLAMA_70B = (
     "base_mlp_dim=28672 base_num_decoder_layers=80 head_dim=128 vocab_size=32000 "
 )
 _TORCHTITAN = "model_name=llama3.1-8b max_target_length=8192 per_device_batch_size=1 remat_policy="
-# configs/gpu/a3 counted attention whole: 492 TFLOP/s or 49.7 % are 46.3 % by our rule.
+# Name, hardware, keys, and published MFU: by our rule where theirs counts attention whole
+# (configs/gpu/a3: 492 TFLOP/s or 49.7 % are 46.3 %).
 # MaxText: configs/tpu/{v5p,v5e,v4}/README.md and the scripts next to them, configs/gpu/a3,
 # docs/reference/models/tiering.md (batch and remat policy are not given there: assumed).
 # torchtitan: benchmarks/llama3_h100_202412_torchtitan.md, 5,762 and 6,667 tokens/s per GPU.
 ROWS = (
-    Row("MaxText 32B", "v5p-128", _SCALED.format(32, 6, "minimal") + _TENSOR.format(4), 0.7147),
-    Row("MaxText 64B", "v5p-128", _SCALED.format(64, 3, "minimal") + _TENSOR.format(4), 0.7031),
-    Row("MaxText 128B", "v5p-256", _SCALED.format(128, 1, "minimal") + _TENSOR.format(8), 0.6868),
-    Row("MaxText 256B", "v5p-1024", _SCALED.format(256, 1, "minimal") + _TENSOR.format(8), 0.6709),
-    Row("MaxText 512B", "v5p-1024", _SCALED.format(512, 2, "full") + _TENSOR.format(8), 0.6399),
-    Row("MaxText 1024B", "v5p-2048", _SCALED.format(1024, 2, "full") + _TENSOR.format(16), 0.5535),
-    Row("MaxText 1024B", "v5p-4096", _SCALED.format(1024, 2, "full") + _TENSOR.format(16), 0.6480),
-    Row("MaxText 16B", "v5e-256", _SCALED.format(16, 6, "full"), 0.6110),
-    Row("MaxText 32B", "v5e-256", _SCALED.format(32, 4, "full"), 0.6686),
-    Row("MaxText 64B", "v5e-256", _SCALED.format(64, 1, "full"), 0.5990),
-    Row("MaxText 128B", "v5e-256", _SCALED.format(128, 1, "qkv_proj_offloaded")
+    ("MaxText 32B", "v5p-128", _SCALED.format(32, 6, "minimal") + _TENSOR.format(4), 0.7147),
+    ("MaxText 64B", "v5p-128", _SCALED.format(64, 3, "minimal") + _TENSOR.format(4), 0.7031),
+    ("MaxText 128B", "v5p-256", _SCALED.format(128, 1, "minimal") + _TENSOR.format(8), 0.6868),
+    ("MaxText 256B", "v5p-1024", _SCALED.format(256, 1, "minimal") + _TENSOR.format(8), 0.6709),
+    ("MaxText 512B", "v5p-1024", _SCALED.format(512, 2, "full") + _TENSOR.format(8), 0.6399),
+    ("MaxText 1024B", "v5p-2048", _SCALED.format(1024, 2, "full") + _TENSOR.format(16), 0.5535),
+    ("MaxText 1024B", "v5p-4096", _SCALED.format(1024, 2, "full") + _TENSOR.format(16), 0.6480),
+    ("MaxText 16B", "v5e-256", _SCALED.format(16, 6, "full"), 0.6110),
+    ("MaxText 32B", "v5e-256", _SCALED.format(32, 4, "full"), 0.6686),
+    ("MaxText 64B", "v5e-256", _SCALED.format(64, 1, "full"), 0.5990),
+    ("MaxText 128B", "v5e-256", _SCALED.format(128, 1, "qkv_proj_offloaded")
         + _TENSOR.format(16), 0.5606),
-    Row("MaxText 22B", "v4-128", _WIDE.format(6144, 24576, 24, 48, 13), 0.567),
-    Row("MaxText 52B", "v4-384", _WIDE.format(12288, 49152, 32, 32, 7), 0.560),
-    Row("MaxText Llama 3.1 8B", "v6e-256", "model_name=llama3.1-8b max_target_length=8192 "
+    ("MaxText 22B", "v4-128", _WIDE.format(6144, 24576, 24, 48, 13), 0.567),
+    ("MaxText 52B", "v4-384", _WIDE.format(12288, 49152, 32, 32, 7), 0.560),
+    ("MaxText Llama 3.1 8B", "v6e-256", "model_name=llama3.1-8b max_target_length=8192 "
         "per_device_batch_size=3 remat_policy=full", 0.4546),
-    Row("MaxText Llama 2 70B", "v6e-256", _LLAMA_70B + "max_target_length=4096 "
+    ("MaxText Llama 2 70B", "v6e-256", _LLAMA_70B + "max_target_length=4096 "
         "per_device_batch_size=2 remat_policy=full", 0.438),
-    Row("MaxText Llama 2 70B", "v5p-1024", _LLAMA_70B + "max_target_length=4096 "
+    ("MaxText Llama 2 70B", "v5p-1024", _LLAMA_70B + "max_target_length=4096 "
         "per_device_batch_size=4 remat_policy=full", 0.654),
-    Row("MaxText Llama 2 7B", "8xH100", "model_name=llama2-7b max_target_length=4096 "
+    ("MaxText Llama 2 7B", "8xH100", "model_name=llama2-7b max_target_length=4096 "
         "per_device_batch_size=4 remat_policy=minimal_with_context", 0.463),
-    Row("torchtitan Llama 3.1 8B, eager", "8xH100", _TORCHTITAN + "full", 0.300),
-    Row("torchtitan Llama 3.1 8B, compiled", "8xH100", _TORCHTITAN + "full", 0.350),
+    ("torchtitan Llama 3.1 8B, eager", "8xH100", _TORCHTITAN + "full", 0.300),
+    ("torchtitan Llama 3.1 8B, compiled", "8xH100", _TORCHTITAN + "full", 0.350),
 )  # fmt: skip
 
 
@@ -135,14 +123,14 @@ def speed() -> None:
 
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")
-    for row in ROWS:
-        place = find_hardware(row.hardware)
-        plan = make_plan(configured(row.keys), place, peak_of(place))
+    for name, hardware, keys, mfu in ROWS:
+        place = find_hardware(hardware)
+        plan = make_plan(configured(keys), place, peak_of(place))
         time, tokens = plan.time, plan.tokens_per_device
         slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
         print(
-            f"| {row.name} | {row.hardware} | {row.mfu:.1%} | {slow:.1%} to {fast:.1%} | "
-            f"{middle:.1%} | {row.mfu / middle - 1:+.0%} |",
+            f"| {name} | {hardware} | {mfu:.1%} | {slow:.1%} to {fast:.1%} | "
+            f"{middle:.1%} | {mfu / middle - 1:+.0%} |",
             flush=True,
         )
 
@@ -176,8 +164,7 @@ def memory(begin: str) -> None:
         )
 
 
-def main() -> int:
-    """Runs the named comparison."""
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -185,8 +172,7 @@ def main() -> int:
     parser.add_argument("begin", nargs="?", default="", help="of the names of shapes")
     options = parser.parse_args()
     speed() if options.what == "speed" else memory(options.begin)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

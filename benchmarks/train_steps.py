@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from MaxText.config.loading import configure
-from MaxText.config.model_sections import ModelConfig
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.assembly import setup_train
@@ -17,7 +16,6 @@ from MaxText.training.assembly import setup_train
 class CompiledStep(NamedTuple):
     """A compiled step; `one_step` runs it on existing devices."""
 
-    model_config: ModelConfig
     program: Any
     seconds: float
     cpu_seconds: float  # of all threads of this process, so that other load counts little
@@ -50,7 +48,7 @@ def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledSt
             carried.append(sharding.to_global_batch(batch, rows))
         carried[0], _ = jax.block_until_ready(program(*carried))
 
-    return CompiledStep(setup.model.config, program, seconds, cpu_seconds, one_step)
+    return CompiledStep(program, seconds, cpu_seconds, one_step)
 
 
 def random_ids(vocabulary: int, rows: int, length: int) -> np.ndarray:

@@ -403,13 +403,13 @@ class ModelConfig(Section):
             raise ValueError(
                 f"{num_layers} layers are not {num_stages} stages x {repeats} repeats "
                 f"(num_pipeline_repeats) x {per_stage} layers (num_layers_per_pipeline_stage)\n"
-                + self._fitting_stages(num_stages)
+                + NO_STAGES
             )
         if per_stage % period:
             raise ValueError(
                 f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are not a "
                 f"multiple of the cycle of {period} layers: all stages run the same program\n"
-                + self._fitting_stages(num_stages)
+                + NO_STAGES
             )
         microbatches = asked.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
@@ -430,13 +430,6 @@ class ModelConfig(Section):
         if not self.layer_plan.is_whole:
             return "layers are not repeats of one pattern, so stages cannot run the same program"
         return ""
-
-    def _fitting_stages(self, num_stages: int) -> str:
-        """Returns alternatives, as a further line of a message."""
-        per_repeat, rest = divmod(self.shape.dimensions.num_layers, num_stages)
-        if rest == 0 and per_repeat % self.layer_plan.cycle == 0:
-            return f"num_pipeline_repeats=1 num_layers_per_pipeline_stage={per_repeat}"
-        return NO_STAGES
 
     @property
     def scan_unsupported_reason(self) -> str | None:

@@ -239,6 +239,15 @@ def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatr
     return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
 
 
+@rule("mlm_training", programs="eval")
+def _causal_tasks(causal, eval_tasks, harness):
+    if not causal and (eval_tasks or harness.tasks):
+        return (
+            "eval_tasks and harness.tasks need a causal model; masked models are scored on data "
+            "sets\neval_tasks=[] harness.tasks=[]"
+        )
+
+
 @rule()
 def _task_files(eval_tasks, task_files):
     for task in eval_tasks:

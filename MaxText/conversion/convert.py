@@ -83,16 +83,9 @@ def convert(request: ConvertArgs, log: Log) -> None:
         _to_run(request, weights, loaded, log)
 
 
-def log_memory(peak: int, log: Log) -> None:
-    """Reports the peak memory of a conversion, in bytes."""
-    size = f"{peak / 1e9:.1f} GB" if peak >= 1e8 else f"{peak / 1e6:.1f} MB"
-    log(f"Peak memory, besides the program: about {size}")
-
-
 def _to_run(
     request: ConvertArgs, weights: WeightSource, loaded: LoadedConfig | None, log: Log
 ) -> None:
-    log_memory(imported_run.peak_bytes(weights), log)
     source = weights.folder if isinstance(weights, HFWeights) else None
     if isinstance(weights, HFWeights):
         widened, keys = weights.widened, weights.keys
@@ -142,7 +135,6 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     tokenizer = _tokenizer(request, weights)
     if tokenizer is not None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
-    log_memory(export.peak_bytes(request.max_shard_size), log)
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
         copied, token_ids = ([], {})
@@ -204,5 +196,4 @@ def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
     stablehlo.check_size(weights)
-    log_memory(stablehlo.peak_bytes(weights), log)
     stablehlo.write(weights, length, request.target, log)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.input_pipeline.tokenization.interface import read_json
 
 PREFIX = "hf:"
@@ -101,40 +101,27 @@ class TensorFiles:
         self.folder = folder
         self.found: dict[str, TensorInfo] = {}
         self._open = functools.lru_cache(maxsize=1)(_open)  # at most one file is mapped
-        for file, names in self._files().items():
-            found = self._describe(file)
-            if missing := sorted(set(names) - set(found)):
-                raise UserError(
-                    f"{file} lacks {missing[0]}, which the index lists. Copy the folder again."
-                )
-            self.found |= found
+        for file in self._files():
+            self.found |= self._describe(file)
 
-    def _files(self) -> dict[Path, list[str]]:
-        """Returns the files, and the tensor names promised by an index."""
+    def _files(self) -> list[Path]:
         for name in (SAFETENSORS, _TORCH):
             index = self.folder / (name + _INDEX)
             if index.is_file():
-                by_file: dict[Path, list[str]] = {}
                 weights = read_json(index).get("weight_map")
                 if not isinstance(weights, Mapping) or not weights:
                     raise UserError(f"{index} has no weight_map. Copy it again.")
-                for tensor, file in weights.items():
-                    path = Path(str(file))
+                files = list(map(Path, dict.fromkeys(map(str, weights.values()))))
+                for file in files:
                     # The hub cache has links to outside, but names in an index never leave it.
-                    if path.is_absolute() or ".." in path.parts:
+                    if file.is_absolute() or ".." in file.parts:
                         raise UserError(
                             f"{index} lists {file}, which is outside its folder. Only files inside "
                             "are read: copy the folder again from a source you trust."
                         )
-                    by_file.setdefault(self.folder / path, []).append(tensor)
-                for file in by_file:
-                    if not is_file(file):
-                        raise UserError(
-                            f"{file} is missing, which {index.name} lists. Copy the folder again."
-                        )
-                return by_file
+                return [self.folder / file for file in files]
             if (self.folder / name).is_file():
-                return {self.folder / name: []}
+                return [self.folder / name]
         raise UserError(
             f"{self.folder} has neither {SAFETENSORS} nor {_TORCH}, nor an index of several files. "
             "Copy the weights as well."
@@ -198,23 +185,17 @@ def _open_torch(file: Path) -> Any:
             f"{file.name} is in PyTorch's own format, which needs torch: pip install '.[torch]'. "
             "A model.safetensors needs no extra package."
         ) from error
-    import pickle
     import zipfile
 
     try:
         # Files from before torch 1.6 are not zip archives and cannot be memory-mapped.
         mapped = zipfile.is_zipfile(file)
         state = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
+    except Exception as error:  # of many types; objects other than tensors are refused
+        reason = first_line(error)[:200]
         raise UserError(
-            f"{file} is corrupted, or contains objects other than tensors, which are refused "
-            "because loading them can run arbitrary code. Copy it again, or use a "
-            "model.safetensors."
+            f"{file} cannot be read by torch: {reason}. Copy it again, or use a model.safetensors."
         ) from error
-    # Files in other formats raise any of these.
-    except (RuntimeError, OSError, EOFError, LookupError, ValueError, AttributeError) as error:
-        reason = (str(error).splitlines() or [""])[0][:200] or type(error).__name__
-        raise UserError(f"{file} cannot be read by torch: {reason}. Copy it again.") from error
     if not isinstance(state, Mapping):
         raise UserError(f"{file} is not a dict of tensors.")
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}

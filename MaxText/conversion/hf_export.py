@@ -28,7 +28,7 @@ from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
-from MaxText.conversion.weight_source import WeightSource, num_bytes
+from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
 from MaxText.layers.pattention import slot_place, slots_by_place
 
@@ -57,14 +57,6 @@ class HFExporter:
             narrow = dtype or (formats or {}).get(tensor.name)
             wanted = narrow or jnp.result_type(*(weights.formats[n] for n in tensor.param_names))
             self.specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, np.dtype(wanted))
-
-    def peak_bytes(self, max_shard_bytes: int) -> int:
-        """Returns peak memory: a group of arrays, read copies, and one file."""
-        sizes = num_bytes(self.weights)
-        groups = max(sum(sizes[name] for name in names) for names in self.map.groups)
-        written = [_num_bytes(spec) for spec in self.specs.values()]
-        file = min(sum(written), max(max_shard_bytes, *written))
-        return groups + 2 * max(sizes.values()) + file
 
     def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
         """Writes tensors; returns file names. UserError if float16 overflows."""

@@ -28,7 +28,7 @@ from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.config.serialization import flatten, section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
-from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
 
 CONFIG_YML = "config.yml"
@@ -118,11 +118,6 @@ def _streaming_type_handlers(failures: list[BaseException]) -> Any:
         (_LazyArray, LazyHandler(deepcopy_host_arrays=False)),
         (jax.Array, ocp.type_handlers.ArrayHandler()),
     )
-
-
-def peak_bytes(weights: WeightSource) -> int:
-    """Returns peak memory: the largest array, and twice while compressed."""
-    return 4 * max(num_bytes(weights).values())
 
 
 def write_run(

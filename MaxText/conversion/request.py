@@ -13,7 +13,7 @@ from MaxText.config.problems import ConfigurationError, Problem
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
-from MaxText.conversion.hf_checkpoint import is_file, is_hf_checkpoint, local_path
+from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, local_path
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
@@ -23,6 +23,7 @@ _OF_TRAINING = ("moments", "data", "old_slots_learning_rate")
 # Options that only one kind of source or target has.
 _BELONG_TO = {
     "length": "to stablehlo",
+    "export": "to stablehlo",
     "family": "to hf",
     "dtype": "to hf",
     "max_shard_size": "to hf",
@@ -119,8 +120,7 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         config_file="".join(words.files),
         keys=dict(word.split("=", 1) for word in words.keys),
     )
-    check = _wrong_growth if request.grow else _wrong_conversion
-    wrong = [*_wrong_paths(request), *check(request)]
+    wrong = list((_wrong_growth if request.grow else _wrong_conversion)(request))
     here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
     for name in words.given:
         if name in _BELONG_TO and _BELONG_TO[name] not in here:
@@ -130,29 +130,15 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     return request
 
 
-def _wrong_paths(request: ConvertArgs) -> Iterator[str]:
-    if request.to.partition(":")[0] in _OTHER_PROGRAMS and ":" in request.to:
-        yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
-    if request.export and request.target_kind == "hf":
-        yield f"export={request.export} writes one file, but to={request.to} is a folder."
-    if str(request.target) in (".", ""):
-        yield f"to={request.to} is not a new path. Write for example to={request.to}exported."
-
-
 def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
     kinds = (request.source_kind, request.target_kind)
-    if kinds == ("hf", "hf"):
-        yield "from= and to= are both Hugging Face folders. Copy the folder instead."
-    elif request.source_kind == "run" and is_file(local_path(request.source)):
+    if request.to.startswith(tuple(f"{program}:" for program in _OTHER_PROGRAMS)):
+        yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
+    elif request.source_kind == request.target_kind:
         yield (
-            f"from={request.source} is a file. Use a run folder, or hf:FOLDER with config.json and "
-            "the weights."
-        )
-    elif kinds == ("run", "run"):
-        yield (
-            f"from={request.source} is already a run of this program. To export it, use "
-            f"to=hf:{request.target}; to make a larger model, convert.py grow. MaxText's "
-            "checkpoints are from=maxtext:..."
+            f"from={request.source} already has the format of to={request.to}. To export a run, "
+            "use to=hf:FOLDER; to make a larger model, convert.py grow. MaxText's checkpoints are "
+            "from=maxtext:..."
         )
     elif request.verify and "hf" not in kinds:
         yield "--verify compares with transformers, so from= or to= must be a Hugging Face folder."

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import export
 
 from MaxText.conversion.imported_run import atomic_target
-from MaxText.conversion.weight_source import WeightSource, num_bytes, unflatten
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.storage.atomic import sync_file
@@ -40,17 +40,13 @@ def export_forward(weights: WeightSource, length: int) -> export.Exported:
 
 def check_size(weights: WeightSource) -> None:
     """Refuses weights too large for constants of a program."""
-    size = sum(num_bytes(weights).values())
+    parameters = weights.model.parameters.items()
+    size = sum(spec.size * weights.formats[name].itemsize for name, spec in parameters)
     if size > MAX_BYTES:
         raise UserError(
             f"the weights take {size / 2**30:.1f} GiB, and a program with embedded weights is "
             f"limited to {MAX_BYTES / 2**30:.1f} GiB. Export a folder with to=hf:FOLDER instead."
         )
-
-
-def peak_bytes(weights: WeightSource) -> int:
-    """Returns peak memory: weights as arrays, as constants, and as file."""
-    return 4 * sum(num_bytes(weights).values())
 
 
 def write(weights: WeightSource, length: int, target: Path, log: Callable[[str], None]) -> None:

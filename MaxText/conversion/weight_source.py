@@ -49,11 +49,6 @@ def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
         ) from error
 
 
-def num_bytes(weights: WeightSource) -> dict[str, int]:
-    parameters = weights.model.parameters
-    return {name: spec.size * weights.formats[name].itemsize for name, spec in parameters.items()}
-
-
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     """Returns a tree from paths such as "layers/mlp/wo/kernel"."""
     return traverse_util.unflatten_dict(flat, sep="/")

@@ -37,12 +37,12 @@ def train_compile(
         compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:
         if device_memory.is_out_of_memory(error):
-            raise device_memory.out_of_memory(target, planned, error) from error
+            raise device_memory.out_of_memory(target, error) from error
         raise
     log(f"compiled in {seconds:.1f} s")
     program = _program(compiled, log)
     needed = device_memory.memory_breakdown(planned, compiled)
-    device_memory.check_fits(target, planned, needed, program)
+    device_memory.check_fits(target, needed, program)
     lines = [*memory_lines(target, needed, program), *cost_lines(planned, compiled, program)]
     log("\n".join(lines))
     if path := config.run.compiled_trainstep_file:
@@ -65,8 +65,7 @@ def memory_lines(
     target: targets.CompileTarget, memory: MemoryBreakdown, program: HloModule
 ) -> list[str]:
     """Returns memory of one device by cause, and the largest arrays."""
-    arrays = program.largest_arrays(device_memory.LARGE_ARRAYS)
-    lines = ["", *device_memory.describe_memory(memory, arrays, device_memory.OF_A_DEVICE)]
+    lines = ["", *device_memory.describe_memory(memory, program)]
     if limit := device_memory.usable_bytes(target):
         free = (limit - memory.total) / _GIB
         lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")

@@ -6,14 +6,11 @@ Before arrays are created, `check_memory_lower_bound` compares a lower bound wit
 import contextlib
 import math
 import os
-import re
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from MaxText.config.catalog import all_keys
-from MaxText.cost.hlo import HloModule, LargeBuffer, largest_unoptimized_buffers
+from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import LoweredStep
 from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
@@ -24,8 +21,8 @@ from MaxText.runtime.compiled_steps import memory_stats
 from MaxText.training.assembly import TrainSetup
 
 _GIB, _MIB = 2**30, 2**20
-LARGE_ARRAYS = 8  # number shown
-OF_A_DEVICE = "per device, not all live at once"
+_LARGE_ARRAYS = 8  # number shown
+_EXHAUSTED = "RESOURCE_EXHAUSTED: "
 _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
@@ -73,7 +70,13 @@ def bytes_on_device(tree: Any) -> int:
 
 def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
     """Returns the memory of a compiled step on one device."""
-    before = _before_compilation(planned)
+    parameters = bytes_on_device(planned.state.params)
+    before = MemoryBreakdown(
+        parameters=parameters,
+        optimizer=bytes_on_device(planned.state) - parameters,
+        batch=bytes_on_device(planned.batch),
+        gradients=parameters,  # same shapes and dtypes as the parameters
+    )
     stats, analysis = memory_stats(compiled), compiled.memory_analysis()
     if not stats:
         return before
@@ -82,17 +85,6 @@ def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> Mem
         outputs=max(stats["outputs"] - stats["aliased"], 0),
         temporaries=stats["temporaries"],
         code=0 if analysis is None else analysis.generated_code_size_in_bytes,
-    )
-
-
-def _before_compilation(planned: LoweredStep) -> MemoryBreakdown:
-    state = planned.state
-    parameters = bytes_on_device(state.params)
-    return MemoryBreakdown(
-        parameters=parameters,
-        optimizer=bytes_on_device(state) - parameters,
-        batch=bytes_on_device(planned.batch),
-        gradients=parameters,  # same shapes and dtypes as the parameters
     )
 
 
@@ -106,20 +98,18 @@ def usable_bytes(target: CompileTarget) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether a compiler error reports a lack of memory."""
-    return "RESOURCE_EXHAUSTED" in str(error)
+    return _EXHAUSTED in str(error)
 
 
-def out_of_memory(target: CompileTarget, planned: LoweredStep, error: BaseException) -> UserError:
-    """Returns an error if compilation ran out of memory."""
-    needs = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
-    arrays = largest_unoptimized_buffers(planned.lowered, LARGE_ARRAYS)
-    where = f"unsharded, over all {planned.sharding.mesh.size} devices, before fusion"
-    return _oom_message(target, planned, _before_compilation(planned), arrays, where, needs)
+def out_of_memory(target: CompileTarget, error: BaseException) -> UserError:
+    """Returns an error if compilation ran out of memory.
+
+    The compiler's message goes on with its largest arrays.
+    """
+    return _oom_message(target, str(error).partition(_EXHAUSTED)[2])
 
 
-def check_fits(
-    target: CompileTarget, planned: LoweredStep, memory: MemoryBreakdown, program: HloModule
-) -> None:
+def check_fits(target: CompileTarget, memory: MemoryBreakdown, program: HloModule) -> None:
     """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
     if limit and memory.total > limit and target.platform != "tpu":  # their compiler checks it
@@ -127,30 +117,21 @@ def check_fits(
             f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
             f"({limit / target.memory:.0%} of the device)"
         )
-        arrays = program.largest_arrays(LARGE_ARRAYS)
-        raise _oom_message(target, planned, memory, arrays, OF_A_DEVICE, needs)
+        raise _oom_message(target, "\n".join([needs, *describe_memory(memory, program)]))
 
 
-def _oom_message(
-    target: CompileTarget,
-    planned: LoweredStep,
-    memory: MemoryBreakdown,
-    arrays: Sequence[LargeBuffer],
-    where: str,
-    needs: str,
-) -> UserError:
-    lines = [
-        f"{target.name} has too little memory: {needs}",
-        *describe_memory(memory, arrays, where),
-        "What to do, cheapest first:",
-        *(f"    {line}" for line in _advice(target, planned, memory, arrays)),
-    ]
-    return UserError("\n".join(lines))
+def _oom_message(target: CompileTarget, what: str) -> UserError:
+    return UserError(
+        f"{target.name} has too little memory: {what}\n"
+        "What to do, cheapest first:\n"
+        "    remat_policy=full scan_layers=true num_vocab_tiling=8: fewer activations at once\n"
+        "    half of per_device_batch_size, twice of gradient_accumulation_steps: the same batch\n"
+        "    ici_fsdp_parallelism=-1 shard_optimizer_over_data=true mu_dtype=bfloat16: less state\n"
+        f"    python MaxText/plan.py ... hardware={target.name} --fit: keys that fit"
+    )
 
 
-def describe_memory(
-    memory: MemoryBreakdown, arrays: Sequence[LargeBuffer], where: str
-) -> list[str]:
+def describe_memory(memory: MemoryBreakdown, program: HloModule) -> list[str]:
     """Returns memory of one device by cause, and large arrays."""
     rows = [
         [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
@@ -162,51 +143,12 @@ def describe_memory(
         format_table(["memory per device", "MiB", "share"], rows, total),
         f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
         "",
-        f"largest arrays ({where}), MiB:",
-        *(f"{row.num_bytes / _MIB:12,.2f}  {row.described}" for row in arrays),
+        "largest arrays (per device, not all live at once), MiB:",
+        *(
+            f"{row.num_bytes / _MIB:12,.2f}  {row.described}"
+            for row in program.largest_arrays(_LARGE_ARRAYS)
+        ),
     ]
-
-
-def _advice(
-    target: CompileTarget,
-    planned: LoweredStep,
-    memory: MemoryBreakdown,
-    arrays: Sequence[LargeBuffer],
-) -> list[str]:
-    config, batch, sharding = planned.model.config, planned.config.batch, planned.sharding
-    lines = []
-    limit = usable_bytes(target)
-    if limit and memory.arguments + memory.gradients > limit:
-        lines.append("parameters, optimizer state and gradients alone exceed device memory")
-        if sharding.mesh.shape["data"] > 1:
-            lines.append("ici_data_parallelism=1 ici_fsdp_parallelism=-1: shard the weights")
-    else:
-        if config.memory.remat_policy != "full":
-            policy = config.memory.remat_policy
-            lines.append(f"remat_policy=full: recompute all activations (currently {policy})")
-        if not config.memory.scan_layers and config.scan_unsupported_reason is None:
-            lines.append("scan_layers=true: one layer's temporaries at a time")
-        vocabulary, length = config.shape.vocab_size, planned.plan.stages[-1].length
-        sizes = [list(map(int, re.findall(r"\d+", row.shape.partition("[")[2]))) for row in arrays]
-        if any(vocabulary in of for of in sizes) and config.objective.num_vocab_tiling == 1:
-            lines.append("num_vocab_tiling=8: compute logits in chunks of the sequence")
-        whole = config.attention.attention == "dot_product"
-        if whole and any(of.count(length) >= 2 for of in sizes):
-            lines.append("attention=autoselected: compute scores in a kernel, or in blocks")
-        rows = batch.per_device_batch_size
-        if rows * sharding.mesh.size / 2 >= sharding.num_batch_parts:
-            lines.append(
-                f"per_device_batch_size={rows / 2:g} "
-                f"gradient_accumulation_steps={2 * batch.gradient_accumulation_steps}: the same "
-                "batch in more microbatches"
-            )
-    if not sharding.optimizer_state_axis and sharding.mesh.shape["data"] > 1:
-        lines.append("shard_optimizer_over_data=true: each replica keeps a shard of the moments")
-    optimizer, (condition,) = planned.config.optimizer, all_keys()["mu_dtype"].conditions
-    if optimizer.opt_type in condition["opt_type"] and not optimizer.mu_dtype:
-        lines.append("mu_dtype=bfloat16: halve the bytes of the first moment")
-    lines.append(f"a machine with more devices or more memory than {target.name}")
-    return lines
 
 
 def check_memory_lower_bound(

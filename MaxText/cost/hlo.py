@@ -1,4 +1,4 @@
-"""Parses a compiled program (loops, collectives, arrays), or lowered one.
+"""Parses a compiled program: loops, collectives, arrays.
 
 The text is XLA's HLO as returned by Compiled.as_text. Its format is not stable, so unknown syntax
 is skipped.
@@ -9,8 +9,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 _BITS = {
     "pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16,
@@ -176,7 +174,8 @@ class HloModule:
                 made_by = self._made_by(instruction)
                 for size, shape in _arrays(instruction.shape):
                     found[size, shape, made_by] += 1
-        return _largest(found, number)
+        rows = [LargeBuffer(*key, count) for key, count in found.items()]
+        return sorted(rows, key=lambda row: -row.num_bytes)[:number]
 
     def _made_by(self, instruction: Instruction) -> str:
         name = instruction.kind
@@ -227,38 +226,3 @@ def _shortened(path: str) -> str:
             place = len(parts) - 1 - parts[::-1].index(start)
             return "/".join(parts[place + (start == "site-packages") :])
     return path
-
-
-_MLIR_RESULT = re.compile(r"^\s+%\S+ = \"?([\w.]+)\"?.*\bloc\((#loc\d*)\)$")
-_MLIR_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
-_MLIR_LOCATION = re.compile(r'^(#loc\d*) = loc\("([^"]*)"(?:\((#loc\d*)\))?')
-_MLIR_BITS = re.compile(r"(\d+)$")
-
-
-def largest_unoptimized_buffers(lowered: jax.stages.Lowered, number: int) -> list[LargeBuffer]:
-    """Returns the largest arrays in a lowered, uncompiled program.
-
-    Sizes are of whole arrays, over all devices.
-    """
-    text = lowered.as_text(debug_info=True)
-    located = (match for line in text.splitlines() if (match := _MLIR_LOCATION.match(line)))
-    names = {match[1]: match[2] for match in located}
-    found: collections.Counter[tuple[int, str, str]] = collections.Counter()
-    for line in text.splitlines():
-        match = _MLIR_RESULT.match(line)
-        if match is None or match[1].endswith((".while", ".constant", ".broadcast_in_dim")):
-            continue
-        results = line.rpartition(" loc(")[0]
-        results = results.rpartition("->")[2] if "->" in results else results.rpartition(" : ")[2]
-        made_by = names.get(match[2], match[1]).removeprefix("jit(train_step)/")
-        for sizes, kind in _MLIR_TENSOR.findall(results):
-            bits = _MLIR_BITS.search(kind)
-            count = math.prod(int(size) for size in sizes.split("x") if size)
-            size = count * (int(bits[1]) if bits else 8) // 8
-            found[size, f"{kind}[{sizes.rstrip('x').replace('x', ',')}]", made_by] += 1
-    return _largest(found, number)
-
-
-def _largest(found: Mapping[tuple[int, str, str], int], number: int) -> list[LargeBuffer]:
-    rows = [LargeBuffer(*key, count) for key, count in found.items()]
-    return sorted(rows, key=lambda row: -row.num_bytes)[:number]

@@ -6,11 +6,10 @@ device.
 """
 
 import os
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from MaxText.cost.hardware import ALIASES, CHIPS, CPU, find_hardware
+from MaxText.cost.hardware import CHIPS, CPU, find_hardware
 from MaxText.errors import UserError, first_line
 
 # Chips -> topology.
@@ -209,11 +208,10 @@ def _gpus(kind: str, number: int) -> CompileTarget:
 
 
 def _unknown(name: str) -> UserError:
-    every = names()
-    kind = re.sub(r"^\d+x(?=[a-z])", "", name.strip().lower()).partition("-")[0]
-    close = [tpu for tpu in every if tpu.startswith(f"{ALIASES.get(kind, kind)}-")]
-    lines = [f"compile_topology={name}: unknown machine", f"  TPUs: {', '.join(close or every)}"]
-    if not close:
-        gpus = ", ".join(f"{kind}-8" for kind in _GPUS)
-        lines += [f"  GPUs, any number up to 8 or a multiple of 8: {gpus}", "  CPU: cpu-1, cpu-8"]
-    return UserError("\n".join(lines))
+    gpus = ", ".join(f"{kind}-8" for kind in _GPUS)
+    return UserError(
+        f"compile_topology={name}: unknown machine\n"
+        f"  TPUs: {', '.join(names())}\n"
+        f"  GPUs, any number up to 8 or a multiple of 8: {gpus}\n"
+        "  CPU: cpu-1, cpu-8"
+    )

@@ -4,10 +4,11 @@ User errors are detected before weights are loaded, and all but data errors befo
 """
 
 import datetime
+import functools
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,19 +19,11 @@ from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.evaluation.harness_run import check_harness, run_harness
-from MaxText.evaluation.scorer_inputs import mask_ids
+from MaxText.evaluation.harness_run import find_tasks, run_harness
 from MaxText.evaluation.tasks import read_tasks, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
-from MaxText.inference.model_tokenizer import open_tokenizer
-from MaxText.inference.text_files import check_not_input
-from MaxText.inference.trained_model import (
-    Log,
-    TrainedModel,
-    load_model,
-    resolve_weights,
-    weights_path,
-)
+from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.trained_model import Log, TrainedModel, load_model, resolve_weights
 from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
@@ -71,18 +64,19 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     """
     config, scores_data = parse_request(loaded)
     scoring, typed = config.scoring, loaded.typed("tokenizer_path")
-    weights, _ = resolve_weights(*weights_path(config))
-    output_path(scoring.eval_output, weights)  # raises if not writable
-    for name, path in scoring.task_files.as_dict().items():
-        check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
+    weights = resolve_weights(config)
+    output = output_path(scoring.eval_output, weights.folder)
     if scoring.harness.tasks:
-        check_harness(config)
+        find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     tasks = read_tasks(config)
-    if tasks and config.masking.mlm_training:
-        mask_ids(config, open_tokenizer(config, weights, typed=typed))
-    data_set = _open_data_set(config, weights, typed, log) if scores_data else None
 
-    trained = load_model(config, log)
+    @functools.cache
+    def tokenizer() -> ModelTokenizer:
+        return open_tokenizer(config, weights.folder, weights.metadata, typed=typed)
+
+    data_set = _open_data_set(config, tokenizer, typed, log) if scores_data else None
+
+    trained = load_model(config, log, weights)
     devices = trained.sharding.mesh.devices.flat
     found: dict[str, Any] = {
         "weights": trained.source,
@@ -96,18 +90,15 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         found["tokenizer_sha256"] = data_set.tokenizer_sha256
         found["data"] = _score_data(trained, data_set, log)
     if scoring.eval_tasks or scoring.harness.tasks:
-        tokenizer = trained.open_tokenizer(typed=typed)
-        found["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
+        found["tokenizer_sha256"] = tokenizer().tokenizer.entry.sha256
         if scoring.eval_tasks:
-            scores = run_tasks(tasks, trained, tokenizer, config, log)
+            scores = run_tasks(tasks, trained, tokenizer(), config, log)
             found["tasks"] = [score._asdict() for score in scores]
         if scoring.harness.tasks:
-            found["harness"] = run_harness(trained, tokenizer, config, log)
+            found["harness"] = run_harness(trained, tokenizer(), config, log)
     found["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     import jax  # already imported
 
-    # A run in progress may have saved another step since.
-    output = output_path(scoring.eval_output, trained.folder)
     if output is not None and jax.process_index() == 0:
         write_scores(output, found, log)
     return found
@@ -122,7 +113,9 @@ class _DataSet(NamedTuple):
     tokenizer_sha256: str  # of the weights' tokenizer; empty without one
 
 
-def _open_data_set(config: Config, weights: str, typed: bool, log: Log) -> _DataSet:
+def _open_data_set(
+    config: Config, open_of_weights: Callable[[], ModelTokenizer], typed: bool, log: Log
+) -> _DataSet:
     """Opens the data to score, using the tokenizer of the weights for text.
 
     Raises UserError for missing or unsuitable data, or an unreadable tokenizer_path of the user's
@@ -132,7 +125,7 @@ def _open_data_set(config: Config, weights: str, typed: bool, log: Log) -> _Data
 
     tokenizer, preparation = None, config.preparation
     try:
-        tokenizer = open_tokenizer(config, weights, typed=typed)
+        tokenizer = open_of_weights()
         of_model = tokenizer.tokenizer
     except UserError as error:
         if typed:

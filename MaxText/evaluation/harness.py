@@ -96,7 +96,6 @@ class MaxTextLM(TemplateLM):
     ) -> "MaxTextLM":
         """Opens weights from the harness's model_args string, key=value,key=value."""
         words = [word.strip() for word in _NEXT_ARGUMENT.split(arg_string) if word.strip()]
-        _refuse_other_settings(additional_config)
         return cls.open(words)
 
     @classmethod
@@ -104,7 +103,6 @@ class MaxTextLM(TemplateLM):
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> "MaxTextLM":
         """Opens weights from the harness's model_args dict."""
-        _refuse_other_settings(additional_config)
         return cls.open([f"{name}={value}" for name, value in arg_dict.items()])
 
     @property
@@ -303,13 +301,3 @@ class _HarnessTokenizer:
         if self._whole is None:
             return self._tokenizer.decode(ids)
         return self._whole.decode(list(ids), skip_special_tokens=True)
-
-
-def _refuse_other_settings(settings: Mapping[str, Any] | None) -> None:
-    """Refuses simple_evaluate arguments for the harness's own models."""
-    for name, value in (settings or {}).items():
-        if value is not None:
-            raise UserError(
-                f"{name}={value} has no effect on the model maxtext; set "
-                "eval_per_device_batch_size or hardware in model_args instead."
-            )

@@ -17,31 +17,16 @@ from MaxText.inference.trained_model import Log, TrainedModel
 _BOOTSTRAP_SAMPLES = 1000
 
 
-def check_harness(config: Config) -> None:
-    """Checks the harness tasks before the model is loaded.
-
-    Importing lm_eval takes seconds. Raises UserError for a non-causal model, a missing harness or
-    task folder, or an unknown task.
-    """
-    if not config.model.attention.causal:
-        raise UserError(
-            f"harness.tasks={','.join(config.scoring.harness.tasks)} needs a causal model, and "
-            "this one has mlm_training=true. Remove harness.tasks; masked models are scored on "
-            "eval_tasks=[lambada,wikitext] and data sets."
-        )
-    _find_tasks(config.scoring.harness.tasks, config.scoring.harness.task_path)
-
-
 def run_harness(
     trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, log: Log = print
 ) -> dict[str, Any]:
     """Runs harness.tasks and prints their table.
 
     Returns results, configurations, versions and sample counts by task, as JSON values. Raises
-    UserError as check_harness does, or if a task cannot be read.
+    UserError as find_tasks does, or if a task cannot be read.
     """
     scoring = config.scoring
-    names, manager = _find_tasks(scoring.harness.tasks, scoring.harness.task_path)
+    names, manager = find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     # Bootstrapping would fork, which is unsafe with jax's threads.
     os.environ.setdefault("DISABLE_MULTIPROC", "1")
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -86,8 +71,11 @@ def run_harness(
 
 # Cached because listing the harness's tasks takes seconds and is needed twice.
 @functools.lru_cache(maxsize=1)
-def _find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
-    """Resolves task names and patterns; returns the TaskManager as well."""
+def find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
+    """Resolves task names and patterns; returns the TaskManager as well.
+
+    Raises UserError for a missing harness or task folder, or an unknown task.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "harness.tasks needs lm-evaluation-harness, which is not installed: "

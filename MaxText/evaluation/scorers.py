@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import Continuation, MaskIds, Progress, ScoreRequest
+from MaxText.evaluation.scorer_inputs import Continuation, Progress
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
@@ -33,61 +33,37 @@ class Loglikelihood(NamedTuple):
     is_greedy: bool  # whether each id is the argmax
 
 
-class ScoreResult(NamedTuple):
-    """Scores of the targets of one request."""
+class _ScoreRequest(NamedTuple):
+    """One model input and the positions to score."""
 
-    log_probabilities_C: np.ndarray  # float32, in nats
-    is_argmax_C: np.ndarray  # bool, whether each target is the argmax
+    ids: np.ndarray  # int32 [T]
+    positions: list[int]  # in `ids`
+    targets: list[int]  # the id to score at each position
+    owners: list[int]  # continuations that these are of, in order
 
 
 class Scorer:
     """Scores ids at positions of sequences of any length up to `window`.
 
-    Batches hold as many tokens as an evaluation batch, in sequences of similar length. These are
-    padded on the right; non-causal models get segment ids that mask the padding. Only the requested
-    positions go through the head.
-
-    With `mask_ids`, inputs match the training of a masked language model, except that no token is
-    replaced by a random one: CLS first if the model was trained with it, and the mask id at hidden
-    positions. `window` excludes CLS.
+    Batches hold as many tokens as an evaluation batch, in sequences of similar length, padded on
+    the right. Only the requested positions go through the head.
     """
 
-    def __init__(self, trained: TrainedModel, mask_ids: MaskIds | None = None):
-        """Compiles nothing yet; UserError for non-causal models without masks."""
-        if mask_ids is None and not trained.model.config.attention.causal:
+    def __init__(self, trained: TrainedModel):
+        """Compiles nothing yet; UserError for non-causal models."""
+        if not trained.model.config.attention.causal:
             raise UserError(
                 "only causal models can score continuations, and this model has causal=false: it "
-                "was trained to predict masked tokens. eval.py scores it with "
-                "eval_tasks=[lambada,wikitext] and on data sets."
+                "was trained to predict masked tokens. eval.py scores it on data sets."
             )
         config, sharding = trained.config, trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
-        self._mask_id = -1 if mask_ids is None else mask_ids.mask
-        self.cls_id = None if mask_ids is None else mask_ids.cls
-        self._before = [] if self.cls_id is None else [self.cls_id]
-        self._max_length: int = trained.model.config.shape.max_target_length
-        self.window = self._max_length - len(self._before)
-        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self._max_length
+        self.window: int = trained.model.config.shape.max_target_length
+        self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self.window
         self._trained = trained
         score = functools.partial(_score_positions, trained.model, sharding.num_batch_parts)
         # Every host submits all requests and reads all outputs, which are small.
         self._score_positions = sharding.jit(score, out_shardings=sharding.replicated)
-
-    def score(
-        self, requests: Sequence[ScoreRequest], progress: Progress | None = None
-    ) -> list[ScoreResult]:
-        """Returns one result per request, in order. Inputs have 1 to `window` ids."""
-        results: dict[int, ScoreResult] = {}
-        outputs = itertools.chain(self._outputs(requests), [([], ())])
-        # Outputs are fetched one batch late, to keep the devices busy.
-        for (numbers, arrays), _ in itertools.pairwise(outputs):
-            rows = zip(numbers, *map(np.asarray, arrays), strict=False)
-            for number, losses_C, is_argmax_C in rows:
-                count = len(requests[number].positions)
-                results[number] = ScoreResult(-losses_C[:count], is_argmax_C[:count])
-            if progress is not None:
-                progress(len(results), len(requests))
-        return [results[number] for number in range(len(requests))]
 
     def score_continuations(
         self, continuations: Sequence[Continuation], progress: Progress | None = None
@@ -98,8 +74,7 @@ class Scorer:
         share a forward pass. Raises UserError for a continuation without ids or longer than the
         window.
         """
-        # By model input: the request, and the continuations it scores.
-        inputs: dict[bytes, tuple[ScoreRequest, list[int]]] = {}
+        by_input: dict[bytes, _ScoreRequest] = {}
         for number, (context, ids) in enumerate(continuations):
             if not 0 < len(ids) <= self.window:
                 raise UserError(
@@ -108,60 +83,60 @@ class Scorer:
                 )
             assert context, "a bos or eos id precedes a continuation without context"
             read = np.array([*context, *ids][-(self.window + 1) : -1], np.int32)
-            request, owners = inputs.setdefault(read.tobytes(), (ScoreRequest(read, [], []), []))
+            request = by_input.setdefault(read.tobytes(), _ScoreRequest(read, [], [], []))
             request.positions.extend(range(len(read) - len(ids), len(read)))
             request.targets.extend(ids)
-            owners.append(number)
-        results = self.score([request for request, _ in inputs.values()], progress)
+            request.owners.append(number)
+        requests, done = list(by_input.values()), 0
         scores: dict[int, Loglikelihood] = {}
-        for (_, owners), result in zip(inputs.values(), results, strict=True):
-            start = 0
-            for number in owners:
-                part = slice(start, start + len(continuations[number].ids))
-                total = float(np.sum(result.log_probabilities_C[part], dtype=np.float64))
-                scores[number] = Loglikelihood(total, bool(result.is_argmax_C[part].all()))
-                start = part.stop
+        outputs = itertools.chain(self._outputs(requests), [([], ())])
+        # Outputs are fetched one batch late, to keep the devices busy.
+        for (some, arrays), _ in itertools.pairwise(outputs):
+            for one, losses_C, is_argmax_C in zip(some, *map(np.asarray, arrays), strict=False):
+                start = 0
+                for number in one.owners:
+                    part = slice(start, start + len(continuations[number].ids))
+                    total = float(np.sum(-losses_C[part], dtype=np.float64))
+                    scores[number] = Loglikelihood(total, bool(is_argmax_C[part].all()))
+                    start = part.stop
+            done += len(some)
+            if progress is not None:
+                progress(done, len(requests))
         return [scores[number] for number in range(len(continuations))]
 
-    def _outputs(self, requests: Sequence[ScoreRequest]) -> Iterator[tuple[list[int], Any]]:
-        """Yields request numbers, longest first, and their scores on device."""
+    def _outputs(
+        self, requests: Sequence[_ScoreRequest]
+    ) -> Iterator[tuple[list[_ScoreRequest], Any]]:
+        """Yields requests, longest first, and their scores on device."""
         sharding = self._trained.sharding
         parts = sharding.num_batch_parts
-        by_shape: dict[tuple[int, int], list[int]] = {}
-        for number, one in enumerate(requests):
-            assert 0 < len(one.ids) <= self.window, len(one.ids)
-            length = padded_length(len(self._before) + len(one.ids), self._max_length)
+        by_shape: dict[tuple[int, int], list[_ScoreRequest]] = {}
+        for one in requests:
+            length = padded_length(len(one.ids), self.window)
             num_positions = next_power_of_two(len(one.positions), _FEWEST_POSITIONS)
             num_positions <<= num_positions.bit_length() % 2 == 0  # powers of 4
-            by_shape.setdefault((length, num_positions), []).append(number)
+            by_shape.setdefault((length, num_positions), []).append(one)
         for (length, num_positions), alike in sorted(by_shape.items(), reverse=True):
             most = max(1, self._num_tokens // (length * parts)) * parts
             for start in range(0, len(alike), most):
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
                 num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
-                arrays = self._arrays([requests[n] for n in some], num_rows, length, num_positions)
+                arrays = self._arrays(some, num_rows, length, num_positions)
                 arrays = jax.device_put(arrays, sharding.batch_sharding(num_rows))
                 yield some, self._score_positions(self._trained.params, *arrays)
 
     def _arrays(
-        self, requests: Sequence[ScoreRequest], num_rows: int, length: int, num_positions: int
-    ) -> tuple[np.ndarray | None, ...]:
-        """Returns (tokens_BT, positions_BC, targets_BC, segments_BT), zero-padded."""
-        tokens_BT, segments_BT = np.zeros((2, num_rows, length), np.int32)
+        self, requests: Sequence[_ScoreRequest], num_rows: int, length: int, num_positions: int
+    ) -> tuple[np.ndarray, ...]:
+        """Returns (tokens_BT, positions_BC, targets_BC), zero-padded."""
+        tokens_BT = np.zeros((num_rows, length), np.int32)
         positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
-        first = len(self._before)
         for index, one in enumerate(requests):
-            end, count = first + len(one.ids), len(one.positions)
-            tokens_BT[index, :first] = self._before
-            tokens_BT[index, first:end] = one.ids
-            if one.hidden:
-                tokens_BT[index, np.add(one.hidden, first)] = self._mask_id
-            segments_BT[index, :end] = 1
-            positions_BC[index, :count] = np.add(one.positions, first)
-            targets_BC[index, :count] = one.targets
-        sees_padding = not self._trained.model.config.attention.causal
-        return tokens_BT, positions_BC, targets_BC, segments_BT if sees_padding else None
+            tokens_BT[index, : len(one.ids)] = one.ids
+            positions_BC[index, : len(one.positions)] = one.positions
+            targets_BC[index, : len(one.positions)] = one.targets
+        return tokens_BT, positions_BC, targets_BC
 
 
 def padded_length(length: int, window: int) -> int:
@@ -171,10 +146,10 @@ def padded_length(length: int, window: int) -> int:
     return min(between if length <= between else power, window)
 
 
-def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_BC, segments_BT):
+def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_BC):
     """Returns -log p of the targets and whether they are argmax, [B, C]."""
     decoder = model.merge(params)
-    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None, segments_BT=segments_BT)
+    batch = Batch(tokens_BT, targets_BT=None, loss_mask_BT=None)
     h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     head_state = decoder.head_state(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, positions_BC[..., None], axis=1)

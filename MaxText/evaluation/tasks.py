@@ -2,11 +2,11 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from MaxText.config.schema import Config
 from MaxText.evaluation import lambada, wikitext
-from MaxText.evaluation.scorer_inputs import Progress, mask_ids
+from MaxText.evaluation.scorer_inputs import Progress
 from MaxText.evaluation.scores import TaskResult, TaskScore, task_table
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Log, TrainedModel
@@ -14,26 +14,17 @@ from MaxText.inference.trained_model import Log, TrainedModel
 _SECONDS_PER_LINE = 30.0  # between progress lines
 
 
-class Task(NamedTuple):
-    """A task: its reader, and scorers of causal and masked models."""
-
-    read: Callable[[str], Sequence[Any]]  # path -> items
-    score: Callable[..., TaskResult]  # (items, path, scorer, tokenizer, progress) -> result
-    score_masked: Callable[..., TaskResult]  # the same with mask ids
-
-
-TASKS = {
-    "lambada": Task(lambada.read_passages, lambada.score, lambada.score_masked),
-    "wikitext": Task(wikitext.read_pages, wikitext.score, wikitext.score_masked),
+# Name -> reader of a path, and scorer of (items, scorer, tokenizer, progress).
+TASKS: dict[str, tuple[Callable[[str], Sequence[Any]], Callable[..., TaskResult]]] = {
+    "lambada": (lambada.read_passages, lambada.score),
+    "wikitext": (wikitext.read_pages, wikitext.score),
 }
 
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
     scoring = config.scoring
-    return {
-        name: TASKS[name].read(getattr(scoring.task_files, name)) for name in scoring.eval_tasks
-    }
+    return {name: TASKS[name][0](getattr(scoring.task_files, name)) for name in scoring.eval_tasks}
 
 
 def run_tasks(
@@ -45,19 +36,16 @@ def run_tasks(
 ) -> list[TaskScore]:
     """Scores the items of read_tasks and prints a table.
 
-    Raises UserError for a text that exceeds the window, or a masked model without a mask id.
+    Raises UserError for a text that exceeds the window.
     """
     from MaxText.evaluation.scorers import Scorer
 
-    masked = config.masking.mlm_training
-    scorer = Scorer(trained, mask_ids(config, tokenizer) if masked else None)
+    scorer = Scorer(trained)
     scores = []
     for name, task_items in items.items():
-        task = TASKS[name]
         path = getattr(config.scoring.task_files, name)
-        score = task.score_masked if masked else task.score
         began = time.perf_counter()
-        result = score(task_items, path, scorer, tokenizer, log_progress(name, log))
+        result = TASKS[name][1](task_items, scorer, tokenizer, log_progress(name, log))
         scores.append(TaskScore(name, path, *result, time.perf_counter() - began))
     log(task_table(scores))
     return scores

@@ -1,8 +1,7 @@
 """WikiText (Merity et al. 2016): perplexity per word and byte, by page.
 
 Follows task wikitext of lm-evaluation-harness: the model reads detokenized text, but words and
-bytes are counted in the original file. Masked language models get a pseudo-perplexity, with tokens
-hidden one at a time.
+bytes are counted in the original file.
 """
 
 import math
@@ -11,12 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import (
-    Progress,
-    mask_each_token,
-    rolling_windows,
-    strip_cls_prefix,
-)
+from MaxText.evaluation.scorer_inputs import Progress, rolling_windows
 from MaxText.evaluation.scores import TaskResult
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.text_files import is_json_lines, read_lines, read_text_file
@@ -97,7 +91,6 @@ def count_words(page: str) -> int:
 
 def score(
     pages: Sequence[str],
-    path: str,
     scorer: "Scorer",
     tokenizer: ModelTokenizer,
     progress: Progress | None = None,
@@ -124,33 +117,4 @@ def score(
         "bytes": num_bytes,
         "tokens": sum(map(len, ids)),
     }
-    return TaskResult(metrics, counts)
-
-
-def score_masked(
-    pages: Sequence[str],
-    path: str,
-    scorer: "Scorer",
-    tokenizer: ModelTokenizer,
-    progress: Progress | None = None,
-) -> TaskResult:
-    """Returns pseudo-perplexity per word and token (Salazar et al. 2020).
-
-    Each page is read alone, in disjoint windows. Hiding each token once costs a forward pass of its
-    window; the tokenizer's prefix is never hidden. Raises UserError if the text has no tokens.
-    """
-    tokenizer = strip_cls_prefix(tokenizer, scorer.cls_id)
-    ids = [tokenizer.encode(detokenized(page)) for page in pages]
-    start = len(tokenizer.prefix)
-    texts = [text for page in ids for text in mask_each_token(page, start, scorer.window)]
-    if not texts:
-        raise UserError(f"{KEY}={path} has no tokens in the tokenizer of {tokenizer.folder}.")
-    scores = scorer.score(texts, progress)
-    loss = -math.fsum(float(one.log_probabilities_C[0]) for one in scores)
-    num_words = sum(map(count_words, pages))
-    metrics = {
-        "word_pseudo_perplexity": perplexity(loss / num_words),
-        "token_pseudo_perplexity": perplexity(loss / len(texts)),
-    }
-    counts = {"pages": len(pages), "words": num_words, "tokens": len(texts)}
     return TaskResult(metrics, counts)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
-from MaxText.config.serialization import diff_configs, flatten
+from MaxText.config.serialization import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
@@ -157,25 +157,24 @@ def load_or_create_plan(
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:
-    asked, asks = dataclasses.asdict(old.question), dataclasses.asdict(new.question)
-    lines = [
-        f"{name}: {_shown(asked[name])} -> {_shown(asks[name])}"
-        for name in asked
-        if asked[name] != asks[name]
+    def facts(plan: Plan) -> dict[str, Any]:
+        return {
+            **dataclasses.asdict(plan.question),
+            "configurations": list(plan.configurations),
+            **{
+                f"{label}: {name}": value
+                for label, keys in plan.configurations.items()
+                if label in old.configurations and label in new.configurations
+                for name, value in keys.items()
+            },
+        }
+
+    before, after = facts(old), facts(new)
+    return [
+        f"{name}: {to_yaml(before.get(name))} -> {to_yaml(value)}"
+        for name, value in after.items()
+        if to_yaml(before.get(name)) != to_yaml(value)
     ]
-    before, after = old.configurations, new.configurations
-    if list(before) != list(after):
-        lines.append(f"configurations: {', '.join(before)} -> {', '.join(after)}")
-    for label in (label for label in after if label in before):
-        changes = diff_configs(before[label], after[label])
-        lines += [f"{label}: {name}: {a} -> {b}" for name, (a, b) in changes.items()]
-    return lines
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {item}" for name, item in value.items())
-    return "what the first has" if value is None else to_yaml(value)
 
 
 def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:

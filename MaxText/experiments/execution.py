@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,11 +22,11 @@ from MaxText.experiments.comparison_plan import (
     plan_lines,
     run_path,
 )
-from MaxText.experiments.runs_progress import RunsProgress
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.step_timing import time_steps
 from MaxText.experiments.variants import Variant, confounding_keys
 from MaxText.metrics.run_record import read_run
+from MaxText.metrics.step_line import format_duration
 from MaxText.reports.formatting import loss
 from MaxText.reports.report_writer import write_report
 
@@ -104,29 +105,40 @@ def _short(path: str) -> str:
 
 
 def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
-    finished = [run for run in runs if comparison_results.is_over(run)]
-    log(f"{len(runs)} runs in {folder}, {len(finished)} already complete")
-    with RunsProgress(runs, finished, log) as progress:
-        for run in runs:
-            if run in finished:
-                continue
-            if comparison_results.is_over(run):
-                progress.skip(run, "skipped, because an earlier stage diverged")
-                continue
-            progress.begin(run, train_subprocess.num_completed_steps(run.folder))
-            code = train_subprocess.train(run, progress.steps)
-            # After exit code 0 the record must be readable: read_run raises otherwise.
-            record = comparison_results.load_record(run) if code else read_run(run.folder)
-            if record is None or record.state not in comparison_results.FINISHED:
-                raise UserError(
-                    f"{run.name}: train.py exited with code {code} before the run was complete. "
-                    f"Last lines of {run.log}:\n{train_subprocess.tail(run.log)}\n"
-                    "  Run the same command to resume this run."
-                )
-            if record.state == comparison_results.DIVERGED:
-                progress.skip(run, f"diverged at step {record.last_step}, {progress.took}")
-            else:
-                progress.end(run, f"validation loss {loss(record.final_loss)}")
+    left = [run for run in runs if not comparison_results.is_over(run)]
+    done = len(runs) - len(left)
+    log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
+    work, seconds = 0.0, 0.0  # of whole runs so far
+    for number, run in enumerate(runs, 1):
+        if run not in left:
+            continue
+        name = f"[{number}/{len(runs)}] {run.name}"
+        if comparison_results.is_over(run):
+            log(f"{name}: skipped, because an earlier stage diverged")
+            continue
+        before = comparison_results.load_record(run)
+        is_resumed, began = before is not None and before.steps, time.monotonic()
+        log(f"{name}: {'resumed' if is_resumed else 'started'}")
+        code = train_subprocess.train(run)
+        # After exit code 0 the record must be readable: read_run raises otherwise.
+        record = comparison_results.load_record(run) if code else read_run(run.folder)
+        if record is None or record.state not in comparison_results.FINISHED:
+            raise UserError(
+                f"{run.name}: train.py exited with code {code} before the run was complete. "
+                f"Last lines of {run.log}:\n{train_subprocess.tail(run.log)}\n"
+                "  Run the same command to resume this run."
+            )
+        took = time.monotonic() - began
+        if record.state == comparison_results.DIVERGED:
+            log(f"{name}: diverged at step {record.last_step}, {format_duration(took)}")
+            continue
+        line = f"{name}: validation loss {loss(record.final_loss)}, {format_duration(took)}"
+        if not is_resumed:
+            work, seconds = work + run.weight, seconds + took
+        ahead = sum(later.weight for later in runs[number:] if later in left)
+        if work and ahead:
+            line += f", about {format_duration(seconds / work * ahead)} left"
+        log(line)
 
 
 def _collect_results(

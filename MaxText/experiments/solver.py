@@ -155,11 +155,16 @@ def solve(
     reached = amount(solved)
     if abs(reached / budget - 1) > tolerance:
         amounts = {value: search.amount(value) for value in neighbors}
-        others = [f"free={name}" for name in helpful if name != free]
+        nearest = "; ".join(
+            f"{search.key}={value} gives {amount:,.6g} ({amount / budget - 1:+.1%})"
+            for value, amount in amounts.items()
+        )
+        least = min(abs(amount / budget - 1) for amount in amounts.values())
+        remedies = [*(f"free={name}" for name in helpful if name != free), "another budget="]
+        remedies += [f"tolerance={math.ceil(least * 1000) / 1000:g}"] if least < 0.5 else []
         raise UserError(
             f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
-            f"{tolerance:.1%} by {free}.\n"
-            f"{_nearest(search.key, amounts, budget, UNITS[match], others)}"
+            f"{tolerance:.1%} by {free}: {nearest}.\n  What to do: {', '.join(remedies)}."
         )
     return Solution(solved, tuple(map(_changes, stages, solved)), reached)
 
@@ -176,25 +181,6 @@ def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
 def _is_of_slots(config: Config) -> bool:
     """Returns whether the feed-forward has slots, without base_mlp_dim."""
     return config.model.feed_forward.feed_forward_type == "pattention"
-
-
-def _nearest(
-    key: str, amounts: dict[int, float], budget: float, unit: str, remedies: list[str]
-) -> str:
-    """Lists the values of a key next to the budget, and remedies."""
-    deviations = {value: reached / budget - 1 for value, reached in amounts.items()}
-    lines = [
-        f"  {key}={value} gives {reached:,.6g} {unit} ({deviations[value]:+.1%})"
-        for value, reached in amounts.items()
-    ]
-    if len(amounts) == 1:
-        which = "smallest" if min(deviations.values()) > 0 else "largest"
-        lines.append(f"  This is the {which} {key} in the search range.")
-    remedies = [*remedies, "another budget="]
-    nearest = min(map(abs, deviations.values()))
-    if nearest < 0.5:
-        remedies.append(f"tolerance={math.ceil(nearest * 1000) / 1000:g}")
-    return "\n".join([*lines, f"  What to do: {', '.join(remedies)}."])
 
 
 class _Search:

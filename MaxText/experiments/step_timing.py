@@ -85,7 +85,7 @@ def short_config(config: Config, folder: Path) -> Config:
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
     shutil.rmtree(folder, ignore_errors=True)
     run = Trial(name, 0, short_config(config, folder), folder, 0.0)
-    code = train(run, lambda steps: None)
+    code = train(run)
     if code:
         raise UserError(
             f"{name}: the timing run exited with code {code}. Last lines of {run.log}:\n"

@@ -1,12 +1,11 @@
-"""Runs train.py in subprocesses, with log, folder lock and progress."""
+"""Runs train.py in subprocesses, with log and folder lock."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -18,12 +17,9 @@ from MaxText.config.serialization import resolved_yaml
 from MaxText.early_signals import handled
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Trial
-from MaxText.metrics.events import EVENTS_FILE
 
 TRAIN = REPOSITORY / "MaxText" / "train.py"
 _LOCK = ".running"
-_POLL_SECONDS = 0.25
-_TAIL_BYTES = 1 << 16  # of an events file, enough for at least one whole row
 _PATIENCE_SECONDS = 60.0  # for an interrupted run to exit
 
 _COUNT_DEVICES = """
@@ -81,30 +77,21 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """
     lock = FileLock(folder / _LOCK, timeout=0)
     try:
-        with _writing_to(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
     except Timeout:
         raise UserError(
             f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
             "output= to another folder."
         ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-@contextlib.contextmanager
-def _writing_to(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except Timeout:
-        raise
     except OSError as error:
         raise UserError(
             f"cannot write to the folder {folder}: {error}. Set output= to another folder."
         ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
@@ -118,11 +105,11 @@ def signals_as_exceptions() -> Iterator[None]:
         yield
 
 
-def train(run: Trial, on_steps: Callable[[int], None]) -> int:
+def train(run: Trial) -> int:
     """Runs train.py to its end; returns the exit code, negative for a signal.
 
-    `on_steps` periodically receives the number of completed steps. On KeyboardInterrupt and other
-    exceptions, the run is interrupted and awaited before the exception propagates.
+    On KeyboardInterrupt and other exceptions, the run is interrupted and awaited before the
+    exception propagates.
     """
     write_config(run)
     run.folder.mkdir(exist_ok=True)
@@ -137,11 +124,7 @@ def train(run: Trial, on_steps: Callable[[int], None]) -> int:
             process_group=0,
         )
         try:
-            while True:
-                try:
-                    return process.wait(_POLL_SECONDS)
-                except subprocess.TimeoutExpired:
-                    on_steps(num_completed_steps(run.folder))
+            return process.wait()
         except BaseException:
             _terminate(process)
             raise
@@ -149,9 +132,8 @@ def train(run: Trial, on_steps: Callable[[int], None]) -> int:
 
 def write_config(run: Trial) -> None:
     """Writes the run's configuration next to its folder."""
-    with _writing_to(run.folder):
-        run.folder.parent.mkdir(parents=True, exist_ok=True)
-        run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    run.config_path.write_text(resolved_yaml(run.config), encoding="utf-8")
 
 
 def _terminate(process: subprocess.Popen) -> None:
@@ -166,22 +148,3 @@ def _terminate(process: subprocess.Popen) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def num_completed_steps(folder: Path) -> int:
-    """Returns the number of steps recorded by a run so far."""
-    try:
-        with (folder / EVENTS_FILE).open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(file.tell() - _TAIL_BYTES, 0))
-            lines = file.read().split(b"\n")
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # half written, or cut at the start of the tail
-        if isinstance(row, dict) and row.get("event") == "step":
-            return int(row["step"]) + 1
-    return 0

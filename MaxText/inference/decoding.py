@@ -40,12 +40,12 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     """
     config, decoding = loaded.config, loaded.config.decoding
     prompts = read_prompts(decoding)
-    output = JsonlWriter(decoding.decode_output_path, decoding.prompt_file)
+    output = JsonlWriter(decoding.decode_output_path)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
     batch_size = microbatch_size(config.batch, trained.sharding)
     if jax.process_index() > 0:  # all hosts generate the same texts
-        write, output = lambda text: None, JsonlWriter("", "")
+        write, output = lambda text: None, JsonlWriter("")
     engine = Engine(
         trained.model,
         trained.model.unstack_params(trained.params),

@@ -71,7 +71,7 @@ class ModelTokenizer:
 
 
 def encode_pair(
-    encode: Callable[[str], Sequence[int]], context: str, continuation: str, prefix_id: int | None
+    encode: Callable[[str], Sequence[int]], context: str, continuation: str, prefix_id: int
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Returns the ids of a context and of its continuation.
 
@@ -82,7 +82,6 @@ def encode_pair(
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
     if not context:
-        assert prefix_id is not None
         ids = encode(continuation)
         return ([prefix_id], ids) if ids[0] != prefix_id else (ids[:1], ids[1:])
     context_ids = encode(context)

@@ -1,7 +1,6 @@
 """Text and JSON Lines files named by configuration keys, such as prompts."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,20 +64,6 @@ def _text_of_object(line: str, field: str, location: str) -> tuple[str, dict[str
     return without_surrogates(value), row
 
 
-def check_not_input(output_key: str, output: str, input_key: str, input_file: str) -> None:
-    """Refuses to overwrite an input file with the output."""
-    try:
-        paths = Path(output).expanduser(), Path(input_file).expanduser()
-        is_same = bool(output and input_file) and os.path.samefile(*paths)
-    except OSError:
-        return  # one of them does not exist yet
-    if is_same:
-        raise UserError(
-            f"{output_key}={output} is the file of {input_key}, which would be overwritten. Choose "
-            "another path."
-        )
-
-
 class Prompt(NamedTuple):
     """A text to continue, and its .jsonl fields for the output."""
 
@@ -97,11 +82,10 @@ def read_prompts(config: DecodingConfig) -> list[Prompt]:
 class JsonlWriter:
     """JSON lines of finished texts; overwrites the file."""
 
-    def __init__(self, name: str, prompt_file: str):
-        """Checks that `name`, if any, is writable and not the prompt file."""
+    def __init__(self, name: str):
+        """Checks that `name`, if any, is writable."""
         self._path = Path(name).expanduser() if name else None
         self._mode = "w"  # of the first text, which replaces the contents
-        check_not_input("decode_output_path", name, "prompt_file", prompt_file)
         self._write("a", "")
 
     def _write(self, mode: str, text: str) -> None:

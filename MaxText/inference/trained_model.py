@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from MaxText.config import import_modules
 from MaxText.config.catalog import flatten, unflatten
@@ -15,6 +15,15 @@ from MaxText.runtime import compilation_cache, start_up
 Log = Callable[[str], None]
 
 
+class ResolvedWeights(NamedTuple):
+    """Existing weights, not yet read."""
+
+    path: str  # of one step, even if a run in progress saves another
+    key: str  # that named them
+    folder: str  # checkpoint step folder, or Hugging Face checkpoint
+    metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
     """A model with trained weights."""
@@ -24,16 +33,18 @@ class TrainedModel:
     sharding: Any
     params: Any
     source: str  # one-line description of the weights' origin
-    folder: str  # checkpoint step folder, or Hugging Face checkpoint
-    metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
+    folder: str  # as of ResolvedWeights
+    metadata: Mapping[str, Any]
 
     def open_tokenizer(self, *, typed: bool) -> ModelTokenizer:
         """Opens the tokenizer of the weights, see model_tokenizer."""
         return open_tokenizer(self.config, self.folder, self.metadata, typed=typed)
 
 
-def load_model(config: Config, log: Log = print) -> TrainedModel:
-    """Loads load_parameters_path, or else the newest checkpoint of run_name.
+def load_model(
+    config: Config, log: Log = print, weights: ResolvedWeights | None = None
+) -> TrainedModel:
+    """Loads weights, by default those of resolve_weights.
 
     Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
     or of another model, or if the mesh does not fit the devices.
@@ -51,13 +62,13 @@ def load_model(config: Config, log: Log = print) -> TrainedModel:
     sharding = mesh.ShardingPlan(
         mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules
     )
-    path, key = weights_path(config)
-    config = with_stored_zoom(config, path, key)
+    weights = weights or resolve_weights(config)
+    config = with_stored_zoom(config, weights.metadata)
     model_config, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
     model = Model(model_config)
     abstract = sharding.abstract_state(model.initialize, model.parameters)
     began = time.perf_counter()
-    given = open_pretrained(path, key, abstract, flatten(config), log)
+    given = open_pretrained(weights.path, weights.key, abstract, flatten(config), log)
     params = jax.block_until_ready(given.read())
     for warning in import_modules.changes(given.metadata):
         log(warning)
@@ -69,47 +80,37 @@ def load_model(config: Config, log: Log = print) -> TrainedModel:
     return TrainedModel(config, model, sharding, params, given.source, given.folder, given.metadata)
 
 
-def with_stored_zoom(config: Config, path: str, key: str) -> Config:
+def with_stored_zoom(config: Config, metadata: Mapping[str, Any]) -> Config:
     """Returns the configuration with the zoom fixed by growth in training.
 
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
     from MaxText.growth import zoom
 
-    _, metadata = resolve_weights(path, key)
     keys = zoom.inherited(zoom.stored_config(metadata), config)
     return unflatten(flatten(config) | keys) if keys else config
 
 
-def resolve_weights(path: str, key: str) -> tuple[str, Mapping[str, Any]]:
-    """Returns the step or Hugging Face folder, and a checkpoint's metadata."""
+def resolve_weights(config: Config) -> ResolvedWeights:
+    """Finds load_parameters_path, or else the newest checkpoint of run_name."""
     from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion import hf_checkpoint
-
-    if hf_checkpoint.is_hf_checkpoint(path):
-        return str(hf_checkpoint.resolve_hf_path(path, key)), {}
-    stored = checkpoint_files.resolve_checkpoint(path, key)
-    return str(stored), stored.try_metadata()
-
-
-def weights_path(config: Config) -> tuple[str, str]:
-    """Returns the path of the weights and its key; UserError if none."""
-    from MaxText.checkpointing import checkpoint_files
     from MaxText.storage.paths import parse_path
 
-    path = config.checkpoint.load_parameters_path
-    if path:
-        return path, "load_parameters_path"
-    run = config.run
-    folder = f"{run.base_output_directory}/{run.run_name}"
-    if checkpoint_files.finalized_steps(
-        parse_path(folder, "run_name") / checkpoint_files.CHECKPOINTS
-    ):
-        return folder, "run_name"
-    raise UserError(
-        "no weights: load_parameters_path is not set, and there is no checkpoint in "
-        f"{folder}.\n"
-        "  What to do: set load_parameters_path to a run, a checkpoint or a Hugging Face folder, "
-        "for example load_parameters_path=maxtext_output/quickstart or "
-        "load_parameters_path=hf:models/gpt2."
-    )
+    path, key, run = config.checkpoint.load_parameters_path, "load_parameters_path", config.run
+    if not path:
+        path, key = f"{run.base_output_directory}/{run.run_name}", "run_name"
+        checkpoints = parse_path(path, key) / checkpoint_files.CHECKPOINTS
+        if not checkpoint_files.finalized_steps(checkpoints):
+            raise UserError(
+                "no weights: load_parameters_path is not set, and there is no checkpoint in "
+                f"{path}.\n"
+                "  What to do: set load_parameters_path to a run, a checkpoint or a Hugging Face "
+                "folder, for example load_parameters_path=maxtext_output/quickstart or "
+                "load_parameters_path=hf:models/gpt2."
+            )
+    if hf_checkpoint.is_hf_checkpoint(path):
+        folder = str(hf_checkpoint.resolve_hf_path(path, key))
+        return ResolvedWeights(path, key, folder, {})
+    stored = checkpoint_files.resolve_checkpoint(path, key)
+    return ResolvedWeights(str(stored), key, str(stored), stored.try_metadata())

@@ -24,12 +24,10 @@ _STYLES = {
 _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 
 
-def draw_chart(
-    chart: Chart, axis: Axis, title: str = "", *, above: Axis | None = None
-) -> bytes | None:
+def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     """Draws a chart over one of its axes as PNG; None without points.
 
-    `title` precedes the chart's own; `above` is a second axis on top, if proportional to the first.
+    `title` precedes the chart's own.
     """
     if not any(np.isfinite(each.x[axis.name]).any() for each in chart.series):
         return None
@@ -51,8 +49,6 @@ def draw_chart(
     axes.set_xlabel(axis.title, color=_INK)
     axes.set_ylabel(chart.y_title, color=_INK)
     _legend(figure, axes)
-    if above is not None:
-        _draw_axis_above(axes, chart, axis, above)
     return _png(figure, axes, ", ".join(part for part in (title, chart.title) if part))
 
 
@@ -65,24 +61,6 @@ def _draw_series(axes, series: Series, axis: Axis) -> None:
     # matplotlib hides labels that start with an underscore.
     label = f" {series.label}" if series.label.startswith("_") else series.label
     axes.plot(x, series.y, color=color, linestyle=dashes, label=label, **style)
-
-
-def _draw_axis_above(axes, chart: Chart, axis: Axis, above: Axis) -> None:
-    """Draws another axis if it is a linear function of the first."""
-    lines = [each.x for each in chart.series if each.kind == "line"]
-    x = np.concatenate([each[axis.name] for each in lines] or [np.zeros(0)])
-    values = np.concatenate([each[above.name] for each in lines] or [np.zeros(0)])
-    known = np.isfinite(x) & np.isfinite(values)
-    if np.unique(x[known]).size < 2:
-        return
-    slope, offset = np.polyfit(x[known], values[known], 1)
-    if slope <= 0 or np.abs(slope * x[known] + offset - values[known]).max() > slope:
-        return
-    second = axes.secondary_xaxis(
-        "top", functions=(lambda at: at * slope + offset, lambda at: (at - offset) / slope)
-    )
-    second.set_xlabel(above.title, color=_INK)
-    second.xaxis.set_major_formatter(short_count)
 
 
 def _legend(figure, axes) -> None:

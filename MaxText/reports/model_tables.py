@@ -105,19 +105,16 @@ def _memory_of(run: RunHistory) -> dict[str, str]:
 
 
 def lineage(entries: Sequence[Entry]) -> list[PageSection]:
-    """Returns the ancestry of runs as a tree; none without ancestors."""
+    """Returns the ancestry of each run; none without ancestors."""
     runs = all_runs(entries)
     if not any(run.facts.get("lineage") for run in runs.values()):
         return []
-    tree: dict[str, Any] = {}
+    lines = []
     for name, run in runs.items():
-        branch = tree
-        for ancestor in run.facts.get("lineage") or ():
-            branch = branch.setdefault(_ancestor(ancestor), {})
         spent = f"{short_count(run.tokens)} tokens, {formatting.operations(run.flops)} FLOPs"
-        branch[f"{name}: {run.state}, {spent}"] = {}
+        ancestors = map(_ancestor, run.facts.get("lineage") or ())
+        lines.append(" -> ".join([*ancestors, f"{name}: {run.state}, {spent}"]))
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
-    lines = [line for root, below in tree.items() for line in (root, *_branches(below))]
     return [PageSection("Lineage", [note], texts=[Verbatim("\n".join(lines))])]
 
 
@@ -131,14 +128,6 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
         "" if flops is None else f"{formatting.operations(flops)} FLOPs",
     ]
     return f"{name}: {', '.join(filter(None, words))}"
-
-
-def _branches(tree: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for number, (words, below) in enumerate(tree.items(), 1):
-        first, rest = ("└─ ", "   ") if number == len(tree) else ("├─ ", "│  ")
-        lines += [first + words, *(rest + line for line in _branches(below))]
-    return lines
 
 
 def samples(entries: Sequence[Entry]) -> list[PageSection]:

@@ -112,12 +112,11 @@ def write_report(
 
 
 def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
-    """Draws loss over steps and tokens; returns the path, or None."""
+    """Draws loss over steps; returns the path, or None."""
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)
-    step, tokens = axes.axis("step"), axes.axis("tokens")
-    figure = draw_chart(chart, step, run.name, above=tokens) if chart else None
+    figure = draw_chart(chart, axes.axis("step"), run.name) if chart else None
     if figure is None:
         return None
     path = run.folder / _LOSS_CURVE

@@ -15,11 +15,10 @@ from MaxText.config import import_modules
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.conversion import imported_run, tokenizer_copy
-from MaxText.conversion.convert import log_memory
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
-from MaxText.conversion.weight_source import WeightSource, num_bytes
+from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
@@ -49,10 +48,6 @@ class GrownModel(WeightSource):
         leaf = self._growth.plan.leaves[name]
         fresh = np.asarray(self._fresh[name]) if name in self._fresh else 0.0
         return grow_shard(leaf, self._growth.source.read(name), fresh=fresh)
-
-    def peak_bytes(self) -> int:
-        sizes = num_bytes(self)
-        return sum(sizes[name] for name in self._fresh) + imported_run.peak_bytes(self)
 
 
 def grow(request: ConvertArgs, log: Log) -> None:
@@ -85,7 +80,6 @@ def grow(request: ConvertArgs, log: Log) -> None:
     weights = GrownModel(resolved.growth, resolved.config)
     stored = sum(math.prod(leaf.shape) for leaf in source.parameters.values())
     log(f"{stored:,} -> {weights.model.num_parameters:,} parameters")
-    log_memory(weights.peak_bytes(), log)
     comment = [f"Model grown by convert.py from {source.folder}."]
     lineage = ancestors_of(source.metadata, source.folder, source.step, "growth", resolved.record)
     # The new parameters themselves own cost.

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from MaxText.conversion.hf_checkpoint import TensorFiles, is_hf_checkpoint, resolve_hf_path
 from MaxText.conversion.hf_export import write_safetensors
@@ -41,13 +41,10 @@ def test_shards_are_what_the_library_reads(tmp_path):
     same_bits({name: files.read(name) for name in files.found}, tensors)
 
 
-def test_shards_that_do_not_fit_their_index(tmp_path):
+def test_a_missing_shard_is_named(tmp_path):
     names = sharded(tmp_path / "model", random("qwen2")[1])
-    save_file({"other": np.zeros(2, np.float32)}, tmp_path / "model" / names[0])
-    with pytest.raises(UserError, match=names[0]):
-        TensorFiles(tmp_path / "model")
     (tmp_path / "model" / names[0]).unlink()
-    with pytest.raises(UserError, match=rf"{names[0]} .*model\.safetensors\.index"):
+    with pytest.raises(UserError, match=rf"{names[0]} cannot be read: No such file"):
         TensorFiles(tmp_path / "model")
 
 
@@ -57,7 +54,7 @@ def test_an_index_with_paths(folder):
     for file, problem in {
         "../outside.safetensors": r"\.\./outside",
         str(outside): str(outside),
-        "x" * 300 + ".safetensors": rf"/{'x' * 40}\.\.\. .*: File name too long",
+        "x" * 300 + ".safetensors": "File name too long",
     }.items():
         index = {"weight_map": {"model.norm.weight": file}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))

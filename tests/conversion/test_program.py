@@ -35,7 +35,7 @@ def test_help_a_conversion_and_a_mistake(tmp_path, users_environment):
         "from=a to=b export=onnx", "from=a to=hf:b export=stablehlo",
         "from=a to=b export=stablehlo length=0", "from=a to=b export=stablehlo --verify",
         "a.yml from=hf:a to=b", "from=hf:a to=b tokeniser=c",
-        "from=maxtext:a to=b query_scale=c", "from=a to=hf:",
+        "from=maxtext:a to=b query_scale=c",
         f"from={'a' * 300} to=b", "grow from=maxtext:a to=b slot_num=2",
     ],
     ids=lambda line: line[:60],

@@ -145,16 +145,6 @@ def test_mistakes(root, monkeypatch, arguments, message):
         run(root, *{key.split("=")[0]: key for key in [*data_of(root), *arguments]}.values())
 
 
-def test_scores_never_replace_a_file_that_is_scored(root, tmp_path):
-    passages = tmp_path / "lambada.txt"
-    passages.write_text("one two three\n")
-    (tmp_path / "link.json").symlink_to(passages)
-    task = ["eval_tasks=[lambada]", f"task_files.lambada={passages}"]
-    with pytest.raises(UserError, match=r"is the file of task_files\.lambada"):
-        run(root, *task, f"eval_output={tmp_path / 'link.json'}")
-    assert passages.read_text() == "one two three\n"
-
-
 def test_the_program(root, tmp_path, users_environment):
     weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
     done = start("eval.py", [*weights, *data_of(root)], tmp_path, users_environment)
@@ -194,5 +184,6 @@ def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
     assert (masking.mlm_training, masking.mlm.mask_id, masking.mlm.cls_token_id) == (True, 3, 4)
     assert read("dataset_path=other", "eval_steps=2")[1] == ("other", "", 2)
     assert read("dataset_type=synthetic", "dataset_path=", "grain_eval_files=")[1][2] == 2
-    assert not read("harness.tasks=[a]")[2]
-    assert read("harness.tasks=[a]", "eval_split=train")[2]
+    tasks = "harness.tasks=[a]", "mlm_training=false"
+    assert not read(*tasks)[2]
+    assert read(*tasks, "eval_split=train")[2]

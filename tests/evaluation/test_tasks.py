@@ -59,7 +59,7 @@ def test_passages_of_both_kinds_of_file(tmp_path):
 
 def test_lambada_by_brute_force(trained, tokenizer):
     passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
-    found = lambada.score(passages, "file", Scorer(trained), tokenizer)
+    found = lambada.score(passages, Scorer(trained), tokenizer)
     # All of the window is read: 16 ids before the last.
     sums = [
         following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
@@ -73,7 +73,7 @@ def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
     scorer = Scorer(trained)
     scores = [SimpleNamespace(log_probability=0.0, is_greedy=greedy) for greedy in right]
     monkeypatch.setattr(scorer, "score_continuations", lambda *_: scores)
-    found = lambada.score([Passage("a", " b")] * 4, "file", scorer, tokenizer)
+    found = lambada.score([Passage("a", " b")] * 4, scorer, tokenizer)
     assert found.metrics["accuracy"] == 0.75
     assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
 
@@ -108,7 +108,7 @@ def test_text_as_people_write_it():
 
 def test_wikitext_by_brute_force(trained, tokenizer):
     pages = [" = Tin = \n \n Tin is a metal . \n", " = A 1 @.@ 5 ° sea = \n \n It is wet . \n"]
-    found = wikitext.score(pages, "file", Scorer(trained), tokenizer)
+    found = wikitext.score(pages, Scorer(trained), tokenizer)
     loss = 0.0
     for page in pages:
         ids = list(wikitext.detokenized(page).encode())

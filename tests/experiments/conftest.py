@@ -46,7 +46,7 @@ def trained(one_device, monkeypatch):
     """Trains by the stand-in, in process."""
     names = Trained()
 
-    def train(run, on_steps):
+    def train(run):
         train_subprocess.write_config(run)
         run.folder.mkdir(exist_ok=True)
         names.append("/".join(run.folder.parts[-2:]))

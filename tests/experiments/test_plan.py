@@ -60,7 +60,10 @@ def test_another_comparison_is_refused(begun):
 
     for change, line in [
         ({"match": "flops"}, "match: tokens -> flops"),
-        ({"free": {"a": "steps", "b": "width"}}, "free: a steps, b steps -> a steps, b width"),
+        (
+            {"free": {"a": "steps", "b": "width"}},
+            "free: {a: steps, b: steps} -> {a: steps, b: width}",
+        ),
         ({"tolerance": 0.01}, "tolerance: 0.02 -> 0.01"),
         ({"num_devices": 8}, "num_devices: 1 -> 8"),
     ]:
@@ -68,7 +71,7 @@ def test_another_comparison_is_refused(begun):
     assert any(line.endswith("-> 1000.0") for line in refusal(found, budget=1000.0))
     changed = variants("a.yml", "b.yml", "learning_rate=3e-2")
     assert "a: learning_rate: 0.01 -> 0.03" in refusal(changed)
-    assert "configurations: a, b -> b, a" in refusal(variants("b.yml", "a.yml"))
+    assert "configurations: [a, b] -> [b, a]" in refusal(variants("b.yml", "a.yml"))
 
 
 def test_a_plan_of_which_no_run_has_begun_gives_way(begun):

@@ -1,6 +1,5 @@
-"""Runs of a comparison as processes, with a stand-in for train.py; and how much time is left."""
+"""Runs of a comparison as processes, with a stand-in for train.py."""
 
-import functools
 import json
 import os
 import signal
@@ -8,7 +7,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,10 +14,8 @@ from MaxText.config.loading import configure
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
 from MaxText.experiments.comparison_plan import Trial
-from MaxText.experiments.runs_progress import RunsProgress
 from tests.experiments import stand_in
 from tests.experiments.small_comparison import compare
-from tests.small_models import tiny_config
 
 
 @pytest.fixture
@@ -38,16 +34,19 @@ def test_a_run_that_failed_stops_the_comparison(processes):
     assert not (processes / "out" / "b").exists()
 
 
+def after_a_step(folder, number):
+    """Sends a signal to this process."""
+    events = folder / "events.jsonl"
+    while not (events.exists() and '"step"' in events.read_text()):
+        time.sleep(0.02)
+    os.kill(os.getpid(), number)
+
+
 def test_ctrl_c_ends_the_run_at_work(processes, ctrl_c_counts):
     (processes / "stop").touch()
     events = processes / "out" / "a" / "seed_0" / "events.jsonl"
-
-    def interrupt() -> None:
-        while not (events.exists() and '"step"' in events.read_text()):
-            time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
+    arguments = events.parent, signal.SIGINT
+    threading.Thread(target=after_a_step, args=arguments, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         compare("a.yml", "b.yml", "match=tokens")
     assert json.loads(events.read_text().splitlines()[-1])["reason"] == "interrupted"
@@ -61,13 +60,9 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
     folder = Path("out/a/seed_0")
     config = configure("a.yml", run_name="seed_0", base_output_directory="out/a")
     began = time.monotonic()
-
-    def on_steps(steps: int) -> None:
-        if steps:
-            raise SystemExit(143)
-
-    with pytest.raises(SystemExit):
-        train_subprocess.train(Trial("a", 0, config, folder, 1.0), on_steps)
+    threading.Thread(target=after_a_step, args=(folder, signal.SIGTERM), daemon=True).start()
+    with pytest.raises(SystemExit), train_subprocess.signals_as_exceptions():
+        train_subprocess.train(Trial("a", 0, config, folder, 1.0))
     assert time.monotonic() - began < 30  # a deaf run would sleep for a minute
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("step", 0)
@@ -86,49 +81,3 @@ def test_a_label_with_an_equals_sign_is_no_key(configs):
     path = Path("learning_rate=1e-2/seed_0.yml")
     assert train_subprocess.train_command(path)[-1] == f"./{path}"
     assert train_subprocess.train_command(configs / path)[-1] == str(configs / path)
-
-
-@pytest.fixture
-def progress(monkeypatch):
-    """(clock, runs, lines shown, what makes a RunsProgress of them)."""
-    clock, lines = SimpleNamespace(now=100.0), []
-    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
-    config = tiny_config(steps=10)
-    runs = [Trial(f"r{i}", 0, config, Path(f"r{i}"), weight) for i, weight in enumerate((1.0, 3.0))]
-    start = functools.partial(RunsProgress, runs, log=lines.append, now=lambda: clock.now)
-    return clock, runs, lines, start
-
-
-def test_time_left_is_work_left_at_the_speed_so_far(progress):
-    clock, (first, second), lines, start = progress
-    with start([]) as shown:
-        shown.begin(first, 0)
-        clock.now += 6  # up to the first step
-        shown.steps(1)
-        assert shown.eta() == ""
-        clock.now += 4
-        shown.steps(5)  # 0.4 of work in 4 s
-        assert shown.eta() == ", about 0:00:35 left"  # 3.5 of work
-        clock.now += 5
-        shown.end(first, "validation loss 4.0")
-        shown.begin(second, 0)
-        clock.now += 4
-        shown.steps(0)
-        clock.now += 26
-        shown.skip(second, f"diverged at step 3, {shown.took}")
-    assert lines == [
-        "[1/2] r0 seed 0: started",
-        "[1/2] r0 seed 0: validation loss 4.0, 0:00:15, about 0:00:30 left",
-        "[2/2] r1 seed 0: started", "[2/2] r1 seed 0: diverged at step 3, 0:00:30",
-    ]  # fmt: skip
-
-
-def test_lines_go_above_the_bar_of_a_terminal(progress, monkeypatch, capsys):
-    _, (first, second), lines, start = progress
-    for stream in ("stderr", "stdout"):
-        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True)
-    with start([first]) as shown:
-        shown.begin(second, 0)
-        shown.end(second, "validation loss 4.0")
-    assert not lines
-    assert "[2/2] r1 seed 0: validation loss 4.0" in capsys.readouterr().err

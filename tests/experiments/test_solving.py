@@ -126,8 +126,8 @@ def test_values_that_a_rule_forbids_are_passed_over():
         (tiny_config, "params", "slots", 2.0, "slots.*free=width or free=depth"),
         (tokenformer, "params", "base_mlp_dim", 2.0, "base_mlp_dim.*or free=slots"),
         (lambda: tokenformer(head_dim=8), "params", "width", 2.0, r"head_dim=-1, .*free=slots\."),
-        (tiny_config, "params", "base_mlp_dim", 1e-6, "smallest base_mlp_dim"),
-        (tiny_config, "params", "base_mlp_dim", 1e12, "largest base_mlp_dim"),
+        (tiny_config, "params", "base_mlp_dim", 1e-6, "base_mlp_dim=1 gives"),
+        (tiny_config, "params", "base_mlp_dim", 1e12, "base_mlp_dim=1048576 gives"),
         (tiny_config, "time", "steps", 0.06, "seconds cannot be met"),
     ],
 )
@@ -187,7 +187,7 @@ def test_steps_of_all_stages_are_scaled_alike(match):
 def test_every_stage_keeps_a_step():
     _, found = solved_chain(CHAIN, "tokens", "steps", 3 / 35)
     assert [stage.run.steps for stage in found.stages] == [1, 1, 1]
-    refused("smallest steps", solved_chain, CHAIN, "tokens", "steps", 2 / 35)
+    refused("steps=3 gives", solved_chain, CHAIN, "tokens", "steps", 2 / 35)
 
 
 def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():

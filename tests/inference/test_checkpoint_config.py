@@ -16,7 +16,7 @@ from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError
 from MaxText.inference.checkpoint_config import load
 from MaxText.inference.model_tokenizer import open_tokenizer
-from MaxText.inference.trained_model import load_model, weights_path, with_stored_zoom
+from MaxText.inference.trained_model import load_model, resolve_weights, with_stored_zoom
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.run.records import write_run_files
 from tests.inference.small_models import END, llama_folder
@@ -59,7 +59,7 @@ def test_a_config_file_or_preset_decides_instead(folders, tmp_path):
 def test_mistakes(line, named, tmp_path):
     refused(named, load, line.split(), "decode.py")
     config = load([f"base_output_directory={tmp_path}", "run_name=first"]).config
-    refused(r"load_parameters_path=", weights_path, config)
+    refused(r"load_parameters_path=", resolve_weights, config)
 
 
 @pytest.mark.parametrize("name", ["hf", "run"])
@@ -186,7 +186,8 @@ def test_slots_keep_the_zoom_that_growth_has_fixed(tmp_path):
     (step / "metadata").mkdir()
     stored = flatten(configure(**tiny, zoom_dim=8))
     (step / "metadata" / "metadata").write_text(json.dumps({"config": stored}))
-    path = (str(tmp_path / "run"), "load_parameters_path")
-    assert with_stored_zoom(configure(**tiny), *path).model.pattention.zoom("ffn", 16) == 32
-    typed = with_stored_zoom(configure(**tiny, zoom_dim=6), *path)
+    weights = resolve_weights(configure(load_parameters_path=str(tmp_path / "run")))
+    small = with_stored_zoom(configure(**tiny), weights.metadata)
+    assert small.model.pattention.zoom("ffn", 16) == 32
+    typed = with_stored_zoom(configure(**tiny, zoom_dim=6), weights.metadata)
     assert typed.model.pattention.zoom("qkv", 16) == 6

@@ -126,7 +126,7 @@ def test_a_running_run_says_how_long_it_takes_and_what_its_loss_is_the_mean_of(t
     assert row["training loss"] == "1.5000 (mean of 90 steps)"
 
 
-def test_lineage_is_one_tree_of_all_runs(tmp_path):
+def test_lineage_is_a_line_of_each_run(tmp_path):
     root = {"run_name": "small", "folder": "s", "step": 999, "how": "full_state", "tokens": 4e6}
     root["flops"] = 1e15
     grown = {"run_name": "mid", "folder": "m", "step": 49, "how": "growth", "tokens": None}
@@ -134,11 +134,10 @@ def test_lineage_is_one_tree_of_all_runs(tmp_path):
         started(tmp_path / "a", lineage=[root]), started(tmp_path / "b", lineage=[root, grown])
     )
     (section,) = model_tables.lineage(entries)
+    small = "small: step 999, full state, 4M tokens, 1e+15 FLOPs"
     assert section.texts[0].text.split("\n") == [
-        "small: step 999, full state, 4M tokens, 1e+15 FLOPs",
-        "├─ a: killed, 49.2K tokens, 3.04e+12 FLOPs",
-        "└─ mid: step 49, growth",
-        "   └─ b: killed, 49.2K tokens, 3.04e+12 FLOPs",
+        f"{small} -> a: killed, 49.2K tokens, 3.04e+12 FLOPs",
+        f"{small} -> mid: step 49, growth -> b: killed, 49.2K tokens, 3.04e+12 FLOPs",
     ]
 
 

@@ -17,33 +17,6 @@ _SOURCES = {
 }
 
 
-def start_bar(*columns: Any, **options: Any) -> Any:
-    """Starts a rich progress bar in the last line of stderr."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    bar = Progress(
-        *columns,
-        console=Console(stderr=True),
-        # Lines come through `print_above`; other output stays on its own stream.
-        redirect_stdout=False,
-        redirect_stderr=False,
-        transient=True,
-        **options,
-    )
-    bar.start()
-    return bar
-
-
-def print_above(bar: Any, text: str, log: Callable[[str], None]) -> None:
-    """Prints a line, above the bar if there is one."""
-    if bar is not None and sys.stdout.isatty():
-        # Both streams are the terminal: printed past the bar, the line would tear it.
-        bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-    else:
-        log(text)
-
-
 class Terminal(Sink):
     """Prints steps, compilations, skips and rollbacks."""
 
@@ -85,7 +58,11 @@ class Terminal(Sink):
 
     def line(self, text: str) -> None:
         """Prints a line, above the bar if there is one."""
-        print_above(self._bar, text, self._log)
+        if self._bar is not None and sys.stdout.isatty():
+            # Both streams are the terminal: printed past the bar, the line would tear it.
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._log(text)
 
     def close(self, until: float | None = None) -> None:
         if self._bar is not None:
@@ -95,14 +72,20 @@ class Terminal(Sink):
     def _start_bar(self, first_step: int) -> None:
         if not (sys.stderr.isatty() and jax.process_index() == 0):
             return
-        from rich import progress
+        from rich import console, progress
 
-        self._bar = start_bar(
+        self._bar = progress.Progress(
             progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             progress.BarColumn(),
             progress.TextColumn("{task.fields[numbers]}"),
             progress.TimeElapsedColumn(),
+            console=console.Console(stderr=True),
+            # Lines come through `line`; other output stays on its own stream.
+            redirect_stdout=False,
+            redirect_stderr=False,
+            transient=True,
         )
+        self._bar.start()
         self._task = self._bar.add_task(
             "", total=self._num_steps, completed=first_step, numbers="compiling"
         )

@@ -3,13 +3,10 @@
 W&B must never block a run: the thread of the `BackgroundSink` in front of this sink imports the
 package, connects and uploads.
 
-events.jsonl is the record of a run; W&B gets a copy. On restart, W&B (online the server, offline
-the local files) tells the first row it lacks, and the steps from there are resent from
-events.jsonl. So every step occurs once, whatever was killed and when.
-
-W&B's row numbers only grow (its `rewind` is a preview that servers may lack). So the column `step`
-is the axis of all charts, and after a rollback or a changed configuration the repeated steps get
-new rows, of which the last one is valid (offline_history.StepCounter).
+events.jsonl is the record of a run; W&B gets a copy. W&B's process loses its buffer when it is
+killed, and an error ends this sink before the run, so a restart sends the rows of events.jsonl
+again that may not have arrived. W&B's row numbers only grow, so the column `step` is the axis of
+all charts. Of a step with several rows, after a restart or a rollback, the last one is valid.
 """
 
 import functools
@@ -18,6 +15,7 @@ import importlib.util
 import json
 import pathlib
 import secrets
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,15 +25,15 @@ from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE, Event, Sink
 from MaxText.metrics.json_lines import stream_rows
-from MaxText.metrics.sinks.offline_history import StepCounter, next_step
 from MaxText.storage.atomic import atomic_write_text
 
-# {"id": text, "last_step": newest step handed to W&B or null, "shifts": see StepCounter,
-# "rollbacks": number of the newest rollback in W&B's rows}.
+# {"id": text, "rows": row numbers taken, "time": of the newest event that has surely arrived}.
 STATE_FILE = "wandb.json"
 
 _ROWS = ("step", "evaluation")  # events that become a row of W&B's history
 _AXIS = "step"  # column used as the axis of charts
+
+_RESERVED = 1000  # row numbers taken at a time; those that a killed run leaves are a gap
 
 _CONNECT_SECONDS = 45.0
 _UPLOAD_SECONDS = 45.0
@@ -75,51 +73,37 @@ class WandbSink(Sink):
         )
 
     def write(self, event: Event) -> None:
-        run, state = self._run, self._stored_state
+        run = self._run
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.fields))
         elif event.kind in _ROWS and event.step is not None:
-            if event.step >= self._counter.first_missing:
-                self._log(event.step, event.fields, event.time)
-                is_first, state["last_step"] = state["last_step"] is None, event.step
-                if is_first:
-                    self._save(state)
+            self._log(event.step, event.fields, event.time)
         elif event.kind == "sample" and event.step is not None:
             import wandb
 
             sample = wandb.Html(f"<pre>{html.escape(event.fields['text'])}</pre>")
-            row = {"sample": sample, _AXIS: event.step}
-            run.log(row, step=self._counter.row(event.step))
-        elif event.kind == "rollback":
-            self._roll_back(event.fields)
-        elif event.kind == "config_change":
-            self._counter.repeat_from(self._first_step)
-            self._save(state)
+            run.log({"sample": sample, _AXIS: event.step}, step=self._next_row())
         elif event.kind == "stop":
             reason = event.fields.get("reason")
             run.summary["stop"] = reason
             self._exit_code = 0 if reason == "completed" else 1
+        self._newest = event.time
 
     def flush(self) -> None:
-        self._save(self._stored_state)
+        # W&B keeps what was handed over before the last flush.
+        self._state["time"], self._flushed = self._flushed, self._newest
+        self._save()
 
     def close(self, until: float | None = None) -> None:
-        run = self._run  # may change the state
-        self._save(self._stored_state)
-        run.finish(exit_code=self._exit_code)
-
-    @functools.cached_property
-    def _counter(self) -> StepCounter:
-        if self._monitoring.wandb.mode == "online":
-            next_row = self._connection.starting_step
-        else:
-            next_row = next_step(self._local_folder() / "wandb", self._stored_state["id"])
-        return StepCounter(self._stored_state["shifts"], next_row)
+        self._run.finish(exit_code=self._exit_code)
+        self._state |= {"rows": self._row, "time": self._newest}
+        self._save()
 
     @functools.cached_property
     def _connection(self) -> Any:
         import wandb
 
+        self._save()  # the id, also if the run is killed before its first row
         # No W&B output on the terminal, and above all no prompt for a key, which would block.
         quiet = {"silent": True, "console": "off"}
         wandb.setup(wandb.Settings(**quiet))
@@ -128,7 +112,7 @@ class WandbSink(Sink):
             project=self._monitoring.wandb.project,
             entity=self._monitoring.wandb.entity or None,
             name=self._run_name,
-            id=self._stored_state["id"],
+            id=self._state["id"],
             resume="allow",
             mode=self._monitoring.wandb.mode,
             dir=str(self._local_folder()),
@@ -150,39 +134,27 @@ class WandbSink(Sink):
 
     @functools.cached_property
     def _run(self) -> Any:
-        """Returns the W&B run, after resending missing rows of earlier attempts."""
-        run, first_step = self._connection, self._first_step
-        if first_step == 0:
-            return run
-        events, rollbacks = self._folder / EVENTS_FILE, []
-        for row in stream_rows(events):
-            if row.get("event") == "rollback" and row["restored_step"] < first_step:
-                rollbacks.append(row)
-                self._roll_back(row)
-        missing = range(self._counter.first_missing, first_step)
-        if not missing:
-            return run
-        recorded = (row for row in stream_rows(events) if row.get("event") in _ROWS)
-        for row in (row for row in recorded if row["step"] in missing):
-            # The file is truncated meanwhile, so its row order says nothing.
-            if all(
-                row["time"] > each["time"] or row["step"] < each["restored_step"]
-                for each in rollbacks
-            ):
+        """Returns the W&B run, after sending rows of earlier attempts again."""
+        run, state = self._connection, self._state
+        self._row = max(state["rows"], run.starting_step)
+        self._newest = self._flushed = state["time"]
+        for row in stream_rows(self._folder / EVENTS_FILE) if self._first_step else ():
+            is_missing = row.get("event") in _ROWS and row["time"] > state["time"]
+            if is_missing and row["step"] < self._first_step:
                 self._log(row["step"], row, row["time"])
         return run
 
-    def _log(self, step: int, fields: Mapping[str, Any], time: float) -> None:
+    def _log(self, step: int, fields: Mapping[str, Any], at: float) -> None:
         tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
-        row = {**tags, _AXIS: step, "_timestamp": time}
-        self._connection.log(row, step=self._counter.row(step))
+        row = {**tags, _AXIS: step, "_timestamp": at}
+        self._connection.log(row, step=self._next_row())
 
-    def _roll_back(self, rollback: Mapping[str, Any]) -> None:
-        # Rollbacks without a number are from older versions and were handled then.
-        if rollback.get("number", 0) > self._stored_state["rollbacks"]:
-            self._stored_state["rollbacks"] = rollback["number"]
-            self._counter.repeat_from(rollback["restored_step"])
-            self._save(self._stored_state)
+    def _next_row(self) -> int:
+        if self._row >= self._state["rows"]:
+            self._state["rows"] = self._row + _RESERVED
+            self._save()
+        self._row += 1
+        return self._row - 1
 
     def _local_folder(self) -> pathlib.Path:
         """Returns the parent of `wandb`: W&B's process writes to local disks only."""
@@ -191,18 +163,19 @@ class WandbSink(Sink):
         return pathlib.Path(self._folder)
 
     @functools.cached_property
-    def _stored_state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text()) if path.exists() else None
+        if state and "shifts" in state:  # of an earlier version, which counted rows by steps
+            taken = (state["last_step"] or 0) + state["shifts"][-1][1] + _RESERVED
+            state = {"id": state["id"], "rows": taken, "time": time.time()}
         # Training restarted at 0 may differ, and W&B cannot take rows back.
-        if state is None or (self._first_step == 0 and state["last_step"] is not None):
-            state = {"id": secrets.token_hex(4), "last_step": None}
-            self._save(state)
-        # Earlier versions wrote "rewinds".
-        return {"shifts": [[0, 0]], "rollbacks": state.get("rewinds", 0)} | state
+        if state is None or (self._first_step == 0 and state["rows"] > 0):
+            state = {"id": secrets.token_hex(4), "rows": 0, "time": 0.0}
+        return state
 
-    def _save(self, state: Mapping[str, Any]) -> None:
-        atomic_write_text(self._folder / STATE_FILE, json.dumps(state) + "\n")
+    def _save(self) -> None:
+        atomic_write_text(self._folder / STATE_FILE, json.dumps(self._state) + "\n")
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, Any]:
