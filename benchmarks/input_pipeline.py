@@ -203,7 +203,7 @@ def measure_loader(folder: pathlib.Path) -> None:
 def measure_starts(folder: pathlib.Path) -> None:
     """Starts with ten million documents and 50,000 files, and at step 10^6."""
     from MaxText.input_pipeline.formats import tf_example
-    from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
+    from MaxText.input_pipeline.formats.tfrecord import frame
 
     documents, files = folder / "documents", folder / "files"
     documents.mkdir()
@@ -215,10 +215,9 @@ def measure_starts(folder: pathlib.Path) -> None:
     with (documents / "d.idx").open("wb") as index:  # Megatron's
         index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
         index.write(sizes.tobytes() + starts.tobytes() + numbers.astype("<i8").tobytes())
-    record = tf_example.encode({"text": np.arange(40)})
+    record = frame(tf_example.encode({"text": np.arange(40)}))
     for number in range(50_000):
-        with contextlib.closing(TFRecordWriter(files / f"{number:05}.tfrecord")) as writer:
-            writer.write(record)
+        (files / f"{number:05}.tfrecord").write_bytes(record)
     print("\nFirst batch of a first and a second start")
     for data, packing in (
         (documents, "concat_then_split"), (documents, "first_fit"), (files, "first_fit"),
