@@ -89,17 +89,6 @@ def test_documents_are_named_by_file_and_row(prepared):
     assert store.file_of_document.tolist() == [0, 3, 5]
 
 
-@pytest.mark.parametrize(
-    ("rows", "files"),
-    [([0, 1], '[[0, "a"]]'), ([0] * 5, "{"), ([0] * 5, '[[1, "a"]]'), ([0] * 5, "[0]")],
-)
-def test_damaged_names_of_documents_are_refused(prepared, rows, files):
-    manifest, split = prepared
-    np.save(split / ROWS_NAME, np.array(rows, np.int32))
-    (split / SOURCE_FILES_NAME).write_text(files)
-    refused(ROWS_NAME, store_of(manifest, split).document_name, 0)
-
-
 def test_keys_without_effect_are_noted(prepared, tmp_path):
     _, split = prepared
     folder = split.parent
