@@ -210,20 +210,6 @@ def _exists(request: OpenRequest, path: str) -> bool:
         ) from error
 
 
-def _show_unused(request: OpenRequest, location: str, manifest: Manifest) -> None:
-    """Reports keys of records and text without effect on a prepared dataset."""
-    preparation = request.preparation
-    unused = ["token_records.eos_id"] * (request.data.token_records.eos_id >= 0)
-    if preparation.tokenizer_path and not preparation.prepare_source:
-        same = preparation.tokenizer_path == manifest.options.get("tokenizer_path")
-        unused += ["tokenizer_path"] * (not same)
-    if unused:
-        request.log(
-            f"note: {' and '.join(unused)} not used: {location} is a prepared data set "
-            f"with a tokenizer of its own ({manifest.tokenizer.origin})"
-        )
-
-
 def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
     if is_url(location):
         folder, manifest, files = _copy_prepared(location.rstrip("/"), split, request.cache_dir)
@@ -232,8 +218,6 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         folder = Path(local_path(location))
     split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
-    if request.for_training and request.key != "data_mixture_weights":
-        _show_unused(request, location, manifest)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:

@@ -87,16 +87,3 @@ def test_documents_are_named_by_file_and_row(prepared):
     ]  # fmt: skip
     assert store.file_of_document is not None
     assert store.file_of_document.tolist() == [0, 3, 5]
-
-
-def test_keys_without_effect_are_noted(prepared, tmp_path):
-    _, split = prepared
-    folder = split.parent
-    for keys, unused in (
-        ({"token_records.eos_id": 3}, "token_records.eos_id"),
-        ({"tokenizer_path": "other"}, "tokenizer_path"),
-        ({"tokenizer_path": "other", "prepare_source": "x"}, ""),
-    ):
-        lines: list[str] = []
-        open_data(folder, tmp_path, log=lines.append, **keys)
-        assert [line.split()[1] for line in lines] == [unused] * bool(unused)
