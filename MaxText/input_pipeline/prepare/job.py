@@ -41,8 +41,6 @@ from MaxText.input_pipeline.token_store.manifest import (
 from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
 
-Log = Callable[[str], None]
-
 _MAX_NAMED_ERRORS = 10
 
 
@@ -55,7 +53,7 @@ class TokenizationJob:
 
     corpus: Corpus
     tokenization: Tokenization
-    log: Log
+    log: Callable[[str], None]
 
     def run(self, options: dict[str, Any]) -> Manifest:
         """Builds the dataset, resuming earlier work.

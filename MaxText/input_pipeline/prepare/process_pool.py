@@ -22,8 +22,7 @@ Result = TypeVar("Result")
 # Less takes no longer than a process to start, which is up to a second.
 _BYTES_PER_PROCESS = 2**24
 _POLL_SECONDS = 0.5
-_SILENT_SECONDS = 3.0  # shorter work prints no lines
-_LONGEST_SILENCE_SECONDS = 60.0
+_PROGRESS_SECONDS = 10.0
 
 
 def map_in_processes(
@@ -136,17 +135,14 @@ def progress_in_bytes(
 ) -> Callable[[int], None]:
     """Returns a function to call with the bytes done since the last call."""
     start = shown = time.monotonic()
-    done = quarters = 0
+    done = 0
 
     def advance(more: int) -> None:
-        nonlocal done, quarters, shown
+        nonlocal done, shown
         done += more
         now = time.monotonic()
-        reached = done * 4 // max(num_bytes, 1)
-        if now - start < _SILENT_SECONDS or done >= num_bytes:
-            return
-        if reached > quarters or now - shown > _LONGEST_SILENCE_SECONDS:
-            quarters, shown = reached, now
+        if now - shown > _PROGRESS_SECONDS and done < num_bytes:
+            shown = now
             left = (now - start) * (num_bytes - done) / max(done, 1)
             log(f"{title}: {done / 1e6:,.1f} of {num_bytes / 1e6:,.1f} MB, {left:,.0f} s left")
 

@@ -74,10 +74,6 @@ _LEDGER_SCHEMA = 1
 # For records.num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
 
-# GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
-_DEFAULT_FIELDS = {"tfrecord": "text", "parquet": "input_ids"}
-_TEXT_FIELD = "text"
-
 # Tokens read, encoded and written at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000
 
@@ -317,8 +313,9 @@ def make_export(prepared: Path, preparation: PreparationConfig, output: Path) ->
     if file_format == "parquet":
         require_pyarrow()
     if preparation.exports_text:
-        return RecordExport(prepared, output, file_format, "text", _TEXT_FIELD, keys)
-    field = keys.field or _DEFAULT_FIELDS[file_format]
+        return RecordExport(prepared, output, file_format, "text", "text", keys)
+    # GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
+    field = keys.field or ("input_ids" if file_format == "parquet" else "text")
     return RecordExport(prepared, output, file_format, keys.content, field, keys)
 
 

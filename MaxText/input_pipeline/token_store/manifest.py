@@ -109,10 +109,8 @@ class Manifest(_Entry):
     @property
     def pad_id(self) -> int:
         """Padding id: pad, else eos, else 0."""
-        for candidate in (self.tokenizer.pad_id, self.tokenizer.eos_id):
-            if candidate is not None:
-                return candidate
-        return 0
+        candidates = (self.tokenizer.pad_id, self.tokenizer.eos_id, 0)
+        return next(candidate for candidate in candidates if candidate is not None)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
@@ -153,8 +151,6 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 def damaged(path: Path | str, error: Exception) -> UserError:
     """Returns the error for an unreadable dataset file."""
-    if isinstance(error, UserError):
-        return error
     if isinstance(error, OSError):
         return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "

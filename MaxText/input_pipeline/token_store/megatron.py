@@ -27,6 +27,7 @@ from MaxText.input_pipeline.token_store.store import (
     TokenData,
     TokenStore,
     boundaries_digest,
+    foreign_data,
     record_length,
 )
 from MaxText.storage import file_access
@@ -79,18 +80,8 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
         num_tokens[-1] += int(offsets[-1]) - sum(num_tokens)  # check_sizes rejects this
     store = TokenStore([shard.path for shard in shards], num_tokens, dtype, documents)
     store.check_sizes(shards)
-    if len(store) == 0:
-        raise UserError(f"{key}={location} holds no tokens. Name another data set.")
-    length = record_length(offsets)
-    kind = f"rows of {length:,}" if length else "documents"
-    return TokenData(
-        store=store,
-        description=(
-            f"{len(store):,} tokens in {offsets.size - 1:,} {kind} of the Megatron data {prefix}"
-        ),
-        fingerprint=file_access.fingerprint([index, *shards], [boundaries_digest(offsets)]),
-        record_length=length,
-    )
+    fingerprint = file_access.fingerprint([index, *shards], [boundaries_digest(offsets)])
+    return foreign_data(store, f"{key}={location}", f"the Megatron data {prefix}", fingerprint)
 
 
 def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:

@@ -28,7 +28,7 @@ from MaxText.input_pipeline.document_sources.tables import (
     id_column,
     open_table,
 )
-from MaxText.input_pipeline.local_cache import Arrays, copies_folder, copy_files
+from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import Read, RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
@@ -42,13 +42,13 @@ from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
     TokenData,
     boundaries_digest,
+    foreign_data,
     load_offsets,
     open_flat,
-    record_length,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
 from MaxText.storage import file_access
-from MaxText.storage.file_access import FileInfo, is_url, local_path, open_stream, relative_names
+from MaxText.storage.file_access import FileInfo, is_url, local_path, relative_names
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
@@ -246,10 +246,8 @@ def _copy_prepared(
     url: str, split: str, cache_dir: Path
 ) -> tuple[Path, Manifest, list[FileInfo] | None]:
     """Copies a remote dataset except its token files; returns both."""
-    with open_stream(f"{url}/{MANIFEST_NAME}") as stream:
-        content = stream.read()
-    folder = copies_folder(cache_dir, url, content.decode("utf-8", "replace"))
-    copy_files(file_access.files_in(url), folder)
+    folder = copy_folder(url, cache_dir)
+    assert folder is not None, url
     manifest = read_manifest(str(folder))
     if split not in manifest.splits:
         return folder, manifest, None
@@ -294,29 +292,18 @@ def _open_records(
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]
-    if offsets.size < 2 or not offsets[-1]:
-        raise UserError(
-            f"{request.where}: {len(files)} {kind} files hold no tokens. Check "
-            "that these are the files you mean."
-        )
-    store = imported.store(documents)
     labels = imported.store(documents, "labels") if imported.has_labels else None
-    length = record_length(offsets)
-    what = f"rows of {length:,}" if length else "documents"
     labelled = ", with labels" if labels else ""
     # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
     without = offsets - np.arange(offsets.size) * (eos_id >= 0)
-    return TokenData(
-        store=store,
-        description=(
-            f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
-            f"at {request.location}{labelled}"
-        ),
-        fingerprint=file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+    return foreign_data(
+        imported.store(documents),
+        request.where,
+        f"{len(files)} {kind} files at {request.location}{labelled}",
+        file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,
-        record_length=length,
         labels=labels,
         skipped=tuple(imported.skipped),
     )

@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -238,6 +238,21 @@ class TokenData:
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""
+
+
+def foreign_data(
+    store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
+) -> TokenData:
+    """Returns data of another program; UserError (about `where`) without tokens."""
+    if not len(store):
+        raise UserError(
+            f"{where}: {source} hold no tokens. Check that these are the files you mean."
+        )
+    length = record_length(store.document_offsets)
+    kind = f"rows of {length:,}" if length else "documents"
+    num_documents = len(store.document_offsets) - 1
+    description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
+    return TokenData(store, description, fingerprint, record_length=length, **more)
 
 
 def boundaries_digest(document_offsets: np.ndarray) -> str:
