@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
-from MaxText.storage.file_access import file_system, is_url, local_path, path_type
+from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
 Log = Callable[[str], None]
 
@@ -133,7 +133,7 @@ def _prepare_folder(request: _Request, folder: Path) -> Manifest:
             "Choose another folder, or delete it."
         )
     manifest = _prepare_if_needed(request, folder, check)
-    _save_digest(request, manifest.source.sha256)
+    _text_sha256(request, known=manifest.source.sha256)
     return manifest
 
 
@@ -286,22 +286,19 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
     return manifest
 
 
-def _save_digest(request: _Request, sha256: str) -> None:
-    """Caches a digest; on failure all text is read again next time."""
-    if path := request.digest_path:
-        with contextlib.suppress(OSError):
+def _text_sha256(request: _Request, known: str = "") -> str:
+    """Returns the digest of the text, cached; reads it if not known."""
+    path = request.digest_path
+    if not known:
+        if path and path.exists():
+            return path.read_text(encoding="ascii")
+        jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
+        known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
+    if path:
+        with contextlib.suppress(OSError):  # the cache may be read-only
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.atomic_write_text(path, sha256)
-
-
-def _text_sha256(request: _Request) -> str:
-    with contextlib.suppress(OSError):
-        if request.digest_path:
-            return request.digest_path.read_text(encoding="ascii")
-    jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
-    sha256 = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
-    _save_digest(request, sha256)
-    return sha256
+            atomic.atomic_write_text(path, known)
+    return known
 
 
 def _different_options(request: _Request, manifest: Manifest) -> list[str]:
@@ -340,7 +337,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     except OSError as error:
         raise cache_write_error(cache_dir, error) from error
     with atomic.lock(staging.with_suffix(".lock"), request.log):
-        if path_type(f"{url}/{request.manifest_name}"):
+        if file_access.path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
             return _check_existing(request, kept, location=url)
@@ -355,7 +352,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
 def _upload(folder: Path, url: str, last: str) -> None:
     """Uploads all files of a folder, with `last` as the last one."""
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    system, path = file_system(url)
+    system, path = file_access.file_system(url)
     if others := {name[len(path) + 1 :] for name in system.find(path)} - {*files}:
         raise UserError(
             f"dataset_path={url} has other files ({min(others)}). Choose another folder."
@@ -386,10 +383,7 @@ def tokenize_to_cache(
     keys = preparation.model_dump(include={*_KEYS_OF_TEXT})
     tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
     decisive = {
-        "files": [
-            [file_access.absolute(path), size, tag]
-            for path, size, tag in file_access.file_infos(files)
-        ],
+        "files": [file._replace(path=absolute(file.path)) for file in file_infos(files)],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
         **{key: keys[key] for key in ("text_field", "add_bos", "add_eos")},
@@ -397,15 +391,13 @@ def tokenize_to_cache(
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
     if not (folder / MANIFEST_NAME).exists():
-        log(f"Tokenizing the text of {_shown(files)} once, into {folder}")
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
-        corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
+        name = found[0].name
+        description = name if len(found) == 1 else f"{len(found):,} files ({name} ...)"
+        log(f"Tokenizing the text of {description} once, into {folder}")
+        corpus = Corpus(description, len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
         request = _Request(PreparationConfig(**keys), corpus, log)
         _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
     return folder
-
-
-def _shown(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{len(files):,} files ({files[0]} ...)"

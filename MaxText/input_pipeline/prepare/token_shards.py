@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pydantic
 
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources.corpus import Document, Shard
@@ -27,6 +26,7 @@ from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     SCHEMA_VERSION,
     SOURCE_FILES_NAME,
+    Entry,
     RecordFile,
     Split,
     unigram_entropy,
@@ -82,10 +82,8 @@ class ShardJob:
     threshold: int  # documents with a lower hash are held out
 
 
-class ShardSplit(pydantic.BaseModel):
+class ShardSplit(Entry):
     """The shard's part of a split."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     num_tokens: int
     num_documents: int
@@ -93,10 +91,8 @@ class ShardSplit(pydantic.BaseModel):
     source_files: tuple[tuple[int, str], ...]  # (index of its first document, name), in order
 
 
-class TokenizedShard(pydantic.BaseModel):
+class TokenizedShard(Entry):
     """Contents of a finished shard."""
-
-    model_config = pydantic.ConfigDict(frozen=True)
 
     sha256: str  # sampling.add_to_digest of the text as read
     num_bytes: int

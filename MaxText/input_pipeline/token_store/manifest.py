@@ -32,11 +32,13 @@ ROWS_NAME = "document_rows.npy"
 SOURCE_FILES_NAME = "source_files.json"
 
 
-class _Entry(pydantic.BaseModel):
+class Entry(pydantic.BaseModel):
+    """A part of a JSON file."""
+
     model_config = pydantic.ConfigDict(frozen=True)
 
 
-class RecordFile(_Entry):
+class RecordFile(Entry):
     """A token file."""
 
     name: str
@@ -45,7 +47,7 @@ class RecordFile(_Entry):
     num_tokens: int | None = None  # None in version 1
 
 
-class Split(_Entry):
+class Split(Entry):
     """One split of the data, such as `train` or `validation`."""
 
     files: tuple[RecordFile, ...]
@@ -58,7 +60,7 @@ class Split(_Entry):
     offsets_sha256: str  # of the document offsets as little-endian int64
 
 
-class TokenizerEntry(_Entry):
+class TokenizerEntry(Entry):
     """The tokenizer of the ids."""
 
     origin: str  # free-text provenance
@@ -75,7 +77,7 @@ class TokenizerEntry(_Entry):
         return {control for control in ids if control is not None}
 
 
-class SourceEntry(_Entry):
+class SourceEntry(Entry):
     """The text a dataset was made from."""
 
     description: str
@@ -84,7 +86,7 @@ class SourceEntry(_Entry):
     skipped: dict[str, int] = {}  # reason -> number of skipped files or documents
 
 
-class Manifest(_Entry):
+class Manifest(Entry):
     """Contents of a dataset."""
 
     schema_version: int  # readers reject newer ones
