@@ -33,7 +33,7 @@ from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FIL
 from MaxText.input_pipeline.token_store.store import TokenStore, TokenWriter
 from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
-from MaxText.storage.atomic import atomic_write_text, lock
+from MaxText.storage.atomic import atomic_write_text, lock, sync_file
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
@@ -126,15 +126,13 @@ class RecordImport:
             f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
             f"records once, into {self.folder.parent}: {width} bytes a token on disk."
         )
-        entries = [self.path(self.dtype, number) for number in range(len(self.files))]
-        todo = [number for number, path in enumerate(entries) if not path.exists()]
-        sizes = [self.files[number].size for number in todo]
+        numbers, sizes = range(len(self.files)), [file.size for file in self.files]
         try:
-            run_jobs("Importing", _import_file, self, todo, sizes, 0, log)
+            entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log)
         except _LargeId:  # where there is one, it is met early
             dataclasses.replace(self, dtype="uint32")._import(log)
             return
-        num_records, num_tokens = self._finish([json.loads(path.read_text()) for path in entries])
+        num_records, num_tokens = self._finish(entries)
         seconds = time.monotonic() - began
         log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
@@ -146,6 +144,7 @@ class RecordImport:
         firsts = np.cumsum([0, *(array.size for array in sizes)])
         ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
         np.save(self.folder / OFFSETS_NAME, ends)
+        sync_file(self.folder / OFFSETS_NAME)
         names = [file.path.rsplit("/", 1)[-1] for file in self.files]
         origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
@@ -169,8 +168,13 @@ class RecordImport:
             )
 
 
-def _import_file(job: RecordImport, number: int) -> None:
+def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
+    """Imports a file, unless it was before; returns its summary."""
+    summary = job.path(job.dtype, number)
+    if summary.exists():
+        return json.loads(summary.read_text(encoding="utf-8"))
     dtype, labels = np.dtype(job.dtype), None
+    largest = np.iinfo(dtype).max
     sizes: list[int] = []
     bad: list[str] = []
 
@@ -196,20 +200,22 @@ def _import_file(job: RecordImport, number: int) -> None:
                     labels.write(record.labels)
                 elif job.eos_id >= 0:
                     ids.write(np.array([job.eos_id]))
-                if ids.largest > np.iinfo(dtype).max:
+                if ids.largest > largest:
                     raise _LargeId
                 sizes.append(ids.count - before)
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
     np.save(job.path("sizes", number), np.array(sizes, np.int64))
+    sync_file(job.path("sizes", number))
     entry = {
         "num_tokens": ids.count,
         "largest_id": ids.largest,
         "has_labels": labels is not None,
         "bad": bad,
     }
-    atomic_write_text(job.path(job.dtype, number), json.dumps(entry))
+    atomic_write_text(summary, json.dumps(entry))
+    return entry
 
 
 def _raise_if_unreadable(problem: BadRecordError) -> None:
