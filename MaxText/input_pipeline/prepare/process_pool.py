@@ -114,16 +114,16 @@ def run_jobs(
     shared: Shared,
     jobs: Sequence[Job],
     sizes: Sequence[int],
-    most_processes: int,
+    max_processes: int,
     log: Callable[[str], None],
 ) -> list[Result]:
     """Returns the results of map_in_processes in order, showing progress.
 
-    `sizes` are the bytes of each job. At `most_processes` 0 the limit is the number of cores.
+    `sizes` are the bytes of each job. At `max_processes` 0 the limit is the number of cores.
     """
     advance = progress_in_bytes(title, sum(sizes), log)
     results: dict[int, Result] = {}
-    num_processes = min(most_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)
+    num_processes = min(max_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)
     for number, result in map_in_processes(function, shared, jobs, num_processes):
         results[number] = result
         advance(sizes[number])

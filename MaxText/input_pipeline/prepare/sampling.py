@@ -38,7 +38,7 @@ _BATCH_CHARACTERS = 4_000_000
 def numbered_batches(
     shard: int, documents: Iterator[Document]
 ) -> Iterator[tuple[np.ndarray, list[Document]]]:
-    """Yields documents of a shard, and their numbers (int64 [N]) in the corpus.
+    """Yields documents of a shard and their numbers (int64 [N]).
 
     Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
     """

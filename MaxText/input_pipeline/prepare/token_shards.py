@@ -26,7 +26,7 @@ from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.token_store.manifest import (
     SCHEMA_VERSION,
     SOURCE_FILES_NAME,
-    Entry,
+    FrozenModel,
     RecordFile,
     Split,
     unigram_entropy,
@@ -82,7 +82,7 @@ class ShardJob:
     threshold: int  # documents with a lower hash are held out
 
 
-class ShardSplit(Entry):
+class ShardSplit(FrozenModel):
     """The shard's part of a split."""
 
     num_tokens: int
@@ -91,7 +91,7 @@ class ShardSplit(Entry):
     source_files: tuple[tuple[int, str], ...]  # (index of its first document, name), in order
 
 
-class TokenizedShard(Entry):
+class TokenizedShard(FrozenModel):
     """Contents of a finished shard."""
 
     sha256: str  # sampling.add_to_digest of the text as read

@@ -42,7 +42,7 @@ _HEADER_NAME = "import.json"
 
 
 class _LargeId(Exception):
-    """An id that needs a wider dtype."""
+    """An id too large for the dtype."""
 
 
 class ImportedRecords(NamedTuple):

@@ -32,13 +32,13 @@ ROWS_NAME = "document_rows.npy"
 SOURCE_FILES_NAME = "source_files.json"
 
 
-class Entry(pydantic.BaseModel):
+class FrozenModel(pydantic.BaseModel):
     """A part of a JSON file."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
 
-class RecordFile(Entry):
+class RecordFile(FrozenModel):
     """A token file."""
 
     name: str
@@ -47,7 +47,7 @@ class RecordFile(Entry):
     num_tokens: int | None = None  # None in version 1
 
 
-class Split(Entry):
+class Split(FrozenModel):
     """One split of the data, such as `train` or `validation`."""
 
     files: tuple[RecordFile, ...]
@@ -60,7 +60,7 @@ class Split(Entry):
     offsets_sha256: str  # of the document offsets as little-endian int64
 
 
-class TokenizerEntry(Entry):
+class TokenizerEntry(FrozenModel):
     """The tokenizer of the ids."""
 
     origin: str  # free-text provenance
@@ -77,7 +77,7 @@ class TokenizerEntry(Entry):
         return {control for control in ids if control is not None}
 
 
-class SourceEntry(Entry):
+class SourceEntry(FrozenModel):
     """The text a dataset was made from."""
 
     description: str
@@ -86,7 +86,7 @@ class SourceEntry(Entry):
     skipped: dict[str, int] = {}  # reason -> number of skipped files or documents
 
 
-class Manifest(Entry):
+class Manifest(FrozenModel):
     """Contents of a dataset."""
 
     schema_version: int  # readers reject newer ones

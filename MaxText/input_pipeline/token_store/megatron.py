@@ -35,7 +35,7 @@ from MaxText.storage.file_access import FileInfo
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # others are no types of ids
+DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # others are not types of ids
 _AGAIN = "Copy it again, or make it again with the program that wrote it."
 
 
@@ -98,7 +98,7 @@ def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
     if version != 1:
         raise UserError(f"{path} has version {version}; version 1 is known. {_AGAIN}")
     if code not in DTYPES:
-        raise UserError(f"{path}: type code {code} is no type of ids. Name a data set of tokens.")
+        raise UserError(f"{path}: type code {code} is not a type of ids. Name data of tokens.")
     expected = HEADER.size + 12 * num_sequences + 8 * num_documents
     if index.size != expected:
         raise UserError(

@@ -243,7 +243,7 @@ class TokenData:
 def foreign_data(
     store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
 ) -> TokenData:
-    """Returns data of another program; UserError (about `where`) without tokens."""
+    """Returns data of another program; UserError without tokens."""
     if not len(store):
         raise UserError(
             f"{where}: {source} hold no tokens. Check that these are the files you mean."
