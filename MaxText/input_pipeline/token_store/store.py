@@ -8,6 +8,7 @@ Legend: P ranges, D documents.
 import bisect
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,10 +59,10 @@ class TokenStore:
         file_access.invalidate_cache(self.files)  # files may have been replaced
         self._dtype = dtype
         self._documents = documents
-        self._first = np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)])
+        self._first = [*itertools.accumulate(num_tokens, initial=0)]  # token of each file
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return self._first[-1]
 
     @property
     def document_offsets(self) -> np.ndarray:
@@ -126,23 +127,16 @@ class TokenStore:
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
     def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
-        ids, width = np.empty(total, self._dtype), self._dtype.itemsize
-        files = np.searchsorted(self._first[1:-1], starts, side="right")
-        begins, ends = self._first[files].tolist(), self._first[files + 1].tolist()
-        paths, offsets, parts, at = [], [], [], 0
-        for file, start, stop, begin, end in zip(
-            files.tolist(), starts.tolist(), stops.tolist(), begins, ends, strict=True
-        ):
+        ids, at = np.empty(total, self._dtype), 0
+        paths, offsets, parts = [], [], []
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             while start < stop:
-                if start < end:
-                    paths.append(self.files[file])
-                    offsets.append((start - begin) * width)
-                    size = min(stop, end) - start
-                    parts.append(ids[at : at + size])
-                    at += size
-                start, file = max(start, end), file + 1
-                if start < stop:  # the range goes on in the next file
-                    begin, end = self._first[file : file + 2].tolist()
+                file = bisect.bisect_right(self._first, start) - 1
+                size = min(stop, self._first[file + 1]) - start
+                paths.append(self.files[file])
+                offsets.append((start - self._first[file]) * self._dtype.itemsize)
+                parts.append(ids[at : at + size])
+                start, at = start + size, at + size
         file_access.read_ranges(paths, offsets, parts)
         return ids
 
