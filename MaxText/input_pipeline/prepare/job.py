@@ -27,7 +27,6 @@ from MaxText.input_pipeline.prepare.token_shards import (
     ShardSplit,
     Tokenization,
     TokenizedShard,
-    finished_shard,
     tokenize_shard,
     write_documents,
 )
@@ -115,7 +114,7 @@ class TokenizationJob:
             log(f"The source has splits of its own ({names}): validation_fraction is not used")
         threshold = held_out_threshold(tokenization.keys.validation_fraction)
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
-        num_kept = sum(finished_shard(tokenization, job.number) is not None for job in jobs)
+        num_kept = sum(1 for _ in (tokenization.staging / "shards").glob("*.json"))
         if num_kept:
             log(f"Resuming: {num_kept:,} of {len(jobs):,} shards are already tokenized")
         if tokenization.keys.prepare.runner == "beam":

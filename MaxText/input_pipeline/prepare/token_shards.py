@@ -115,29 +115,21 @@ def _documents_path(staging: Path, split: str, number: int) -> Path:
     return staging / "shards" / f"{number:06d}-{split}.npz"
 
 
-def _record_path(staging: Path, number: int) -> Path:
-    return staging / "shards" / f"{number:06d}.json"
-
-
-def finished_shard(tokenization: Tokenization, number: int) -> TokenizedShard | None:
-    """Returns a shard finished earlier, or None."""
-    record = _record_path(tokenization.staging, number)
-    return TokenizedShard.model_validate_json(record.read_bytes()) if record.exists() else None
-
-
 def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
     """Tokenizes a shard, or keeps an earlier result.
 
     Raises UserError as Shard.documents does.
     """
-    found = finished_shard(tokenization, job.number)
-    if found is None or found.threshold != job.threshold:
-        record = _record_path(tokenization.staging, job.number)
-        record.unlink(missing_ok=True)
-        for path in (tokenization.staging / "data_set").glob(f"*/tokens-{job.number:06d}.bin"):
-            path.unlink()
-        found = _tokenize(tokenization, job)
-        atomic_write_text(record, found.model_dump_json())
+    record = tokenization.staging / "shards" / f"{job.number:06d}.json"
+    if record.exists():
+        found = TokenizedShard.model_validate_json(record.read_bytes())
+        if found.threshold == job.threshold:
+            return found
+        record.unlink()
+        for split in found.splits:
+            _tokens_path(tokenization.staging, split, job.number).unlink()
+    found = _tokenize(tokenization, job)
+    atomic_write_text(record, found.model_dump_json())
     return found
 
 
