@@ -171,12 +171,9 @@ class RecordExport:
             return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
         if self.kind != "text":
             return dict.fromkeys(sizes, num_shards)
-        total = sum(sizes.values())
-        files = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
-        # The remainder goes to the splits that lost most by rounding down.
-        by_loss = sorted(sizes, key=lambda split: files[split] - num_shards * sizes[split] / total)
-        for split in by_loss[: max(0, num_shards - sum(files.values()))]:
-            files[split] += 1
+        files = dict.fromkeys(sizes, 1)
+        for _ in range(num_shards - len(files)):
+            files[max(files, key=lambda split: sizes[split] / files[split])] += 1
         return files
 
     def write(self, job: RecordFileJob) -> dict[str, Any]:
