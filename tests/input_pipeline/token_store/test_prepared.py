@@ -11,7 +11,6 @@ from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
     SOURCE_FILES_NAME,
-    RecordFile,
 )
 from MaxText.input_pipeline.token_store.store import TokenStore
 from tests.input_pipeline.small_data import random_documents, write_data_set
@@ -45,26 +44,6 @@ def test_sets_of_version_1_are_read(tmp_path):
     np.testing.assert_array_equal(store.read(np.array([0]), np.array([len(whole)])), whole)
     assert store.document_name(3) == "document 3"
     assert store.file_of_document is None
-
-
-def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
-    parts = [random_documents(seed, count=20, longest=40) for seed in range(3)]
-    documents = [document for part in parts for document in part]
-    joined = write_data_set(tmp_path / "d", {"train": documents})
-    files: list[RecordFile] = []
-    for number, part in enumerate(parts):
-        for file in write_data_set(tmp_path / str(number), {"train": part}).splits["train"].files:
-            name = f"part-{len(files):05d}.array_record"
-            (tmp_path / str(number) / "train" / file.name).rename(tmp_path / "d" / "train" / name)
-            files.append(file.model_copy(update={"name": name}))
-    assert len({(file.num_tokens or 0) % 64 for file in files}) > 2
-    entry = joined.splits["train"].model_copy(update={"files": tuple(files)})
-    manifest = joined.model_copy(update={"splits": {"train": entry}})
-    store, tokens = store_of(manifest, tmp_path / "d" / "train"), np.concatenate(documents)
-    for start in range(0, tokens.size, 37):
-        stop = min(start + 90, tokens.size)
-        read = store.read(np.array([start]), np.array([stop]))
-        np.testing.assert_array_equal(read, tokens[start:stop])
 
 
 def test_offsets_of_another_data_set_are_refused(tmp_path, prepared):
