@@ -32,7 +32,7 @@ from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import Read, RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
-    Manifest,
+    Split,
     check_files,
     describe,
     find_split,
@@ -211,20 +211,24 @@ def _exists(request: OpenRequest, path: str) -> bool:
 
 
 def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
+    url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
-        folder, manifest, files = _copy_prepared(location.rstrip("/"), split, request.cache_dir)
-    else:
-        manifest, files = read_manifest(location), None
-        folder = Path(local_path(location))
+        copy = copy_folder(url, request.cache_dir)
+        assert copy is not None, url
+        folder = copy
+    manifest = read_manifest(str(folder))
     split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
+    if is_url(location):
+        files = _remote_files(f"{url}/{split}", entry, folder / split)
+    else:
+        files = check_files(manifest, folder, split)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:
-        found = check_files(manifest, folder, split) if files is None else files
         read = functools.partial(read_chunks, dtype=manifest.dtype)
         identity = f"chunks of {manifest.dtype}"
-        imported = RecordImport(found, read, identity, request.cache_dir).run(request.log)
+        imported = RecordImport(files, read, identity, request.cache_dir).run(request.log)
         store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
     return TokenData(
         store=store,
@@ -242,24 +246,16 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
     )
 
 
-def _copy_prepared(
-    url: str, split: str, cache_dir: Path
-) -> tuple[Path, Manifest, list[FileInfo] | None]:
-    """Copies a remote dataset except its token files; returns both."""
-    folder = copy_folder(url, cache_dir)
-    assert folder is not None, url
-    manifest = read_manifest(str(folder))
-    if split not in manifest.splits:
-        return folder, manifest, None
-    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(f"{url}/{split}")}
-    names = [file.name for file in manifest.splits[split].files]
-    copy_files([file for name, file in found.items() if name not in names], folder / split)
+def _remote_files(url: str, entry: Split, folder: Path) -> list[FileInfo]:
+    """Returns the token files of a split, and copies its other files."""
+    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(url)}
+    names = [file.name for file in entry.files]
+    copy_files([file for name, file in found.items() if name not in names], folder)
     if missing := [name for name in names if name not in found]:
         raise UserError(
-            f"{url}/{split}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data "
-            "set again."
+            f"{url}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data set again."
         )
-    return folder, manifest, [found[name] for name in names]
+    return [found[name] for name in names]
 
 
 def _find(request: OpenRequest) -> list[FileInfo]:
