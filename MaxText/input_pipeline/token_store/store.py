@@ -111,23 +111,22 @@ class TokenStore:
         sizes_P = stops_P - starts_P
         total = int(sizes_P.sum())
         if total >= _SMALL_PIECE * len(starts_P):
-            return self._read(starts_P, stops_P, total).astype(np.int32)
+            return self._read(starts_P, stops_P).astype(np.int32)
         # Read neighbors together, then gather the requested tokens.
         order = np.argsort(starts_P, kind="stable")
-        ends = np.maximum.accumulate(stops_P[order])
-        is_new = np.ones(len(order), bool)
-        is_new[1:] = starts_P[order][1:] > ends[:-1] + _MAX_GAP
+        starts, ends = starts_P[order], np.maximum.accumulate(stops_P[order])
+        is_new = np.append(True, starts[1:] > ends[:-1] + _MAX_GAP)
         group_P = np.empty(len(order), np.int64)
         group_P[order] = np.cumsum(is_new) - 1
-        begins_G = starts_P[order][is_new]
-        ends_G = ends[np.append(np.flatnonzero(is_new)[1:], len(order)) - 1]
+        begins_G = starts[is_new]
+        ends_G = ends[np.append(is_new[1:], True)]
         lengths_G = ends_G - begins_G
-        ids = self._read(begins_G, ends_G, int(lengths_G.sum())).astype(np.int32)
+        ids = self._read(begins_G, ends_G).astype(np.int32)
         at_P = starts_P - begins_G[group_P] + (np.cumsum(lengths_G) - lengths_G)[group_P]
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
-    def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
-        ids, at = np.empty(total, self._dtype), 0
+    def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        ids, at = np.empty(int((stops - starts).sum()), self._dtype), 0
         paths, offsets, parts = [], [], []
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             while start < stop:
