@@ -43,8 +43,6 @@ from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
-Log = Callable[[str], None]
-
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
 
@@ -66,7 +64,7 @@ class _Request:
 
     preparation: PreparationConfig
     corpus: Corpus
-    log: Log
+    log: Callable[[str], None]
     digest_path: Path | None = None  # cache file for the digest of the text
 
     @property
@@ -87,7 +85,7 @@ class _Request:
 def prepare(
     preparation: PreparationConfig,
     dataset_path: str,
-    log: Log = print,
+    log: Callable[[str], None] = print,
     *,
     cache_dir: str | None = None,
     max_bad_records: int = 0,
