@@ -15,7 +15,6 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.input_pipeline.prepare.prepare import prepare
-from MaxText.input_pipeline.prepare.record_export import TEXT_FORMATS
 from MaxText.input_pipeline.token_store.manifest import describe
 
 USAGE = """
@@ -43,7 +42,7 @@ def main() -> int:
         preparation, path = config.preparation, data.dataset_path
         most = data.bad_records.maximum
         manifest = prepare(preparation, path, cache_dir=data.data_cache_dir, max_bad_records=most)
-        if preparation.prepare_output_format not in TEXT_FORMATS:
+        if not preparation.exports_text:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
                 train = command_line.program_command("train")

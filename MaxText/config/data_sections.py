@@ -85,7 +85,7 @@ class DataConfig(Section):
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
     grain_file_type: FileType = key("auto", only_if=_STORED)
-    """Format of the files; auto detects it by name and content."""
+    """Format of the files; auto detects it by their names."""
     data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
     weight], where sampling is chunks, documents_random or documents_fixed."""
@@ -217,9 +217,14 @@ class PreparationConfig(Section):
     """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token
     records in the format of other programs. text_tfrecord, text_array_record: text records."""
     records: ExportedRecords = options(ExportedRecords, only_if=_RECORDS)
-    prepare_separator_id: int = key(-1, ge=-1)
+    prepare_separator_id: int = key(-1, ge=-1, only_if="add_eos")
     """Id between documents instead of the tokenizer's end of text; -1 uses that."""
     prepare: RunnerOptions = options(RunnerOptions)
+
+    @property
+    def exports_text(self) -> bool:
+        """Whether the output is text instead of token ids."""
+        return self.prepare_output_format.startswith("text_")
 
 
 def mix_part(part: tuple[str, float] | tuple[str, int, str, float]) -> tuple[str, int, str, float]:

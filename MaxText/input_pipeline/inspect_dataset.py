@@ -21,7 +21,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.iterator import BatchIterator
 from MaxText.input_pipeline.loader import make_train_iterator
-from MaxText.input_pipeline.prepare.process_pool import show_progress
+from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.token_store.store import TokenData
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
@@ -193,8 +193,8 @@ class Inspection:
         """Shows one dataset; returns the largest id."""
         data, windows = source.data, source.rows.windows
         num_bytes = _ID_BYTES * min(max_tokens, len(data.store))
-        with show_progress("Reading tokens", num_bytes, self._log) as progress:
-            tokens = measure_tokens(data, max_tokens, lambda done: progress(_ID_BYTES * done))
+        progress = progress_in_bytes("Reading tokens", num_bytes, self._log)
+        tokens = measure_tokens(data, max_tokens, lambda done: progress(_ID_BYTES * done))
         self._lines(token_lines(data, tokens, self._tokenizer, self._vocab_size))
         sizes_D = np.diff(data.store.document_offsets)
         self._lines(document_lines(sizes_D, tokens, data.store.document_name))

@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,11 @@ from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
 from MaxText.input_pipeline.prepare import sampling
-from MaxText.input_pipeline.prepare.job import (
-    READ_BYTES_PER_PROCESS,
-    TokenizationJob,
-    processes_for,
-)
-from MaxText.input_pipeline.prepare.process_pool import (
-    map_in_processes,
-    num_processes,
-    show_progress,
-)
+from MaxText.input_pipeline.prepare.job import TokenizationJob
+from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.prepare.record_export import (
     LEDGER_NAMES,
     OPTIONS_OF_RECORDS,
-    TEXT_FORMATS,
-    damaged_files,
     export_records,
     make_export,
     stored_options,
@@ -51,13 +41,12 @@ from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
-from MaxText.storage.file_access import file_system, is_url, local_path, path_type
-
-Log = Callable[[str], None]
+from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "prepared_from.json"
 
+_FORMAT = "prepare_output_format"
 # Sources and tokenizers are compared by content.
 _COMPARED_BY_CONTENT = {"prepare_source", "text_field", "tokenizer_path", "tokenizer_type"}
 _OPTIONS_OF_IDS = {"add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id"}
@@ -75,7 +64,7 @@ class _Request:
 
     preparation: PreparationConfig
     corpus: Corpus
-    log: Log
+    log: Callable[[str], None]
     digest_path: Path | None = None  # cache file for the digest of the text
 
     @property
@@ -88,19 +77,15 @@ class _Request:
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
 
     @property
-    def is_text(self) -> bool:
-        return self.preparation.prepare_output_format in TEXT_FORMATS
-
-    @property
     def trains_tokenizer(self) -> bool:
         is_given = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
-        return not is_given and not self.is_text
+        return not is_given and not self.preparation.exports_text
 
 
 def prepare(
     preparation: PreparationConfig,
     dataset_path: str,
-    log: Log = print,
+    log: Callable[[str], None] = print,
     *,
     cache_dir: str | None = None,
     max_bad_records: int = 0,
@@ -146,7 +131,7 @@ def _prepare_folder(request: _Request, folder: Path) -> Manifest:
             "Choose another folder, or delete it."
         )
     manifest = _prepare_if_needed(request, folder, check)
-    _save_digest(request, manifest.source.sha256)
+    _text_sha256(request, known=manifest.source.sha256)
     return manifest
 
 
@@ -160,21 +145,13 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
             if (folder / request.manifest_name).exists():
-                # Left by a process that was killed after renaming the folder.
-                shutil.rmtree(staging, ignore_errors=True)
                 return check()
             try:
                 manifest = _make(request, staging)
                 _finish(request, staging, folder)
-            except BaseException as error:
+            except BaseException:
                 if not any((staging / "shards").glob("*.json")):
                     shutil.rmtree(staging, ignore_errors=True)
-                elif staging.exists():
-                    first = "fix that, then " if isinstance(error, UserError) else ""
-                    log(
-                        f"Finished shards are kept in {staging}: {first}run the same command to "
-                        "resume"
-                    )
                 raise
     except OSError as error:
         # Readers report errors of the text themselves, so this one is about the folder.
@@ -184,12 +161,12 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 
 
 def _make(request: _Request, staging: Path) -> Manifest:
-    preparation, is_text = request.preparation, request.is_text
+    preparation = request.preparation
     if request.is_records:
         make_export(staging, preparation, staging)  # only its checks, before the work
     tokenizer = _tokenizer(request)
-    control_ids = () if is_text else _control_ids(preparation, tokenizer)
-    tokenization = Tokenization(staging, tokenizer, preparation, is_text, *control_ids)
+    control_ids = () if preparation.exports_text else _control_ids(preparation, tokenizer)
+    tokenization = Tokenization(staging, tokenizer, preparation, *control_ids)
     job = TokenizationJob(request.corpus, tokenization, request.log)
     return job.run(_options(preparation))
 
@@ -198,7 +175,8 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
     """Exports records if requested, and renames the result to its final name."""
     complete = staging / "data_set"
     if request.is_records:
-        records = staging / "records"
+        options = json.dumps(_options(request.preparation)).encode()
+        records = staging / f"records-{hashlib.sha256(options).hexdigest()[:16]}"
         export_records(complete, request.preparation, records, request.log)
         shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
         atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
@@ -244,20 +222,15 @@ def _tokenizer(request: _Request) -> TextTokenizer:
 
 
 def _given_tokenizer(request: _Request) -> TextTokenizer:
-    if request.is_text:
+    if request.preparation.exports_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
-    keys, num_bytes = request.preparation, sum(job.shard.num_bytes for job in jobs)
-    processes = processes_for(request.corpus, num_processes(keys), READ_BYTES_PER_PROCESS)
-    texts = {}
-    with show_progress("Reading", num_bytes, request.log) as advance:
-        for job, text in map_in_processes(sampling.read_shard, keys, jobs, processes):
-            texts[job.number] = text
-            advance(job.shard.num_bytes)
-    return [texts[job.number] for job in jobs]
+    keys, sizes = request.preparation, [job.shard.num_bytes for job in jobs]
+    most = keys.prepare_num_workers
+    return run_jobs("Reading", sampling.read_shard, keys, jobs, sizes, most, request.log)
 
 
 def _control_ids(
@@ -272,20 +245,16 @@ def _control_ids(
             f"prepare_separator_id={separator} is not below {entry.vocab_size}, the ids of the "
             f"tokenizer ({entry.origin}). Give one of its ids, or -1 for its end of text."
         )
-    if separator >= 0 and not add_eos:
-        raise UserError(
-            f"prepare_separator_id={separator} has no effect with add_eos=false, which ends "
-            "documents with no id. Leave one of them out."
-        )
-    for which, wanted, control in (("eos", add_eos, end), ("bos", add_bos, entry.bos_id)):
+    ids = []
+    for which, wanted, control in (("bos", add_bos, entry.bos_id), ("eos", add_eos, end)):
+        ids.append(() if control is None or not wanted else (control,))
         if wanted and control is None:
             raise UserError(
                 f"add_{which}=true, and the tokenizer ({entry.origin}) names no {which} token. Put "
                 f'a tokenizer_config.json with "{which}_token" next to it, or set '
                 f"add_{which}=false."
             )
-    before = (entry.bos_id,) if add_bos and entry.bos_id is not None else ()
-    return before, (end,) if add_eos and end is not None else ()
+    return ids[0], ids[1]
 
 
 def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
@@ -303,9 +272,6 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
         same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
     if not same:
         differences.append(f"different tokenizer ({manifest.tokenizer.origin})")
-    if not differences and request.is_records:
-        damaged = damaged_files(folder, request.preparation.prepare_output_format)
-        differences += [f"{name} is missing or truncated" for name in damaged[:1]]
     # Read all text only if nothing else differs and no digest is cached.
     if not differences and _text_sha256(request) != manifest.source.sha256:
         differences.append(f"different source text ({manifest.source.description})")
@@ -318,32 +284,29 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
     return manifest
 
 
-def _save_digest(request: _Request, sha256: str) -> None:
-    """Caches a digest; on failure all text is read again next time."""
-    if path := request.digest_path:
-        with contextlib.suppress(OSError):
+def _text_sha256(request: _Request, known: str = "") -> str:
+    """Returns the digest of the text, cached; reads it if not known."""
+    path = request.digest_path
+    if not known:
+        if path and path.exists():
+            return path.read_text(encoding="ascii")
+        jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
+        known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
+    if path:
+        with contextlib.suppress(OSError):  # the cache may be read-only
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.atomic_write_text(path, sha256)
-
-
-def _text_sha256(request: _Request) -> str:
-    with contextlib.suppress(OSError):
-        if request.digest_path:
-            return request.digest_path.read_text(encoding="ascii")
-    jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
-    sha256 = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
-    _save_digest(request, sha256)
-    return sha256
+            atomic.atomic_write_text(path, known)
+    return known
 
 
 def _different_options(request: _Request, manifest: Manifest) -> list[str]:
     asked = _options(request.preparation)
     # Keys newer than the dataset had their default.
-    was = _bin_for_array_record(_options(PreparationConfig()) | manifest.options)
+    was = _options(PreparationConfig()) | manifest.options
     without_effect = set(_COMPARED_BY_CONTENT)
-    without_effect |= _OPTIONS_OF_IDS if request.is_text else set()
+    without_effect |= _OPTIONS_OF_IDS if request.preparation.exports_text else set()
     without_effect |= set() if request.trains_tokenizer else _OPTIONS_OF_TRAINED_TOKENIZERS
-    without_effect |= set() if request.is_records else OPTIONS_OF_RECORDS.keys()
+    without_effect |= set() if request.is_records else {*OPTIONS_OF_RECORDS, _FORMAT}
     typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
     return [
         f"{typed.get(key, key)} was {was[key]!r} and is {asked[key]!r}"
@@ -354,14 +317,9 @@ def _different_options(request: _Request, manifest: Manifest) -> list[str]:
 
 def _options(preparation: PreparationConfig) -> dict[str, Any]:
     options = preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)
-    return _bin_for_array_record(options | stored_options(preparation))
-
-
-def _bin_for_array_record(options: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the older format of token files, equivalent in training."""
-    if options["prepare_output_format"] == "array_record":
-        options["prepare_output_format"] = "bin"
-    return options
+    if options[_FORMAT] == "array_record":  # an older name
+        options[_FORMAT] = "bin"
+    return options | stored_options(preparation)
 
 
 def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifest:
@@ -377,7 +335,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     except OSError as error:
         raise cache_write_error(cache_dir, error) from error
     with atomic.lock(staging.with_suffix(".lock"), request.log):
-        if path_type(f"{url}/{request.manifest_name}"):
+        if file_access.path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
             return _check_existing(request, kept, location=url)
@@ -392,19 +350,15 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
 def _upload(folder: Path, url: str, last: str) -> None:
     """Uploads all files of a folder, with `last` as the last one."""
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    system, path = file_system(url)
+    system, path = file_access.file_system(url)
+    if others := {name[len(path) + 1 :] for name in system.find(path)} - {*files}:
+        raise UserError(
+            f"dataset_path={url} has other files ({min(others)}). Choose another folder."
+        )
     try:
-        found = {name[len(path) + 1 :] for name in system.find(path)}
-        if others := found - {*files} | found & {last}:
-            raise UserError(
-                f"dataset_path={url} has other files ({min(others)}) meanwhile. Run the same "
-                "command to compare them with the request, or choose another folder."
-            )
         for file in sorted(files, key=lambda file: (file == last, file)):
             system.put_file(str(folder / file), f"{path}/{file}")
     except Exception as error:  # fsspec backends raise their own errors
-        if isinstance(error, UserError) and not isinstance(error, OSError):
-            raise
         raise UserError(
             f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "
             "run the same command to upload it."
@@ -427,10 +381,7 @@ def tokenize_to_cache(
     keys = preparation.model_dump(include={*_KEYS_OF_TEXT})
     tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
     decisive = {
-        "files": [
-            [file_access.absolute(path), size, tag]
-            for path, size, tag in file_access.file_infos(files)
-        ],
+        "files": [file._replace(path=absolute(file.path)) for file in file_infos(files)],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
         **{key: keys[key] for key in ("text_field", "add_bos", "add_eos")},
@@ -438,15 +389,13 @@ def tokenize_to_cache(
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
     if not (folder / MANIFEST_NAME).exists():
-        log(f"Tokenizing the text of {_shown(files)} once, into {folder}")
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
-        corpus = Corpus(_shown([file.name for file in found]), len(found), shards)
+        name = found[0].name
+        description = name if len(found) == 1 else f"{len(found):,} files ({name} ...)"
+        log(f"Tokenizing the text of {description} once, into {folder}")
+        corpus = Corpus(description, len(found), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
         request = _Request(PreparationConfig(**keys), corpus, log)
         _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))
     return folder
-
-
-def _shown(files: Sequence[str]) -> str:
-    return files[0] if len(files) == 1 else f"{len(files):,} files ({files[0]} ...)"

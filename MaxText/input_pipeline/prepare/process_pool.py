@@ -1,6 +1,5 @@
 """Runs independent jobs in local processes, with progress."""
 
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 from typing import Any, TypeVar
 
-from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.runtime.cores import num_cores
 
@@ -21,16 +19,10 @@ Shared = TypeVar("Shared")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-Advance = Callable[[int], None]
-"""Takes the bytes done since its last call."""
-
+# Less takes no longer than a process to start, which is up to a second.
+_BYTES_PER_PROCESS = 2**24
 _POLL_SECONDS = 0.5
-_SILENT_SECONDS = 3.0  # shorter work prints no lines
-_LONGEST_SILENCE_SECONDS = 60.0
-
-
-def num_processes(preparation: PreparationConfig) -> int:
-    return preparation.prepare_num_workers or num_cores()
+_PROGRESS_SECONDS = 10.0
 
 
 def map_in_processes(
@@ -38,8 +30,8 @@ def map_in_processes(
     shared: Shared,
     jobs: Sequence[Job],
     num_processes: int,
-) -> Iterator[tuple[Job, Result]]:
-    """Yields (job, function(shared, job)) for each job, in any order.
+) -> Iterator[tuple[int, Result]]:
+    """Yields the number and function(shared, job) of each job, in any order.
 
     `function` must be importable; `shared` is sent to each process once. Raises UserError if a
     process was killed, or any error of `function`: no more jobs are started then, and those in
@@ -47,8 +39,8 @@ def map_in_processes(
     """
     num_processes = min(num_processes, len(jobs))
     if num_processes <= 1:
-        for job in jobs:
-            yield job, function(shared, job)
+        for number, job in enumerate(jobs):
+            yield number, function(shared, job)
         return
     # Not forked: forking a process with threads (tokenizers, jax) can deadlock.
     context = multiprocessing.get_context("spawn")
@@ -60,22 +52,19 @@ def map_in_processes(
         # Before `_start` ignores Ctrl-C, new processes would print tracebacks of their imports.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            job_of = {pool.submit(_work, job): job for job in jobs}
+            number_of = {pool.submit(_work, job): number for number, job in enumerate(jobs)}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         processes = {*multiprocessing.active_children()} - others
-        waiting = {*job_of}
+        waiting = {*number_of}
         while waiting:
             # The executor misses the death of its newest process while others give no result.
             if any(process.exitcode is not None for process in processes):
                 raise BrokenProcessPool
             done, waiting = wait(waiting, _POLL_SECONDS, FIRST_COMPLETED)
-            yield from ((job_of[future], future.result()) for future in done)
+            yield from ((number_of[future], future.result()) for future in done)
     except BaseException as error:
-        # Starting a process while the pool breaks can raise other errors.
-        is_broken = isinstance(error, BrokenProcessPool) or (
-            isinstance(error, (ValueError, OSError)) and bool(getattr(pool, "_broken", False))
-        )
+        is_broken = isinstance(error, BrokenProcessPool)
         if is_broken or not isinstance(error, Exception):
             # Do not wait for running jobs after Ctrl-C. In a broken pool the executor kills all
             # processes except one that was just starting, and would wait for that one.
@@ -119,22 +108,42 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="end with parent").start()
 
 
-@contextlib.contextmanager
-def show_progress(title: str, num_bytes: int, log: Callable[[str], None]) -> Iterator[Advance]:
-    """Yields a function to call with the bytes done since the last call."""
+def run_jobs(
+    title: str,
+    function: Callable[[Shared, Job], Result],
+    shared: Shared,
+    jobs: Sequence[Job],
+    sizes: Sequence[int],
+    max_processes: int,
+    log: Callable[[str], None],
+) -> list[Result]:
+    """Returns the results of map_in_processes in order, showing progress.
+
+    `sizes` are the bytes of each job. At `max_processes` 0 the limit is the number of cores.
+    """
+    advance = progress_in_bytes(title, sum(sizes), log)
+    results: dict[int, Result] = {}
+    num_processes = min(max_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)
+    for number, result in map_in_processes(function, shared, jobs, num_processes):
+        results[number] = result
+        advance(sizes[number])
+    return [results[number] for number in range(len(jobs))]
+
+
+def progress_in_bytes(
+    title: str, num_bytes: int, log: Callable[[str], None]
+) -> Callable[[int], None]:
+    """Returns a function to call with the bytes done since the last call."""
     start = shown = time.monotonic()
-    done = quarters = 0
+    done = 0
 
     def advance(more: int) -> None:
-        nonlocal done, quarters, shown
+        nonlocal done, shown
         done += more
         now = time.monotonic()
-        reached = done * 4 // max(num_bytes, 1)
-        if now - start < _SILENT_SECONDS or done >= num_bytes:
-            return
-        if reached > quarters or now - shown > _LONGEST_SILENCE_SECONDS:
-            quarters, shown = reached, now
+        if now - shown > _PROGRESS_SECONDS and done < num_bytes:
+            shown = now
             left = (now - start) * (num_bytes - done) / max(done, 1)
             log(f"{title}: {done / 1e6:,.1f} of {num_bytes / 1e6:,.1f} MB, {left:,.0f} s left")
 
-    yield advance
+    return advance

@@ -10,7 +10,7 @@ Exported text, which the dataset stores as bytes:
     <output>/train_data_00000.tfrecord      or train_data_00000.array_record
 
 A file is a pure function of its job and gets its name when it is complete and synced, so a killed
-export resumes with the missing files. `<output>.json` is the request they belong to.
+export resumes with the missing files.
 
 Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
 is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
@@ -38,7 +38,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
-from MaxText.input_pipeline.prepare.process_pool import map_in_processes, num_processes
+from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
@@ -50,12 +50,9 @@ from MaxText.storage.atomic import (
     temporary_name,
 )
 
-TEXT_FORMATS = ("text_tfrecord", "text_array_record")
-"""Values of prepare_output_format that export the text itself."""
-
 LEDGER_NAMES = {
     **dict.fromkeys(("tfrecord", "parquet"), "records.json"),
-    **dict.fromkeys(TEXT_FORMATS, "export.json"),
+    **dict.fromkeys(("text_tfrecord", "text_array_record"), "export.json"),
 }
 """Values of prepare_output_format that export records, and the files that list these."""
 
@@ -77,10 +74,6 @@ _LEDGER_SCHEMA = 1
 # For records.num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
 
-# GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
-_DEFAULT_FIELDS = {"tfrecord": "text", "parquet": "input_ids"}
-_TEXT_FIELD = "text"
-
 # Tokens read, encoded and written at a time; also the size of a parquet row group.
 _BATCH_TOKENS = 1_000_000
 
@@ -95,14 +88,6 @@ class RecordFileJob:
     num_files: int
     first: int
     stop: int
-
-
-LedgerEntry = dict[str, Any]
-"""A record file and its contents.
-
-`num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows share
-count each time.
-"""
 
 
 class RecordRanges(NamedTuple):
@@ -165,16 +150,13 @@ class RecordExport:
             name = ("_" if is_text else ".").join(filter(None, (prefix, split)))
             if prefix and not is_text and len(manifest.splits) == 1:
                 name = prefix
+            total = entry.num_documents
             if self.kind == "chunks":
                 # Each chunk starts with the last token of the previous one.
                 size, length = entry.num_tokens, self.keys.chunk_length
                 total = max(-(-(size - 1) // (length - 1)), min(size, 1))
-                num_files = max(min(files_of[split], total), 1)
-                bounds = [total * number // num_files for number in range(num_files + 1)]
-            else:
-                offsets = np.asarray(open_flat(self.prepared, manifest, split).document_offsets)
-                num_files = max(min(files_of[split], entry.num_documents), 1)
-                bounds = _even_bounds(offsets, num_files).tolist()
+            num_files = max(min(files_of[split], total), 1)
+            bounds = [total * number // num_files for number in range(num_files + 1)]
             jobs += [
                 RecordFileJob(split, name, number, num_files, *ends)
                 for number, ends in enumerate(itertools.pairwise(bounds))
@@ -189,42 +171,30 @@ class RecordExport:
             return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
         if self.kind != "text":
             return dict.fromkeys(sizes, num_shards)
-        total = sum(sizes.values())
-        files = {split: max(1, num_shards * size // total) for split, size in sizes.items()}
-        # The remainder goes to the splits that lost most by rounding down.
-        by_loss = sorted(sizes, key=lambda split: files[split] - num_shards * sizes[split] / total)
-        for split in by_loss[: max(0, num_shards - sum(files.values()))]:
-            files[split] += 1
+        files = dict.fromkeys(sizes, 1)
+        for _ in range(num_shards - len(files)):
+            files[max(files, key=lambda split: sizes[split] / files[split])] += 1
         return files
 
-    def write(self, job: RecordFileJob) -> LedgerEntry:
-        """Writes a file unless it exists.
+    def write(self, job: RecordFileJob) -> dict[str, Any]:
+        """Writes a file unless it exists; returns its entry in the ledger.
 
-        Raises UserError for a damaged dataset or a failed write.
+        `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows
+        share count each time. Raises UserError for a damaged dataset.
         """
         manifest = read_manifest(str(self.prepared))
         store = open_flat(self.prepared, manifest, job.split)
         ranges = self._ranges(job, store)
         path = self.output / self._file_name(job, ranges.starts_W.size)
-        writing = temporary_name(path)
-        try:
-            if not path.exists():
-                if self.file_format == "parquet":
-                    self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
-                else:
-                    self._write_examples(writing, _batches(ranges, store))
-                atomic_rename(writing, path)
-                sync_file(self.output)
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise UserError(
-                f"{path} could not be written ({error}). Free some space or get write permission, "
-                "and run the same command to resume: finished files are kept."
-            ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                writing.unlink(missing_ok=True)
+        if not path.exists():
+            writing = temporary_name(path)
+            if self.file_format == "parquet":
+                self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
+            else:
+                self._write_examples(writing, _batches(ranges, store))
+            atomic_rename(writing, path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = ranges.stops_W - ranges.starts_W
         if self.kind == "strided":
             # The last token of a full window is only a label.
@@ -316,19 +286,6 @@ def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarra
         first = stop
 
 
-def _even_bounds(document_offsets: np.ndarray, num_files: int) -> np.ndarray:
-    """Returns the first document of each roughly equal file, and the end."""
-    num_documents = len(document_offsets) - 1
-    numbers = np.arange(num_files + 1)
-    targets = int(document_offsets[-1]) * numbers // num_files
-    bounds = np.searchsorted(document_offsets, targets)
-    bounds[0], bounds[-1] = 0, num_documents
-    if num_documents >= num_files:
-        bounds = np.maximum.accumulate(bounds - numbers) + numbers
-        bounds = np.minimum(bounds, num_documents - num_files + numbers)
-    return bounds
-
-
 def require_pyarrow() -> tuple[Any, Any]:
     """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
     try:
@@ -352,9 +309,10 @@ def make_export(prepared: Path, preparation: PreparationConfig, output: Path) ->
     file_format: Any = output_format.removeprefix("text_")
     if file_format == "parquet":
         require_pyarrow()
-    if output_format in TEXT_FORMATS:
-        return RecordExport(prepared, output, file_format, "text", _TEXT_FIELD, keys)
-    field = keys.field or _DEFAULT_FIELDS[file_format]
+    if preparation.exports_text:
+        return RecordExport(prepared, output, file_format, "text", "text", keys)
+    # GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
+    field = keys.field or ("input_ids" if file_format == "parquet" else "text")
     return RecordExport(prepared, output, file_format, keys.content, field, keys)
 
 
@@ -368,13 +326,9 @@ def export_records(
     export = make_export(prepared, preparation, output)
     output_format = preparation.prepare_output_format
     manifest = read_manifest(str(prepared))
-    ledger = {
-        "schema_version": _LEDGER_SCHEMA,
-        "data_set": manifest.fingerprint,
-        "tokenizer_sha256": manifest.tokenizer.sha256,
-        "options": {**stored_options(preparation), "prepare_output_format": output_format},
-    }
-    _open_output(output, ledger)
+    output.mkdir(exist_ok=True)
+    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
+        leftover.unlink()
     if export.kind != "text":
         for file in prepared.iterdir():
             if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
@@ -382,35 +336,25 @@ def export_records(
     jobs = export.plan(manifest)
     if num_finished := sum(1 for _ in output.glob(f"*.{export.file_format}*")):
         log(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
-    files: list[LedgerEntry] = []
-    quarters = {-(-len(jobs) * quarter // 4) for quarter in (1, 2, 3)} - {len(jobs)}
-    processes = num_processes(preparation)
-    for _, file in map_in_processes(RecordExport.write, export, jobs, processes):
-        files.append(file)
-        if len(files) in quarters:
-            log(f"Writing records: {len(files):,} of {len(jobs):,} files")
-    files.sort(key=lambda file: (file["split"], file["shard"]))
-    entries = {"num_files": len(files), "files": files}
-    text = json.dumps(ledger | entries, indent=1, sort_keys=True) + "\n"
+    num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
+    sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
+    files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log)
+    ledger = {
+        "schema_version": _LEDGER_SCHEMA,
+        "data_set": manifest.fingerprint,
+        "tokenizer_sha256": manifest.tokenizer.sha256,
+        "options": {**stored_options(preparation), "prepare_output_format": output_format},
+        "num_files": len(files),
+        "files": files,
+    }
+    text = json.dumps(ledger, indent=1, sort_keys=True) + "\n"
     atomic_write_text(output / LEDGER_NAMES[output_format], text)
     for split, of_split in itertools.groupby(files, lambda file: file["split"]):
         _report(split, [*of_split], export, log)
 
 
-def _open_output(output: Path, ledger: dict[str, Any]) -> None:
-    """Creates the folder, deleting other results and partial files."""
-    request = output.with_name(f"{output.name}.json")
-    asked = json.dumps(ledger, indent=1, sort_keys=True)
-    if not request.exists() or request.read_text(encoding="utf-8") != asked:
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
-        atomic_write_text(request, asked)
-    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
-        leftover.unlink()
-
-
 def _report(
-    split: str, files: list[LedgerEntry], export: RecordExport, log: Callable[[str], None]
+    split: str, files: list[dict[str, Any]], export: RecordExport, log: Callable[[str], None]
 ) -> None:
     names = ("num_tokens", "num_records", "dropped_documents", "dropped_tokens")
     num_tokens, num_records, documents, tokens = (sum(f[name] for f in files) for name in names)
@@ -426,13 +370,6 @@ def _report(
             f"{pluralize(tokens, 'token')} in all, because windows of fewer than "
             f"records.min_length={export.keys.min_length} tokens are not written"
         )
-
-
-def damaged_files(output: Path, output_format: str) -> list[str]:
-    """Returns the names of exported files, missing or of another size."""
-    ledger = json.loads((output / LEDGER_NAMES[output_format]).read_bytes())
-    paths = [(output / file["file"], file["num_bytes"]) for file in ledger["files"]]
-    return [path.name for path, size in paths if not path.is_file() or path.stat().st_size != size]
 
 
 def stored_options(preparation: PreparationConfig) -> dict[str, Any]:

@@ -3,19 +3,19 @@
 import hashlib
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
-from MaxText.input_pipeline.document_sources.corpus import Corpus, Shard
+from MaxText.input_pipeline.document_sources.corpus import Corpus, Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.sequences.windows import INCREMENT, hash_uint64
 
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-"""Names of splits; a corpus without splits of its own is divided into the first two."""
+TRAIN, VALIDATION = "train", "validation"
+"""Names of the splits of a corpus without splits of its own."""
 
 HELD_OUT, SAMPLED = 0, 1
 """Purposes of a hash. The hashes of different purposes are independent."""
@@ -31,16 +31,26 @@ SAMPLE_BYTES = 8_000_000
 
 SAMPLED_SHARDS = 32  # limits sampling to 2 GB, so that terabytes are not read twice for 8 MB
 
-_HASHED_TOGETHER = 1024  # hashing short documents one by one would take longer than reading them
+# Text in memory: the tokenizers library takes some hundred bytes per token.
+_BATCH_CHARACTERS = 4_000_000
 
 
-def document_number(shard: int, index: int) -> int:
-    """Returns a number in the corpus for document `index` of a shard.
+def numbered_batches(
+    shard: int, documents: Iterator[Document]
+) -> Iterator[tuple[np.ndarray, list[Document]]]:
+    """Yields documents of a shard and their numbers (int64 [N]).
 
     Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
     """
-    assert index < 2**_SHARD_BITS, index
-    return (shard << _SHARD_BITS) + index
+    first, batch, size = shard << _SHARD_BITS, [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= _BATCH_CHARACTERS:
+            yield first + np.arange(len(batch)), batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first + np.arange(len(batch)), batch
 
 
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
@@ -106,24 +116,17 @@ def read_shard(keys: PreparationConfig, job: ReadJob) -> ShardText:
     # Negated hashes make a max-heap: the top is dropped first.
     kept: list[tuple[int, int, bytes]] = []
     num_kept = 0
-    drawn_of: list[int] = []
-    for index, document in enumerate(job.shard.documents(Skipped())):
-        encoded = document.text.encode()
-        add_to_digest(digest, encoded)
-        if not job.sample_bytes:
-            continue
-        number = document_number(job.number, index)
-        if index % _HASHED_TOGETHER == 0:
-            numbers = number + np.arange(_HASHED_TOGETHER)
-            drawn_of = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
-        drawn = drawn_of[index % _HASHED_TOGETHER]
-        if kept and num_kept >= job.sample_bytes and -drawn < kept[0][0]:
-            continue
-        encoded = clean(document.text).encode()
-        heapq.heappush(kept, (-drawn, number, encoded))
-        num_kept += len(encoded)
-        while len(kept) > 1 and num_kept > job.sample_bytes:
-            num_kept -= len(heapq.heappop(kept)[2])
+    for numbers, documents in numbered_batches(job.number, job.shard.documents(Skipped())):
+        ranks = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
+        for number, rank, document in zip(numbers.tolist(), ranks, documents, strict=True):
+            add_to_digest(digest, document.text.encode())
+            if not job.sample_bytes or (num_kept >= job.sample_bytes and -rank < kept[0][0]):
+                continue
+            encoded = clean(document.text).encode()
+            heapq.heappush(kept, (-rank, number, encoded))
+            num_kept += len(encoded)
+            while len(kept) > 1 and num_kept > job.sample_bytes:
+                num_kept -= len(heapq.heappop(kept)[2])
     return ShardText(digest.hexdigest(), [(number, encoded) for _, number, encoded in kept])
 
 

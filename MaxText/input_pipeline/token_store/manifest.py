@@ -31,24 +31,23 @@ OFFSETS_NAME = "document_offsets.npy"
 ROWS_NAME = "document_rows.npy"
 SOURCE_FILES_NAME = "source_files.json"
 
-# Names become paths: no separators or leading dots, so that they stay in their folder.
-_PLAIN_NAME = r"^\w[\w.-]*$"
 
+class FrozenModel(pydantic.BaseModel):
+    """A part of a JSON file."""
 
-class _Entry(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True)
 
 
-class RecordFile(_Entry):
+class RecordFile(FrozenModel):
     """A token file."""
 
-    name: str = pydantic.Field(pattern=_PLAIN_NAME)
+    name: str
     num_bytes: int
     num_records: int  # chunks of an array_record file, ids of a bin file
     num_tokens: int | None = None  # None in version 1
 
 
-class Split(_Entry):
+class Split(FrozenModel):
     """One split of the data, such as `train` or `validation`."""
 
     files: tuple[RecordFile, ...]
@@ -61,7 +60,7 @@ class Split(_Entry):
     offsets_sha256: str  # of the document offsets as little-endian int64
 
 
-class TokenizerEntry(_Entry):
+class TokenizerEntry(FrozenModel):
     """The tokenizer of the ids."""
 
     origin: str  # free-text provenance
@@ -78,7 +77,7 @@ class TokenizerEntry(_Entry):
         return {control for control in ids if control is not None}
 
 
-class SourceEntry(_Entry):
+class SourceEntry(FrozenModel):
     """The text a dataset was made from."""
 
     description: str
@@ -87,7 +86,7 @@ class SourceEntry(_Entry):
     skipped: dict[str, int] = {}  # reason -> number of skipped files or documents
 
 
-class Manifest(_Entry):
+class Manifest(FrozenModel):
     """Contents of a dataset."""
 
     schema_version: int  # readers reject newer ones
@@ -98,14 +97,6 @@ class Manifest(_Entry):
     splits: dict[str, Split]  # splits without documents are absent
     source: SourceEntry
     options: dict[str, Any] = {}  # preparation keys
-
-    @pydantic.field_validator("splits")
-    @classmethod
-    def _plain_split_names(cls, splits: dict[str, Split]) -> dict[str, Split]:
-        for name in splits:
-            if not name.replace("-", "_").isidentifier():
-                raise ValueError(f"{name!r} is not a valid split name")
-        return splits
 
     @property
     def fingerprint(self) -> str:
@@ -120,10 +111,8 @@ class Manifest(_Entry):
     @property
     def pad_id(self) -> int:
         """Padding id: pad, else eos, else 0."""
-        for candidate in (self.tokenizer.pad_id, self.tokenizer.eos_id):
-            if candidate is not None:
-                return candidate
-        return 0
+        candidates = (self.tokenizer.pad_id, self.tokenizer.eos_id, 0)
+        return next(candidate for candidate in candidates if candidate is not None)
 
     def to_json(self) -> str:
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
@@ -140,17 +129,14 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
     Raises UserError if it is missing, unreadable, damaged or newer than this program.
     """
-    folder = Path(dataset_path).expanduser()
-    file = folder / name
-    how = (
-        "Make one with: python MaxText/prepare_data.py prepare_source=<files, folders or "
-        f"python_stdlib> dataset_path={dataset_path or '<folder>'}"
-    )
+    file = Path(dataset_path).expanduser() / name
     try:
-        if not path_type(folder):
-            raise UserError(f"dataset_path={dataset_path}: no such folder. {how}")
         if path_type(file) != "file":
-            raise UserError(f"dataset_path={dataset_path} holds no {name}. {how}")
+            raise UserError(
+                f"dataset_path={dataset_path} holds no {name}. Make one with: python "
+                "MaxText/prepare_data.py prepare_source=<files, folders or python_stdlib> "
+                f"dataset_path={dataset_path or '<folder>'}"
+            )
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]
         if isinstance(version, int) and version > SCHEMA_VERSION:
@@ -167,8 +153,6 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 def damaged(path: Path | str, error: Exception) -> UserError:
     """Returns the error for an unreadable dataset file."""
-    if isinstance(error, UserError):
-        return error
     if isinstance(error, OSError):
         return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
@@ -184,9 +168,8 @@ def damaged(path: Path | str, error: Exception) -> UserError:
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
     """Returns the entry of `split`; UserError (about `key`) if empty."""
-    entry = manifest.splits.get(split)
-    if entry is not None and entry.num_tokens > 0:
-        return entry
+    if split in manifest.splits and manifest.splits[split].num_tokens > 0:
+        return manifest.splits[split]
     present = ", ".join(sorted(manifest.splits)) or "none"
     remedy = f"Set {key} to one of them"
     if key == "eval_split":
@@ -194,32 +177,18 @@ def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> S
             ", prepare two documents or more with validation_fraction above 0, or, where train.py "
             "is to evaluate, switch that off (eval_interval=-1)"
         )
-    problem = "is empty" if entry is not None else "does not exist"
     raise UserError(
-        f"{key}={split}: this split {problem} in {dataset_path} (splits: {present}). {remedy}."
+        f"{key}={split}: this split does not exist in {dataset_path} (splits: {present}). {remedy}."
     )
 
 
 def check_files(manifest: Manifest, folder: Path, split: str) -> list[FileInfo]:
-    """Returns the token files of a split; UserError unless complete."""
+    """Returns the token files of a split; UserError for a missing one."""
     entry = manifest.splits[split]
-    again = "Copy the data set again, or delete the folder and prepare it again."
-    paths = [str(folder / split / file.name) for file in entry.files]
-    for path in [*paths, str(folder / split / OFFSETS_NAME)]:
-        try:
-            found = path_type(path)
-        except OSError as error:
-            raise damaged(path, error) from error
-        if found != "file":
-            raise UserError(f"{path} is missing, and {MANIFEST_NAME} lists it. {again}")
-    infos = file_infos(paths)
-    for file, known in zip(infos, entry.files, strict=True):
-        if file.size != known.num_bytes:
-            raise UserError(
-                f"{file.path} has {file.size} bytes, and {MANIFEST_NAME} says {known.num_bytes}: "
-                f"it is truncated or changed. {again}"
-            )
-    return infos
+    try:
+        return file_infos([str(folder / split / file.name) for file in entry.files])
+    except OSError as error:
+        raise damaged(error.filename, error) from error
 
 
 def describe(manifest: Manifest) -> str:

@@ -1,8 +1,8 @@
 """Opens any token data for training.
 
 Prepared flat files and Megatron data are read in place. Other records are imported at first use,
-and text is tokenized then. Names and first bytes tell the format, and the first record whether
-records hold ids or text.
+and text is tokenized then. Names tell the format, and the first record whether records hold ids or
+text.
 """
 
 import collections
@@ -28,12 +28,11 @@ from MaxText.input_pipeline.document_sources.tables import (
     id_column,
     open_table,
 )
-from MaxText.input_pipeline.formats import tfrecord
-from MaxText.input_pipeline.local_cache import Arrays, copies_folder, copy_files
+from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import Read, RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
-    Manifest,
+    Split,
     check_files,
     describe,
     find_split,
@@ -41,16 +40,15 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
-    Origins,
     TokenData,
     boundaries_digest,
+    foreign_data,
     load_offsets,
     open_flat,
-    record_length,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
 from MaxText.storage import file_access
-from MaxText.storage.file_access import FileInfo, is_url, local_path, open_stream, relative_names
+from MaxText.storage.file_access import FileInfo, is_url, local_path, relative_names
 
 ACCEPTED = (
     "a folder that prepare_data.py wrote; .tfrecord, .array_record, .parquet or .arrow files of "
@@ -58,26 +56,15 @@ ACCEPTED = (
     ".jsonl text"
 )
 
-_BY_NAME = {
+_NAMES = {
     "tfrecord": re.compile(r"\.tfrecords?(?![a-z])|tfrecord-\d"),
     "arrayrecord": re.compile(r"\.array_?records?(?![a-z])"),
     "parquet": re.compile(r"\.parquet(?![a-z])"),
     "arrow": re.compile(r"\.arrow(?![a-z])"),
     "megatron": re.compile(r"\.(bin|idx)$"),
     "webdataset": re.compile(r"\.(tar|tar\.gz|tgz)$"),
+    "text": re.compile(r"(?i)^(?!readme).*\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$"),
 }
-_TEXT = re.compile(r"\.(txt|md|rst|text|jsonl)(\.(gz|zst|xz|bz2))?$")
-# Auxiliary files in record folders.
-_AUXILIARY = re.compile(r"\.(json|md|lock|crc|npy|model|log|py|yml|yaml)$|^[^.]+$")
-
-# Format, offset and bytes; an Arrow stream begins with a continuation mark.
-_MAGIC = (
-    ("parquet", 0, b"PAR1"),
-    ("arrow", 0, b"ARROW1"),
-    ("arrow", 0, b"\xff\xff\xff\xff"),
-    ("arrayrecord", 0, bytes.fromhex("83af70d10d884a3f")),
-    ("webdataset", 257, b"ustar"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +99,14 @@ def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, li
     Formats are tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text. Raises
     UserError if it is unknown or ambiguous.
     """
-    kind = request.data.grain_file_type
-    if kind != "auto":
-        named = [file for file in files if _kind_by_name(file.path) == kind]
-        return kind, named or files
     by_kind: dict[str, list[FileInfo]] = collections.defaultdict(list)
     for file in files:
-        by_kind[_kind_by_name(file.path)].append(file)
-    auxiliary, nameless = by_kind.pop("auxiliary", []), by_kind.pop("", [])
-    # Some programs write records without a file extension.
-    for file in nameless or ([] if by_kind else auxiliary):
-        by_kind[_kind_by_content(file.path)].append(file)
-    by_kind.pop("", None)
+        name = file.path.rsplit("/", 1)[-1]
+        by_kind[next((kind for kind in _NAMES if _NAMES[kind].search(name)), "")].append(file)
+    kind = request.data.grain_file_type
+    if kind != "auto":
+        return kind, by_kind[kind] or files
+    by_kind.pop("", None)  # auxiliary files
     if len(by_kind) > 1:
         by_kind.pop("text", None)  # a README.txt next to records
     if len(by_kind) == 1:
@@ -131,37 +114,13 @@ def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, li
     if not by_kind:
         raise UserError(
             f"{request.where}: {files[0].path} has an unknown format. Accepted: {ACCEPTED}. If "
-            "its name is misleading, set grain_file_type."
+            "its name does not end like these, set grain_file_type."
         )
     found = (f"{len(of)} {kind} ({Path(of[0].path).name})" for kind, of in by_kind.items())
     raise UserError(
         f"{request.where} holds files of several formats: {', '.join(found)}. Set grain_file_type "
         "to the one to read, or give a pattern that matches only these."
     )
-
-
-def _kind_by_name(file: str) -> str:
-    name = file.rsplit("/", 1)[-1]
-    for kind, pattern in _BY_NAME.items():
-        if pattern.search(name):
-            return kind
-    if _TEXT.search(name) and not name.lower().startswith("readme"):
-        return "text"
-    return "auxiliary" if _AUXILIARY.search(name) and not re.search(r"\d+-of-\d+$", name) else ""
-
-
-def _kind_by_content(file: str) -> str:
-    try:
-        with open_stream(file) as stream:
-            start = stream.read(512)
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read ({error.strerror or error}). Check that you may read it."
-        ) from error
-    for kind, offset, magic in _MAGIC:
-        if start.startswith(magic, offset):
-            return kind
-    return "tfrecord" if tfrecord.is_header(start[: tfrecord.HEADER_BYTES]) else ""
 
 
 def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
@@ -177,18 +136,13 @@ def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]
         for file, name in zip(files, names, strict=True)
         if (evaluation in name) != for_training
     ]
-    if not chosen and for_training:
-        raise UserError(
-            f"{request.where}: the name of every file contains eval_split={evaluation}, so none is "
-            "left to train on. Set eval_split to what only files for evaluation have in their "
-            "names."
-        )
     if not chosen:
+        which, use = ("every", "train") if for_training else ("no", "evaluate")
         raise UserError(
-            f"{request.where}: no file has eval_split={evaluation} in its name "
-            f"(for example {Path(files[0].path).name}), so there is none to evaluate on. Name "
-            "files in grain_eval_files, set eval_split, or, where train.py is to evaluate, switch "
-            "that off (eval_interval=-1)."
+            f"{request.where}: {which} file has eval_split={evaluation} in its name (for example "
+            f"{Path(files[0].path).name}), so there is none to {use} on. Set eval_split to what "
+            "only files for evaluation have in their names, name these in grain_eval_files, or "
+            "switch evaluation off (eval_interval=-1)."
         )
     return chosen
 
@@ -240,12 +194,15 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
 
 def _is_prepared(request: OpenRequest) -> bool:
     location = request.location
-    if is_url(location):
-        # Web servers may answer requests for any name.
-        manifest = f"{location.rstrip('/')}/{MANIFEST_NAME}"
-        return not location.startswith("http") and file_access.path_type(manifest) == "file"
+    # Web servers may answer requests for any name.
+    if location.startswith(("http://", "https://")):
+        return False
+    return _exists(request, f"{location.rstrip('/')}/{MANIFEST_NAME}")
+
+
+def _exists(request: OpenRequest, path: str) -> bool:
     try:
-        return file_access.path_type(Path(local_path(location)) / MANIFEST_NAME) == "file"
+        return bool(file_access.path_type(path))
     except PermissionError as error:
         raise UserError(
             f"{request.where} cannot be read ({error.strerror}). Check the permissions of it and "
@@ -253,44 +210,26 @@ def _is_prepared(request: OpenRequest) -> bool:
         ) from error
 
 
-def _show_unused(request: OpenRequest, location: str, manifest: Manifest) -> None:
-    """Reports keys of records and text without effect on a prepared dataset."""
-    preparation = request.preparation
-    unused = ["token_records.eos_id"] * (request.data.token_records.eos_id >= 0)
-    if preparation.tokenizer_path and not preparation.prepare_source:
-        same = preparation.tokenizer_path == manifest.options.get("tokenizer_path")
-        unused += ["tokenizer_path"] * (not same)
-    if unused:
-        request.log(
-            f"note: {' and '.join(unused)} not used: {location} is a prepared data set "
-            f"with a tokenizer of its own ({manifest.tokenizer.origin})"
-        )
-
-
 def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
+    url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
-        folder, manifest, files = _copy_prepared(location.rstrip("/"), split, request.cache_dir)
-    else:
-        manifest, files = read_manifest(location), None
-        folder = Path(local_path(location))
+        copy = copy_folder(url, request.cache_dir)
+        assert copy is not None, url
+        folder = copy
+    manifest = read_manifest(str(folder))
     split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
-    if request.for_training and request.key != "data_mixture_weights":
-        _show_unused(request, location, manifest)
+    if is_url(location):
+        files = _remote_files(f"{url}/{split}", entry, folder / split)
+    else:
+        files = check_files(manifest, folder, split)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:
-        found = check_files(manifest, folder, split) if files is None else files
         read = functools.partial(read_chunks, dtype=manifest.dtype)
         identity = f"chunks of {manifest.dtype}"
-        imported = RecordImport(found, read, identity, request.cache_dir).run(request.log)
-        if sum(imported.num_tokens) != entry.num_tokens:
-            raise UserError(
-                f"{location}: its ArrayRecord files hold {sum(imported.num_tokens)} tokens, and "
-                f"{MANIFEST_NAME} says {entry.num_tokens}. Copy the data set again."
-            )
-        documents = load_offsets(folder / split, entry.num_documents, entry.num_tokens)
-        store = imported.store(documents, Origins(folder / split, entry.num_documents))
+        imported = RecordImport(files, read, identity, request.cache_dir).run(request.log)
+        store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
     return TokenData(
         store=store,
         description=describe(manifest),
@@ -307,38 +246,23 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
     )
 
 
-def _copy_prepared(
-    url: str, split: str, cache_dir: Path
-) -> tuple[Path, Manifest, list[FileInfo] | None]:
-    """Copies a remote dataset except its token files; returns both."""
-    with open_stream(f"{url}/{MANIFEST_NAME}") as stream:
-        content = stream.read()
-    folder = copies_folder(cache_dir, url, content.decode("utf-8", "replace"))
-    copy_files(file_access.files_in(url), folder)
-    manifest = read_manifest(str(folder))
-    if split not in manifest.splits:
-        return folder, manifest, None
-    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(f"{url}/{split}")}
-    names = [file.name for file in manifest.splits[split].files]
-    copy_files([file for name, file in found.items() if name not in names], folder / split)
+def _remote_files(url: str, entry: Split, folder: Path) -> list[FileInfo]:
+    """Returns the token files of a split, and copies its other files."""
+    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(url)}
+    names = [file.name for file in entry.files]
+    copy_files([file for name, file in found.items() if name not in names], folder)
     if missing := [name for name in names if name not in found]:
         raise UserError(
-            f"{url}/{split}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data "
-            "set again."
+            f"{url}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data set again."
         )
-    return folder, manifest, [found[name] for name in names]
+    return [found[name] for name in names]
 
 
 def _find(request: OpenRequest) -> list[FileInfo]:
     """Returns all files of the location; of Megatron, .bin and .idx."""
     location = request.location
-    if not location.startswith("@") and not is_url(location):
-        path = local_path(location)
-        try:
-            if not file_access.path_type(path) and file_access.path_type(f"{path}.idx"):
-                location = f"{location}.idx"
-        except PermissionError:
-            pass  # list_files raises with a message
+    if not is_url(location) and not _exists(request, location):
+        location += ".idx" * _exists(request, f"{location}.idx")
     return file_access.list_files(location, request.key)
 
 
@@ -364,30 +288,18 @@ def _open_records(
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]
-    if offsets.size < 2 or not offsets[-1]:
-        raise UserError(
-            f"{request.where}: {len(files)} {kind} files hold no tokens. Check "
-            "that these are the files you mean."
-        )
-    origins = Origins(imported.folder, offsets.size - 1, "record")
-    store = imported.store(documents, origins)
-    labels = imported.store(documents, origins, "labels") if imported.has_labels else None
-    length = record_length(offsets)
-    what = f"rows of {length:,}" if length else "documents"
+    labels = imported.store(documents, "labels") if imported.has_labels else None
     labelled = ", with labels" if labels else ""
     # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
     without = offsets - np.arange(offsets.size) * (eos_id >= 0)
-    return TokenData(
-        store=store,
-        description=(
-            f"{len(store):,} tokens in {offsets.size - 1:,} {what} of {len(files)} {kind} files "
-            f"at {request.location}{labelled}"
-        ),
-        fingerprint=file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+    return foreign_data(
+        imported.store(documents),
+        request.where,
+        f"{len(files)} {kind} files at {request.location}{labelled}",
+        file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,
-        record_length=length,
         labels=labels,
-        skipped=imported.skipped,
+        skipped=tuple(imported.skipped),
     )

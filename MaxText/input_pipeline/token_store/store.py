@@ -7,11 +7,12 @@ Legend: P ranges, D documents.
 
 import bisect
 import dataclasses
-import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     damaged,
 )
 from MaxText.storage import file_access
+from MaxText.storage.atomic import sync_file
 from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
@@ -47,22 +49,20 @@ class TokenStore:
         num_tokens: Sequence[int],
         dtype: np.dtype,
         documents: Arrays,
-        origins: "Origins | None" = None,
     ):
         """Initializes without opening `files`, given in token order.
 
-        `documents` holds `document_offsets`; `origins` None names documents after the token files.
+        `documents` holds `document_offsets`, and its folder may name their source files.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
         file_access.invalidate_cache(self.files)  # files may have been replaced
         self._dtype = dtype
         self._documents = documents
-        self._origins = origins
-        self._first = np.concatenate([[0], np.cumsum(num_tokens, dtype=np.int64)])
+        self._first = [*itertools.accumulate(num_tokens, initial=0)]  # token of each file
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return self._first[-1]
 
     @property
     def document_offsets(self) -> np.ndarray:
@@ -72,16 +72,27 @@ class TokenStore:
     @property
     def file_of_document(self) -> np.ndarray | None:
         """int64 [files + 1]: first document of each file and the end, or None."""
-        firsts = self._origins.entries[0] if self._origins is not None else []
+        firsts, _ = self._source_files()
         return np.array([*firsts, len(self.document_offsets) - 1], np.int64) if firsts else None
 
     def document_name(self, document: int) -> str:
         """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
-        if self._origins is not None:
-            return self._origins.name(document)
-        start = int(self.document_offsets[document])
-        file = max(0, int(np.searchsorted(self._first[:-1], start, side="right")) - 1)
-        return f"{self.files[file].rsplit('/', 1)[-1]}, document {document}"
+        firsts, names = self._source_files()
+        if not names:
+            return f"document {document}"
+        file = bisect.bisect_right(firsts, document) - 1
+        assert self._documents.folder is not None
+        if (self._documents.folder / ROWS_NAME).exists():
+            return f"{names[file]}, row {self._documents['document_rows'][document]}"
+        return f"{names[file]}, record {document - firsts[file]}"
+
+    def _source_files(self) -> tuple[list[int], list[str]]:
+        """Returns the first document and the name of each source file, if known."""
+        folder = self._documents.folder
+        if folder is None or not (folder / SOURCE_FILES_NAME).exists():
+            return [], []
+        entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
+        return [first for first, _ in entries], [name for _, name in entries]
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
@@ -100,84 +111,55 @@ class TokenStore:
         sizes_P = stops_P - starts_P
         total = int(sizes_P.sum())
         if total >= _SMALL_PIECE * len(starts_P):
-            return self._read(starts_P, stops_P, total).astype(np.int32)
+            return self._read(starts_P, stops_P).astype(np.int32)
         # Read neighbors together, then gather the requested tokens.
         order = np.argsort(starts_P, kind="stable")
-        ends = np.maximum.accumulate(stops_P[order])
-        is_new = np.ones(len(order), bool)
-        is_new[1:] = starts_P[order][1:] > ends[:-1] + _MAX_GAP
+        starts, ends = starts_P[order], np.maximum.accumulate(stops_P[order])
+        is_new = np.append(True, starts[1:] > ends[:-1] + _MAX_GAP)
         group_P = np.empty(len(order), np.int64)
         group_P[order] = np.cumsum(is_new) - 1
-        begins_G = starts_P[order][is_new]
-        ends_G = ends[np.append(np.flatnonzero(is_new)[1:], len(order)) - 1]
+        begins_G = starts[is_new]
+        ends_G = ends[np.append(is_new[1:], True)]
         lengths_G = ends_G - begins_G
-        ids = self._read(begins_G, ends_G, int(lengths_G.sum())).astype(np.int32)
+        ids = self._read(begins_G, ends_G).astype(np.int32)
         at_P = starts_P - begins_G[group_P] + (np.cumsum(lengths_G) - lengths_G)[group_P]
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
-    def _read(self, starts: np.ndarray, stops: np.ndarray, total: int) -> np.ndarray:
-        ids, width = np.empty(total, self._dtype), self._dtype.itemsize
-        files = np.searchsorted(self._first[1:-1], starts, side="right")
-        begins, ends = self._first[files].tolist(), self._first[files + 1].tolist()
-        paths, offsets, parts, at = [], [], [], 0
-        for file, start, stop, begin, end in zip(
-            files.tolist(), starts.tolist(), stops.tolist(), begins, ends, strict=True
-        ):
+    def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        ids, at = np.empty(int((stops - starts).sum()), self._dtype), 0
+        paths, offsets, parts = [], [], []
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             while start < stop:
-                if start < end:
-                    paths.append(self.files[file])
-                    offsets.append((start - begin) * width)
-                    size = min(stop, end) - start
-                    parts.append(ids[at : at + size])
-                    at += size
-                start, file = max(start, end), file + 1
-                if start < stop:  # the range goes on in the next file
-                    begin, end = self._first[file : file + 2].tolist()
+                file = bisect.bisect_right(self._first, start) - 1
+                size = min(stop, self._first[file + 1]) - start
+                paths.append(self.files[file])
+                offsets.append((start - self._first[file]) * self._dtype.itemsize)
+                parts.append(ids[at : at + size])
+                start, at = start + size, at + size
         file_access.read_ranges(paths, offsets, parts)
         return ids
 
 
-@dataclasses.dataclass
-class Origins:
-    """Source files of the documents of a prepared dataset."""
+class TokenWriter:
+    """Writes ids to a flat file, synced to disk at the end."""
 
-    folder: Path
-    num_documents: int
-    unit: str = "document"  # name of documents in files without rows
+    def __init__(self, path: Path, dtype: np.dtype):
+        self.count, self.largest = 0, -1
+        self._path, self._dtype = path, dtype
+        self._file = path.open("wb")
 
-    @functools.cached_property
-    def entries(self) -> tuple[list[int], list[str], np.ndarray | None]:
-        """First document and name of each file, and rows of the documents.
+    def write(self, ids: np.ndarray) -> None:
+        self.count += ids.size
+        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        self._file.write(ids.astype(self._dtype).data)
 
-        Lists are empty and rows None if unknown.
-        """
-        path = self.folder / SOURCE_FILES_NAME
-        try:
-            if not path.exists():
-                return [], [], None
-            entries = json.loads(path.read_text(encoding="utf-8"))
-            firsts, names = [int(first) for first, _ in entries], [str(name) for _, name in entries]
-            if not (self.folder / ROWS_NAME).exists():
-                return firsts, names, None
-            rows = np.load(self.folder / ROWS_NAME, mmap_mode="r", allow_pickle=False)
-            if rows.shape != (self.num_documents,) or firsts[:1] != [0][: len(rows)]:
-                raise ValueError(f"{rows.shape} rows for {self.num_documents} documents")
-            return firsts, names, rows
-        # A damaged header can raise anything.
-        except Exception as error:
-            raise damaged(f"{path} or {ROWS_NAME}", error) from error
+    def __enter__(self) -> Self:
+        return self
 
-    def __reduce__(self):
-        return Origins, (self.folder, self.num_documents, self.unit)
-
-    def name(self, document: int) -> str:
-        firsts, names, rows = self.entries
-        if not names:
-            return f"document {document}"
-        file = bisect.bisect_right(firsts, document) - 1
-        if rows is not None:
-            return f"{names[file]}, row {rows[document]}"
-        return f"{names[file]}, {self.unit} {document - firsts[file]}"
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        sync_file(self._path)
+        sync_file(self._path.parent)
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
@@ -187,9 +169,6 @@ def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
     try:
         offsets = documents["document_offsets"]
         found = (len(offsets) - 1, int(offsets[-1]))
-        is_ascending = all(bool((sizes >= 0).all()) for sizes in document_sizes(offsets))
-        if offsets.dtype != np.int64 or offsets[0] or not is_ascending:
-            raise ValueError("they do not ascend from 0")
     # A damaged header can raise anything.
     except Exception as error:
         raise damaged(path, error) from error
@@ -213,7 +192,6 @@ def open_flat(
         [file.num_records for file in entry.files],
         np.dtype(manifest.dtype).newbyteorder("<"),
         load_offsets(folder / split, entry.num_documents, entry.num_tokens),
-        Origins(folder / split, entry.num_documents),
     )
     store.check_sizes(found)
     return store
@@ -253,6 +231,21 @@ class TokenData:
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""
+
+
+def foreign_data(
+    store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
+) -> TokenData:
+    """Returns data of another program; UserError without tokens."""
+    if not len(store):
+        raise UserError(
+            f"{where}: {source} hold no tokens. Check that these are the files you mean."
+        )
+    length = record_length(store.document_offsets)
+    kind = f"rows of {length:,}" if length else "documents"
+    num_documents = len(store.document_offsets) - 1
+    description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
+    return TokenData(store, description, fingerprint, record_length=length, **more)
 
 
 def boundaries_digest(document_offsets: np.ndarray) -> str:

@@ -98,17 +98,19 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
 WORKERS = """
 import functools, sys, time
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.input_pipeline.prepare import job
+from MaxText.input_pipeline.prepare import job, process_pool
 from MaxText.input_pipeline.prepare import prepare as preparing
 encode = job.tokenize_shard
 def encode_then_wait(*arguments):
     encode(*arguments)
     time.sleep(60)
 job.tokenize_shard = encode_then_wait
-job.processes_for = lambda *arguments: 2
+process_pool._BYTES_PER_PROCESS = 1
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=600)
 if __name__ == "__main__":
-    keys = PreparationConfig(prepare_source=sys.argv[1], tokenizer_path="bytes")
+    keys = PreparationConfig(
+        prepare_source=sys.argv[1], tokenizer_path="bytes", prepare_num_workers=2
+    )
     preparing.prepare(keys, sys.argv[2], lambda line: None)
 """
 
@@ -159,7 +161,7 @@ def test_program_is_interrupted_and_resumes(tmp_path, users_environment):
     done = programs.run("prepare_data.py", keys, tmp_path, users_environment)
     assert done.returncode == 0, done.stderr
     assert "Resuming: 1 of 1 shards" in done.stdout
-    assert "Encoded" not in done.stdout
+    assert "encoded" not in done.stdout
     keys[0] = "prepare_source=absent.txt"
     mistake = programs.run("prepare_data.py", keys, tmp_path, users_environment)
     assert mistake.returncode == 2
@@ -178,21 +180,11 @@ def interrupted(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         return token_shards.tokenize_shard(tokenization, shard)
 
-    lines = []
     with monkeypatch.context() as context:
         context.setattr(job, "tokenize_shard", fail_later)
         with pytest.raises(UserError, match=r"d .*No space left on device"):
-            made(byte_options(tmp_path / "text"), tmp_path / "d", lines.append)
-    assert ".d.preparing" in lines[-1]
+            made(byte_options(tmp_path / "text"), tmp_path / "d")
     return tmp_path
-
-
-def damaged_files(folder):
-    staging = folder / ".d.preparing"
-    (staging / "data_set/train/tokens-000000.bin").write_bytes(b"12")
-    (staging / "data_set/train/tokens-000007.bin").write_bytes(b"of a text that had more shards")
-    (staging / "shards/000001.json").write_bytes(b"{")
-    (staging / "shards/000003-train.npz.0123.writing").write_bytes(b"left by a killed process")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +192,6 @@ def damaged_files(folder):
     [
         (lambda folder: None, {}, "Resuming: 2 of 6 "),
         (lambda folder: swap_case(folder / "text" / "001.txt"), {}, "Deleting "),
-        (damaged_files, {}, ""),
         (lambda folder: None, {"add_bos": True}, "Deleting "),
     ],
 )
@@ -213,4 +204,3 @@ def test_finished_units_are_kept_where_nothing_changed(interrupted, change, keys
     assert contents(interrupted / "d") == contents(interrupted / "fresh")
     assert not (interrupted / ".d.preparing").exists()
     assert lines[0].startswith(first_line)
-    assert ("Resuming" in "".join(lines)) == ("Resuming" in first_line)

@@ -65,10 +65,10 @@ def test_all_documents_in_order(tmp_path, ending, num_shards):
         files = [file for file in finished if file["split"] == split]
         for index, file in enumerate(files):
             assert file["file"] == f"{split}_data_{index:05d}.{ending}"
-        assert sum(file["num_records"] for file in files) == len(texts)
-        sizes = [file["num_tokens"] for file in files]
-        assert sum(sizes) == len("".join(texts).encode())
-        assert max(sizes) - min(sizes) < 2 * 800
+        counts = [file["num_records"] for file in files]
+        assert sum(counts) == len(texts)
+        assert max(counts) - min(counts) <= 1
+        assert sum(file["num_tokens"] for file in files) == len("".join(texts).encode())
     assert len(finished) == (num_shards or 2)
     assert f"  train: {len(train)} documents" in "\n".join(lines)
     # Records become records of the other format, by way of either.
@@ -105,9 +105,6 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     for texts in ([text.swapcase() for text in TEXTS], TEXTS[1:]):
         path.write_bytes(rows(texts))
         refused("text ", export, path, out)
-    path.write_bytes(rows(TEXTS))
-    (out / "train_data_00000.tfrecord").write_bytes(b"short")
-    refused("train_data_00000.tfrecord is missing or truncated", export, path, out)
 
 
 def test_array_record_on_a_full_disk(tmp_path):

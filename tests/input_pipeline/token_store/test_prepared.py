@@ -11,7 +11,6 @@ from MaxText.input_pipeline.token_store.manifest import (
     OFFSETS_NAME,
     ROWS_NAME,
     SOURCE_FILES_NAME,
-    RecordFile,
 )
 from MaxText.input_pipeline.token_store.store import TokenStore
 from tests.input_pipeline.small_data import random_documents, write_data_set
@@ -47,26 +46,6 @@ def test_sets_of_version_1_are_read(tmp_path):
     assert store.file_of_document is None
 
 
-def test_the_last_record_of_every_file_may_be_shorter(tmp_path):
-    parts = [random_documents(seed, count=20, longest=40) for seed in range(3)]
-    documents = [document for part in parts for document in part]
-    joined = write_data_set(tmp_path / "d", {"train": documents})
-    files: list[RecordFile] = []
-    for number, part in enumerate(parts):
-        for file in write_data_set(tmp_path / str(number), {"train": part}).splits["train"].files:
-            name = f"part-{len(files):05d}.array_record"
-            (tmp_path / str(number) / "train" / file.name).rename(tmp_path / "d" / "train" / name)
-            files.append(file.model_copy(update={"name": name}))
-    assert len({(file.num_tokens or 0) % 64 for file in files}) > 2
-    entry = joined.splits["train"].model_copy(update={"files": tuple(files)})
-    manifest = joined.model_copy(update={"splits": {"train": entry}})
-    store, tokens = store_of(manifest, tmp_path / "d" / "train"), np.concatenate(documents)
-    for start in range(0, tokens.size, 37):
-        stop = min(start + 90, tokens.size)
-        read = store.read(np.array([start]), np.array([stop]))
-        np.testing.assert_array_equal(read, tokens[start:stop])
-
-
 def test_offsets_of_another_data_set_are_refused(tmp_path, prepared):
     manifest, split = prepared
     write_data_set(tmp_path / "b", {"train": random_documents(6, 11, 60)})
@@ -87,27 +66,3 @@ def test_documents_are_named_by_file_and_row(prepared):
     ]  # fmt: skip
     assert store.file_of_document is not None
     assert store.file_of_document.tolist() == [0, 3, 5]
-
-
-@pytest.mark.parametrize(
-    ("rows", "files"),
-    [([0, 1], '[[0, "a"]]'), ([0] * 5, "{"), ([0] * 5, '[[1, "a"]]'), ([0] * 5, "[0]")],
-)
-def test_damaged_names_of_documents_are_refused(prepared, rows, files):
-    manifest, split = prepared
-    np.save(split / ROWS_NAME, np.array(rows, np.int32))
-    (split / SOURCE_FILES_NAME).write_text(files)
-    refused(ROWS_NAME, store_of(manifest, split).document_name, 0)
-
-
-def test_keys_without_effect_are_noted(prepared, tmp_path):
-    _, split = prepared
-    folder = split.parent
-    for keys, unused in (
-        ({"token_records.eos_id": 3}, "token_records.eos_id"),
-        ({"tokenizer_path": "other"}, "tokenizer_path"),
-        ({"tokenizer_path": "other", "prepare_source": "x"}, ""),
-    ):
-        lines: list[str] = []
-        open_data(folder, tmp_path, log=lines.append, **keys)
-        assert [line.split()[1] for line in lines] == [unused] * bool(unused)

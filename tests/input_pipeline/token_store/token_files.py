@@ -137,7 +137,7 @@ def write_index(path, dtype: np.dtype, sizes: Sequence[int], documents: Sequence
 
     `documents` are the first sequence of each document, then the number of sequences.
     """
-    codes = {np.dtype(name): code for code, name in DTYPES.items() if name != "float"}
+    codes = {np.dtype(name): code for code, name in DTYPES.items()}
     tokens = np.asarray(sizes, "<i4")
     ends = np.cumsum(tokens, dtype=np.int64) * dtype.itemsize
     pointers = np.concatenate([[0], ends[:-1]]) if tokens.size else ends
