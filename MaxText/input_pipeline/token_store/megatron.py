@@ -15,7 +15,7 @@ computed from the index once and then mapped from the cache.
 
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,6 @@ from MaxText.input_pipeline.token_store.store import (
     TokenStore,
     boundaries_digest,
     foreign_data,
-    record_length,
 )
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
@@ -37,6 +36,7 @@ MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "u1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # others are not types of ids
 _AGAIN = "Copy it again, or make it again with the program that wrote it."
+_BLOCK = 2**20
 
 
 def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir: Path) -> TokenData:
@@ -67,10 +67,7 @@ def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir:
             file = Path(name)
             dtype = read_header(file, index)[0]
             documents = cached_arrays(
-                cache_dir,
-                "megatron1",
-                identity,
-                lambda: [{"document_offsets": read_offsets(file, index)}],
+                cache_dir, "megatron1", identity, lambda: read_offsets(file, index)
             )
     except OSError as error:
         raise UserError(f"{index.path} cannot be read ({error}). {_AGAIN}") from error
@@ -108,37 +105,57 @@ def read_header(file: Path, index: FileInfo) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPES[code]), num_sequences, num_documents
 
 
-def read_offsets(file: Path, index: FileInfo) -> np.ndarray:
-    """Returns the document offsets (int64 [D + 1]).
+def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]:
+    """Yields blocks of `document_offsets` (int64), with the end.
 
     Sequences count as documents if all have one length (another program's training sequences), or
     if the index does not group them into documents. Raises UserError unless sequences are
     contiguous.
     """
     dtype, num_sequences, num_documents = read_header(file, index)
-    content, at = file.read_bytes(), HEADER.size
-    sizes = np.frombuffer(content, "<i4", num_sequences, at)
-    pointers = np.frombuffer(content, "<i8", num_sequences, at + 4 * num_sequences)
-    documents = np.frombuffer(content, "<i8", num_documents, at + 12 * num_sequences)
-    offsets = np.append(0, np.cumsum(sizes, dtype=np.int64))
-    if sizes.min(initial=0) < 0:
-        problem = f"has a sequence of {sizes.min()} tokens: it is damaged"
-        raise UserError(f"{index.path} {problem}. {_AGAIN}")
-    wrong = np.flatnonzero(pointers != offsets[:-1] * dtype.itemsize)
-    if wrong.size:
-        first = int(wrong[0])
-        raise UserError(
-            f"{index.path}: sequence {first} lies at byte {pointers[first]}, where the ones before "
-            f"it end at {offsets[first] * dtype.itemsize}; only sequences end to end are read. "
-            "Merge the data again with merge_datasets.py."
-        )
+    path, at = index.path, HEADER.size
+
+    def mapped(kind: str, count: int, offset: int) -> np.ndarray:
+        if not count:
+            return np.empty(0, kind)
+        return np.memmap(file, kind, "r", offset, (count,)).view(np.ndarray)
+
+    sizes = mapped("<i4", num_sequences, at)
+    pointers = mapped("<i8", num_sequences, at + 4 * num_sequences)
+    documents = mapped("<i8", num_documents, at + 12 * num_sequences)
+    total, is_even = 0, num_sequences > 1
+    for start in range(0, num_sequences, _BLOCK):
+        block = sizes[start : start + _BLOCK]
+        if block.min() < 0:
+            problem = f"has a sequence of {block.min()} tokens: it is damaged"
+            raise UserError(f"{path} {problem}. {_AGAIN}")
+        firsts = total + np.cumsum(block, dtype=np.int64) - block
+        wrong = np.flatnonzero(pointers[start : start + _BLOCK] != firsts * dtype.itemsize)
+        if wrong.size:
+            first = int(wrong[0])
+            raise UserError(
+                f"{path}: sequence {start + first} lies at byte {pointers[start + first]}, where "
+                f"the ones before it end at {firsts[first] * dtype.itemsize}; only sequences end "
+                "to end are read. Merge the data again with merge_datasets.py."
+            )
+        inner = block[:-1] if start + _BLOCK >= num_sequences else block
+        is_even = is_even and bool((inner == sizes[0]).all())
+        total += int(block.sum())
     if num_documents and (
         documents.min() < 0 or documents.max() > num_sequences or (np.diff(documents) < 0).any()
     ):
-        raise UserError(
-            f"{index.path}: its document entries are out of order: it is damaged. {_AGAIN}"
-        )
-    is_grouped = 1 < num_documents <= num_sequences and record_length(offsets) is None
-    if is_grouped and documents[0] == 0 and documents[-1] == num_sequences:
-        return offsets[documents]
-    return offsets
+        raise UserError(f"{path}: its document entries are out of order: it is damaged. {_AGAIN}")
+    whole = num_documents > 1 and documents[0] == 0 and documents[-1] == num_sequences
+    last = int(sizes[-1]) if num_sequences else 0
+    is_even = is_even and (last == sizes[0] or (num_sequences > 2 and 0 < last < int(sizes[0])))
+    firsts_of = documents[:-1] if whole and not is_even and num_documents <= num_sequences else None
+    if firsts_of is None:
+        for start in range(0, num_sequences, _BLOCK):
+            yield {"document_offsets": pointers[start : start + _BLOCK] // dtype.itemsize}
+    else:
+        for start in range(0, len(firsts_of), _BLOCK):
+            sequences = firsts_of[start : start + _BLOCK]
+            # Documents without sequences may start past the last one.
+            begins = pointers[np.minimum(sequences, num_sequences - 1)] // dtype.itemsize
+            yield {"document_offsets": np.where(sequences < num_sequences, begins, total)}
+    yield {"document_offsets": np.array([total], np.int64)}

@@ -124,7 +124,8 @@ def test_an_incomplete_data_set_is_refused(tmp_path):
 
 
 def offsets_of(path):
-    return read_offsets(path, file_info(str(path))).tolist()
+    blocks = list(read_offsets(path, file_info(str(path))))
+    return np.concatenate([block["document_offsets"] for block in blocks]).tolist()
 
 
 CODES = {1: "u1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
