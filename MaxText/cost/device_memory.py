@@ -121,13 +121,14 @@ def check_fits(target: CompileTarget, memory: MemoryBreakdown, program: HloModul
 
 
 def _oom_message(target: CompileTarget, what: str) -> UserError:
+    name = target.name if target.num_slices == 1 else f"{target.num_slices}x{target.name}"
     return UserError(
-        f"{target.name} has too little memory: {what}\n"
+        f"{name} has too little memory: {what}\n"
         "What to do, cheapest first:\n"
         "    remat_policy=full scan_layers=true num_vocab_tiling=8: fewer activations at once\n"
         "    half of per_device_batch_size, twice of gradient_accumulation_steps: the same batch\n"
         "    ici_fsdp_parallelism=-1 shard_optimizer_over_data=true mu_dtype=bfloat16: less state\n"
-        f"    python MaxText/plan.py ... hardware={target.name} --fit: keys that fit"
+        f"    python MaxText/plan.py ... hardware={name} --fit: keys that fit"
     )
 
 

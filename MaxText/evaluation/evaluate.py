@@ -23,6 +23,7 @@ from MaxText.evaluation.harness_run import find_tasks, run_harness
 from MaxText.evaluation.tasks import read_tasks, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
+from MaxText.inference.text_files import check_not_input
 from MaxText.inference.trained_model import Log, TrainedModel, load_model, resolve_weights
 from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
@@ -65,7 +66,9 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     config, scores_data = parse_request(loaded)
     scoring, typed = config.scoring, loaded.typed("tokenizer_path")
     weights = resolve_weights(config)
-    output = output_path(scoring.eval_output, weights.folder)
+    output_path(scoring.eval_output, weights.folder)  # raises if not writable
+    for name, path in scoring.task_files.as_dict().items():
+        check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
     if scoring.harness.tasks:
         find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     tasks = read_tasks(config)
@@ -99,6 +102,7 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     found["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     import jax  # already imported
 
+    output = output_path(scoring.eval_output, weights.folder)
     if output is not None and jax.process_index() == 0:
         write_scores(output, found, log)
     return found

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.serialization import flatten, renamed
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
@@ -165,15 +165,15 @@ def _differences(old: Plan, new: Plan) -> list[str]:
                 f"{label}: {name}": value
                 for label, keys in plan.configurations.items()
                 if label in old.configurations and label in new.configurations
-                for name, value in keys.items()
+                for name, value in renamed(keys).items()
             },
         }
 
     before, after = facts(old), facts(new)
     return [
-        f"{name}: {to_yaml(before.get(name))} -> {to_yaml(value)}"
-        for name, value in after.items()
-        if to_yaml(before.get(name)) != to_yaml(value)
+        f"{name}: {to_yaml(before.get(name))} -> {to_yaml(after.get(name))}"
+        for name in dict.fromkeys([*after, *before])
+        if to_yaml(before.get(name)) != to_yaml(after.get(name))
     ]
 
 

@@ -16,7 +16,7 @@ from MaxText.inference.engine import Engine
 from MaxText.inference.generate import StoppingCriteria, Timing, generate
 from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer
 from MaxText.inference.sampling import SamplingParams
-from MaxText.inference.text_files import JsonlWriter, Prompt, read_prompts
+from MaxText.inference.text_files import JsonlWriter, Prompt, check_not_input, read_prompts
 from MaxText.inference.trained_model import load_model
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
@@ -40,6 +40,9 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     """
     config, decoding = loaded.config, loaded.config.decoding
     prompts = read_prompts(decoding)
+    check_not_input(
+        "decode_output_path", decoding.decode_output_path, "prompt_file", decoding.prompt_file
+    )
     output = JsonlWriter(decoding.decode_output_path)
     trained = load_model(config, lambda line: write(line + "\n"))
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))

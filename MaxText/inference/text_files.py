@@ -1,6 +1,7 @@
 """Text and JSON Lines files named by configuration keys, such as prompts."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +63,13 @@ def _text_of_object(line: str, field: str, location: str) -> tuple[str, dict[str
         fields = ", ".join(sorted(row)) if isinstance(row, dict) else "none"
         raise UserError(f'{location} has no text in field "{field}"; its fields: {fields}.')
     return without_surrogates(value), row
+
+
+def check_not_input(output_key: str, output: str, input_key: str, input_file: str) -> None:
+    """Refuses to overwrite an input file with the output."""
+    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (output, input_file))
+    if output and first == second:
+        raise UserError(f"{output_key}={output} is the file of {input_key}. Choose another path.")
 
 
 class Prompt(NamedTuple):

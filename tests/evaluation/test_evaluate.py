@@ -145,6 +145,16 @@ def test_mistakes(root, monkeypatch, arguments, message):
         run(root, *{key.split("=")[0]: key for key in [*data_of(root), *arguments]}.values())
 
 
+def test_scores_never_replace_a_file_that_is_scored(root, tmp_path):
+    passages = tmp_path / "lambada.txt"
+    passages.write_text("one two three\n")
+    (tmp_path / "link.json").symlink_to(passages)
+    task = ["eval_tasks=[lambada]", f"task_files.lambada={passages}"]
+    with pytest.raises(UserError, match=r"is the file of task_files\.lambada"):
+        run(root, *task, f"eval_output={tmp_path / 'link.json'}")
+    assert passages.read_text() == "one two three\n"
+
+
 def test_the_program(root, tmp_path, users_environment):
     weights = [f"load_parameters_path=hf:{root / 'hf'}", "per_device_batch_size=2"]
     done = start("eval.py", [*weights, *data_of(root)], tmp_path, users_environment)

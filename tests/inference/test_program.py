@@ -66,6 +66,8 @@ def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path
     kept.write_text('{"prompt": "before"}\n')
     with pytest.raises(UserError, match="no such file"):
         run(folder, f"decode_output_path={kept}", "tokenizer_path=gone/tokenizer.json")
+    with pytest.raises(UserError, match="is the file of prompt_file"):
+        run(folder, f"decode_output_path={kept}", f"prompt_file={kept}")
     assert kept.read_text() == '{"prompt": "before"}\n'
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         run(folder, f"decode_output_path={tmp_path}")

@@ -90,8 +90,8 @@ class WandbSink(Sink):
         self._newest = event.time
 
     def flush(self) -> None:
-        # W&B keeps what was handed over before the last flush.
-        self._state["time"], self._flushed = self._flushed, self._newest
+        # W&B has uploaded what was handed over long before the last flush.
+        self._state["time"], self._flushed = self._flushed - _UPLOAD_SECONDS, self._newest
         self._save()
 
     def close(self, until: float | None = None) -> None:
@@ -166,8 +166,9 @@ class WandbSink(Sink):
     def _state(self) -> dict[str, Any]:
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text()) if path.exists() else None
-        if state and "shifts" in state:  # of an earlier version, which counted rows by steps
-            taken = (state["last_step"] or 0) + state["shifts"][-1][1] + _RESERVED
+        if state and "rows" not in state:  # of an earlier version, which counted rows by steps
+            last, shifts = state.get("last_step"), state.get("shifts", [[0, 0]])
+            taken = 0 if last is None else last + shifts[-1][1] + _RESERVED
             state = {"id": state["id"], "rows": taken, "time": time.time()}
         # Training restarted at 0 may differ, and W&B cannot take rows back.
         if state is None or (self._first_step == 0 and state["rows"] > 0):
