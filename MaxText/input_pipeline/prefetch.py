@@ -1,4 +1,4 @@
-"""Prefetches batches in a thread or in Grain worker processes, and retries.
+"""Prefetches batches in threads or worker processes; retries reads.
 
 The thread is a daemon of this module: Grain's iterators have no timeout, and its thread pool blocks
 process exit while a read hangs.
@@ -39,7 +39,7 @@ def never() -> bool:
 
 
 def pauses(seconds: float, stopping: Callable[[], bool]) -> Iterator[float]:
-    """Yields pauses that together take `seconds`.
+    """Yields pauses of `seconds` in all.
 
     Raises WaitCancelledError if `stopping` is or becomes true.
     """
