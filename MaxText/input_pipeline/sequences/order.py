@@ -68,13 +68,14 @@ class OrderedWindows:
         `groups` (int64: first window of each group, then the end) are visited in order, and windows
         are only shuffled within them. Raises UserError for 2**32 windows or more.
         """
-        if len(windows) >= _MAX_WINDOWS:
+        self._num_windows = len(windows)
+        if self._num_windows >= _MAX_WINDOWS:
             raise UserError(
-                f"{len(windows)} windows of max_target_length tokens are more than the shuffle can "
+                f"{self._num_windows} windows of max_target_length tokens are more than the shuffle can "
                 f"order ({_MAX_WINDOWS}). Raise max_target_length or split the data set."
             )
         self.windows = windows
-        self.num_rows = sys.maxsize if num_epoch == -1 else len(windows) * num_epoch
+        self.num_rows = sys.maxsize if num_epoch == -1 else self._num_windows * num_epoch
         self._seed = seed
         self._shuffle = shuffle
         self._groups = groups
@@ -83,10 +84,10 @@ class OrderedWindows:
         """Returns the window of a sequence; EMPTY past the last epoch."""
         if number >= self.num_rows:
             return EMPTY
-        epoch, window = divmod(number, len(self.windows))
+        epoch, window = divmod(number, self._num_windows)
         if not self._shuffle:
             return window
-        first, end = 0, len(self.windows)
+        first, end = 0, self._num_windows
         if self._groups is not None:
             group = int(np.searchsorted(self._groups, window, side="right"))
             first, end = self._groups[group - 1 : group + 1].tolist()
@@ -96,8 +97,8 @@ class OrderedWindows:
 
     def batch_part(self, numbers: np.ndarray, rows: np.ndarray) -> BatchPart:
         windows = np.array([self.window(number) for number in numbers.tolist()], np.int64)
-        spans = self.windows.spans(windows, random_words(self._seed, numbers))
-        return BatchPart(self.windows, rows, spans)
+        draws = random_words(self._seed, numbers) if self.windows.random else numbers
+        return BatchPart(self.windows, rows, self.windows.spans(windows, draws))
 
     def origin(self, number: int) -> list[tuple[str, int, int]]:
         (draw,) = random_words(self._seed, np.array([number])).tolist()

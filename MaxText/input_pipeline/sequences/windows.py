@@ -48,6 +48,7 @@ class Windows(abc.ABC):
     joined = True  # ranges of a sequence are contiguous; else n tokens fill n - 1 positions
     single_documents = False  # whether no sequence has more than one
     has_own_order = False  # whether shuffling must keep the order of windows
+    random = False  # whether `spans` uses its random numbers
     padding_share = 0.0  # share of positions without a target; 0 with packing
     description = ""  # identifies the sequences in the data identity
 
@@ -64,7 +65,8 @@ class Windows(abc.ABC):
     def spans(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         """Returns the ranges of sequences; none for EMPTY ones.
 
-        `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers.
+        `windows` are int64 [B], in [0, len) or EMPTY; `draws` are uint64 [B] random numbers, used
+        if `random` is set.
         """
         rows = np.flatnonzero(windows != EMPTY)
         ranges = self._ranges(windows[rows], draws[rows])
@@ -202,7 +204,7 @@ class JoinedDocuments(Windows):
     def __init__(self, data: TokenData, options: SequenceOptions, stitch: int, random: bool):
         super().__init__(data, options)
         self._stitch = stitch
-        self._random = random
+        self.random = random
         place = "a random place" if random else "the beginning"
         self.description = f"a window from {place} of {stitch} documents"
 
@@ -213,7 +215,7 @@ class JoinedDocuments(Windows):
         offsets, first = self.data.store.document_offsets, windows * self._stitch
         last = np.minimum(first + self._stitch, len(offsets) - 1)
         starts, ends = np.asarray(offsets[first]), np.asarray(offsets[last])
-        if self._random:
+        if self.random:
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
             starts = starts + (draws % places).astype(np.int64)
         stops = np.minimum(starts + self.length + 1, ends)
