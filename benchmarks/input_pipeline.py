@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
+from MaxText.config.catalog import unflatten  # noqa: E402
 from MaxText.config.data_sections import PreparationConfig  # noqa: E402
-from MaxText.config.loading import configure  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64
@@ -186,7 +186,7 @@ def our_batches(folder: pathlib.Path, **keys: Any) -> Any:
     from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 
     keys = {"dataset_path": str(folder), "data_cache_dir": str(folder.parent / "cache"), **keys}
-    config = configure(max_target_length=LENGTH, vocab_size=VOCAB_SIZE, **keys)
+    config = unflatten({"max_target_length": LENGTH, "vocab_size": VOCAB_SIZE, **keys})
     return make_train_iterator(config, BatchSchedule.constant(BATCH, LENGTH), log=lambda line: None)
 
 

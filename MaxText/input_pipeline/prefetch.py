@@ -59,7 +59,7 @@ class Prefetcher:
     def __init__(self, source: "GlobalBatch", first: int, num_processes: int):
         steps = range(first, len(source))
         self._workers = _start_workers(source, steps, num_processes) if num_processes else None
-        batches = _received(self._workers) if self._workers else (source[step] for step in steps)
+        batches = _received(self._workers) if num_processes else (source[step] for step in steps)
         # The thread has read one more batch when it waits for room.
         self._ready: queue.Queue[Any] = queue.Queue(BATCHES_READY - 1)
         self._stopped = threading.Event()

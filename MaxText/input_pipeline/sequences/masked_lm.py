@@ -67,11 +67,6 @@ class MLMMasking:
         excluded = [*(token for _, token in named), *special_ids]
         self._maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
         self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
-        if drawn > 0 and self._drawable.size == 0:
-            raise UserError(
-                f"mlm.random_token_prob={drawn} needs ids to draw from, and all {vocab_size} ids "
-                "are special or in mlm.mask_ignore_ids. Set it to 0 or shorten that list."
-            )
         self._mask_id = mask_id
         self._cls_id = masking.mlm.cls_token_id
         # Words up to and including this one are selected, so that probability 1 selects all.

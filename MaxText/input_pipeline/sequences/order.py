@@ -71,8 +71,8 @@ class OrderedWindows:
         self._num_windows = len(windows)
         if self._num_windows >= _MAX_WINDOWS:
             raise UserError(
-                f"{self._num_windows} windows of max_target_length tokens are more than the shuffle "
-                f"can order ({_MAX_WINDOWS}). Raise max_target_length or split the data set."
+                f"{self._num_windows} windows of max_target_length tokens are too many to shuffle "
+                f"(limit {_MAX_WINDOWS}). Raise max_target_length or split the data set."
             )
         self.windows = windows
         self.num_rows = sys.maxsize if num_epoch == -1 else self._num_windows * num_epoch
