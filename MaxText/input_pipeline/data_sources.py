@@ -151,8 +151,8 @@ def open_sources(
 ) -> list[OpenDataSource]:
     """Opens the datasets of training or evaluation.
 
-    `num_samples` are the sequences of the whole run; None for unbounded. Raises UserError if a
-    dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
+    `num_samples` are the sequences of the whole run; None for evaluation. Raises UserError if a
+    dataset is missing, damaged, does not fit vocab_size or is shorter than one sequence.
     """
     data, masking = config.data, config.masking
     length, vocab_size = config.model.shape.max_target_length, config.model.shape.vocab_size
@@ -249,12 +249,9 @@ def _gpt_neox_part(
     if data.megatron.split:
         which = 0 if request.for_training else 1
         documents = document_range(data.megatron.split, which, documents[1])
-    if not request.for_training:
-        return documents, None
-    if data.num_epoch > 0:
+    if num_samples is not None and data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
-        of_epochs = (data.num_epoch * num_tokens - 1) // length
-        num_samples = of_epochs if num_samples is None else min(num_samples, of_epochs)
+        num_samples = min(num_samples, (data.num_epoch * num_tokens - 1) // length)
     return documents, num_samples
 
 

@@ -39,9 +39,6 @@ _SHOWN_BAD_RECORDS = 10
 _SHOWN_CHARACTERS = 500
 _SHOWN_IDS = 60
 
-Origin = Sequence[tuple[str, int, int]]
-"""(document, first token, number of tokens) for each document in a sequence."""
-
 
 @dataclasses.dataclass
 class TokenStatistics:
@@ -194,13 +191,14 @@ def _load(
 def batch_lines(
     step: int,
     batch: Batch,
-    origins: Sequence[Origin],
+    origins: Sequence[Sequence[tuple[str, int, int]]],
     tokenizer: TextTokenizer | None,
     pad_id: int,
 ) -> list[str]:
     """Describes a batch, sequence by sequence.
 
-    `origins` are per sample, which is several rows if sequences are shortened.
+    `origins` are (document, first token, tokens) by sample, which is several rows if sequences are
+    shortened.
     """
     tokens_BT, loss_mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)
     num_rows, length = tokens_BT.shape

@@ -58,8 +58,11 @@ class Prefetcher:
 
     def __init__(self, source: "GlobalBatch", first: int, num_processes: int):
         steps = range(first, len(source))
-        self._workers = _start_workers(source, steps, num_processes) if num_processes else None
-        batches = _received(self._workers) if num_processes else (source[step] for step in steps)
+        self._workers = None
+        batches = (source[step] for step in steps)
+        if num_processes:
+            self._workers = _start_workers(source, steps, num_processes)
+            batches = _received(self._workers)
         # The thread has read one more batch when it waits for room.
         self._ready: queue.Queue[Any] = queue.Queue(BATCHES_READY - 1)
         self._stopped = threading.Event()
