@@ -22,7 +22,7 @@ from MaxText.config.sources import ARGUMENT, YAML_PATH
 USAGE = """
 Shows what a data set holds and how training would see it.
 
-  python MaxText/inspect_data.py data/corpus                  ids, lengths, duplicates
+  python MaxText/inspect_data.py data/corpus                  ids, document lengths
   python MaxText/inspect_data.py data/corpus step=1000        the batch of a step, as text
   python MaxText/inspect_data.py configs/gpt2.yml dataset_path=data/corpus step=1000
   python MaxText/inspect_data.py 'records/*.tfrecord' tokenizer_path=gpt2 max_target_length=1024

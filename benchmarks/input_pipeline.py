@@ -27,7 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from MaxText.config.data_sections import DataConfig, MaskedTokens, MaskingConfig, PreparationConfig  # noqa: E402
+from MaxText.config.catalog import unflatten  # noqa: E402
+from MaxText.config.data_sections import PreparationConfig  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64
@@ -158,17 +159,14 @@ def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
     return iter(rows.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
-def our_batches(folder: pathlib.Path, masking: MaskingConfig | None = None, **keys: Any) -> Any:
+def our_batches(folder: pathlib.Path, **keys: Any) -> Any:
     """The data of train.py."""
     from MaxText.input_pipeline.loader import make_train_iterator
     from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 
-    return make_train_iterator(
-        DataConfig(dataset_path=str(folder), data_cache_dir=str(folder.parent / "cache"), **keys),
-        schedule=BatchSchedule.constant(BATCH, LENGTH),
-        vocab_size=VOCAB_SIZE,
-        masking=masking,
-    )
+    keys = {"dataset_path": str(folder), "data_cache_dir": str(folder.parent / "cache"), **keys}
+    config = unflatten({"max_target_length": LENGTH, "vocab_size": VOCAB_SIZE, **keys})
+    return make_train_iterator(config, BatchSchedule.constant(BATCH, LENGTH), log=lambda line: None)
 
 
 def measure_loader(folder: pathlib.Path) -> None:
@@ -179,7 +177,7 @@ def measure_loader(folder: pathlib.Path) -> None:
     import jax
 
     flat = folder / "bin"
-    masked = MaskingConfig(mlm_training=True, mlm=MaskedTokens(mask_id=1))
+    masked: Any = {"mlm_training": True, "mlm.mask_id": 1}
     mix: Any = {"data_mixture_weights": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
         "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),
@@ -188,7 +186,7 @@ def measure_loader(folder: pathlib.Path) -> None:
         "ours, cross_document_attention": lambda: our_batches(flat, cross_document_attention=True),
         "ours, packing=false": lambda: our_batches(flat, packing=False),
         "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
-        "ours, masked language modelling": lambda: our_batches(flat, masked),
+        "ours, masked language modelling": lambda: our_batches(flat, **masked),
         "ours, mixture of 20": lambda: our_batches(flat, **mix),
     }
     costs: dict[str, Cost] = {}

@@ -73,15 +73,8 @@ def score_data_set(
 
     def score(source: OpenDataSource | None) -> SourceScore:
         name = "random tokens" if source is None else source.entry.location
-        batches = open_source_batches(
-            config,
-            source,
-            rows=batch_size,
-            stride=config.scoring.eval_stride,
-            part=jax.process_index(),
-            parts=jax.process_count(),
-            log=log,
-        )
+        share = jax.process_index(), jax.process_count()
+        batches = open_source_batches(config, source, batch_size, share, log)
         byte_counts, why = text_bytes.byte_counts(source)
         tables = _placed_tables(byte_counts, trained)
         progress = log_progress(f"{name} (batches)", log)

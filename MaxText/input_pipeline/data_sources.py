@@ -12,10 +12,10 @@ import numpy as np
 from MaxText.config.data_sections import SAMPLINGS, DataConfig, mix_part
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, open_with_retries
+from MaxText.input_pipeline.prefetch import Retries
 from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
 from MaxText.input_pipeline.sequences.order import (
-    EpochPermutation,
+    Concatenation,
     Mixture,
     OrderedWindows,
     SequenceDataset,
@@ -34,11 +34,9 @@ from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
-# Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
-_MAX_ID_RATIO = 1.25
 
 CHUNKS = SAMPLINGS[0]
-_WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d[\d.eE+-]*)\s*")
+_WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d+(\.\d*)?([eE][+-]?\d+)?)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +57,7 @@ def _weighted(text: str, key: str) -> list[DataSource]:
     for part in filter(None, map(str.strip, parts)):
         exists = os.path.exists(os.path.expanduser(part))
         match = None if exists else _WEIGHTED.fullmatch(part)
-        try:
-            weight = float(match["weight"]) if match else 1.0
-        except ValueError as error:
-            raise UserError(
-                f"{key}: {part!r} does not end with a number after the comma."
-            ) from error
+        weight = float(match["weight"]) if match else 1.0
         if not 0 < weight < math.inf:
             raise UserError(f"{key}: the weight of {part!r} must be above 0 and finite.")
         entries.append(DataSource(match["location"] if match else part, key, weight))
@@ -89,20 +82,17 @@ class OpenDataSource:
 
 def requested_sources(request: OpenRequest) -> list[DataSource]:
     """Returns the datasets to open; UserError unless weights are positive."""
-    data, for_training = request.data, request.for_training
-    if data.grain_eval_files and not for_training:
-        return _weighted(data.grain_eval_files, "grain_eval_files")
-    if data.dataset_path and not for_training:
-        return _weighted(data.dataset_path, "dataset_path")
-    if data.data_mixture_weights:
+    data, keys = request.data, ["data_mixture_weights", "grain_train_files"]
+    if not request.for_training:
+        keys = ["grain_eval_files", "dataset_path", *keys]
+    key = next((key for key in keys if getattr(data, key)), "dataset_path")
+    if key == "data_mixture_weights":
         parts = map(mix_part, data.data_mixture_weights)
         return [
-            DataSource(location, "data_mixture_weights", weight, sampling, stitch)
+            DataSource(location, key, weight, sampling, stitch)
             for location, stitch, sampling, weight in parts
         ]
-    if data.grain_train_files:
-        return _weighted(data.grain_train_files, "grain_train_files")
-    return _weighted(data.dataset_path, "dataset_path")
+    return _weighted(getattr(data, key), key)
 
 
 def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
@@ -157,71 +147,61 @@ def check_sources(config: Config) -> None:
 
 
 def open_sources(
-    request: OpenRequest, length: int, num_samples: int | None, retry_log: RetryLog
+    config: Config, for_training: bool, num_samples: int | None, retries: Retries
 ) -> list[OpenDataSource]:
-    """Opens datasets.
+    """Opens the datasets of training or evaluation.
 
-    Args:
-      length: T, tokens per sequence.
-      num_samples: Sequences of the whole run; None for unbounded.
-      retry_log: Receives retries after storage errors.
-
-    Raises:
-      UserError: A dataset is missing, damaged, does not fit vocab_size or has nothing to predict.
+    `num_samples` are the sequences of the whole run; None for evaluation. Raises UserError if a
+    dataset is missing, damaged, does not fit vocab_size or is shorter than one sequence.
     """
-    data, for_training = request.data, request.for_training
+    data, masking = config.data, config.masking
+    length, vocab_size = config.model.shape.max_target_length, config.model.shape.vocab_size
+    if masking.mlm_training and masking.mlm.cls_token_id >= 0:
+        length -= 1  # for CLS
     truncate = data.use_truncation and not data.packing
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss, truncate)
+    request = OpenRequest(data, config.preparation, for_training, vocab_size, retries.log)
 
     def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
         tokens = _open_tokens(request, entry)
-        if tokens.pad_id >= request.vocab_size:
+        if tokens.pad_id >= vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)
         return tokens, _slice(request, entry, tokens, options, num_samples)
 
-    policy, opened = RetryPolicy.of(data), []
+    opened = []
     for number, entry in enumerate(requested_sources(request)):
-        open_once = functools.partial(open_and_slice, entry)
-        tokens, windows = open_with_retries(entry.location, open_once, policy, retry_log)
-        _check_tokens(request, entry, tokens, windows)
-        # Identical datasets of a mixture must not be visited in the same order.
-        seed = data.data_shuffle_seed + 1_000_003 * number
+        remote = is_url(entry.location) or entry.location.startswith("@")
+        tokens, windows = retries.call(
+            f"{entry.location} could not be opened",
+            functools.partial(open_and_slice, entry),
+            functools.partial(is_transient, remote=remote),
+        )
+        num_tokens = len(tokens.store)
+        is_short = isinstance(windows, ConcatThenSplit) and num_tokens <= length
+        if len(windows) == 0 or (for_training and is_short):
+            raise UserError(
+                f"{entry.key}={entry.location}: split {request.split} has {num_tokens} tokens, too "
+                f"few for one window of max_target_length + 1 = {length + 1}. Lower "
+                "max_target_length or prepare more text."
+            )
+        if masking.mlm_training:
+            # Bidirectional attention would see padding, so segments are needed to mask it. Of
+            # packed windows only the last has padding.
+            whole = data.cross_document_attention and isinstance(windows, ConcatThenSplit)
+            windows.has_documents = not whole
         # Windows with their own order already contain all epochs.
         ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
-        order = EpochPermutation(
-            len(windows),
-            seed,
-            data.enable_data_shuffling and for_training and not windows.has_own_order,
-            1 if ends else data.num_epoch,
-            _file_groups(data, tokens, windows),
+        rows = OrderedWindows(
+            windows,
+            # Identical datasets of a mixture must not be visited in the same order.
+            seed=data.data_shuffle_seed + 1_000_003 * number,
+            shuffle=data.enable_data_shuffling and for_training and not windows.has_own_order,
+            num_epoch=1 if ends else data.num_epoch,
+            groups=_file_groups(data, tokens, windows),
         )
-        opened.append(OpenDataSource(entry, tokens, OrderedWindows(windows, order, seed)))
+        opened.append(OpenDataSource(entry, tokens, rows))
     return opened
-
-
-def _check_tokens(
-    request: OpenRequest, entry: DataSource, tokens: TokenData, windows: Windows
-) -> None:
-    used, vocab_size = tokens.vocab_size or request.vocab_size, request.vocab_size
-    if request.for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
-        request.log(
-            f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
-            f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
-        )
-    num_tokens, length = len(tokens.store), windows.length
-    if len(windows) == 0:
-        raise UserError(
-            f"{entry.key}={entry.location} has {num_tokens} tokens in "
-            f"{len(tokens.store.document_offsets) - 1} documents of split {request.split}: nothing "
-            "to predict. Prepare more text."
-        )
-    if request.for_training and isinstance(windows, ConcatThenSplit) and num_tokens <= length:
-        raise UserError(
-            f"Split {request.split} of {entry.location} has {num_tokens} tokens, and one window "
-            f"needs max_target_length + 1 = {length + 1}. Lower max_target_length or prepare more "
-            "text."
-        )
 
 
 def _slice(
@@ -269,12 +249,9 @@ def _gpt_neox_part(
     if data.megatron.split:
         which = 0 if request.for_training else 1
         documents = document_range(data.megatron.split, which, documents[1])
-    if not request.for_training:
-        return documents, None
-    if data.num_epoch > 0:
+    if num_samples is not None and data.num_epoch > 0:
         num_tokens = int(offsets[documents[1]] - offsets[documents[0]])
-        of_epochs = (data.num_epoch * num_tokens - 1) // length
-        num_samples = of_epochs if num_samples is None else min(num_samples, of_epochs)
+        num_samples = min(num_samples, (data.num_epoch * num_tokens - 1) // length)
     return documents, num_samples
 
 
@@ -288,9 +265,9 @@ def _file_groups(data: DataConfig, tokens: TokenData, windows: Windows) -> np.nd
 
 
 def mix_sources(data: DataConfig, opened: list[OpenDataSource]) -> SequenceDataset:
-    """Returns the training sequences of the only source, or of a mixture."""
+    """Returns the training sequences of one source, or of a mixture."""
     if len(opened) == 1:
-        return opened[0].rows
+        return Concatenation([opened[0].rows])
     if data.num_epoch != -1:
         raise UserError(
             f"num_epoch={data.num_epoch}: the sources of a mixture end at different times, so it "
@@ -305,27 +282,23 @@ def weights(data: DataConfig, opened: list[OpenDataSource]) -> list[float]:
     return [source.entry.weight * len(source.data.store) ** power for source in opened]
 
 
-def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int | None) -> str:
+def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int) -> str:
     """Describes the sources: contents, share, and epochs."""
-    lines = []
-    for source in opened:
+    lines, shares = [], weights(data, opened)
+    for source, share in zip(opened, shares, strict=True):
         lines.append(source.data.description)
         windows, location = source.rows.windows, source.entry.location
-        line = f"padding: {windows.padding_share:.1%} of the positions of {location}"
-        if windows.padding_share > 0.01 and source.data.labels is not None:
+        if windows.padding_share > 0.01:
+            why = "packing=true packs documents"
+            if source.data.labels is not None:
+                why = "records with labels are never packed; set max_target_length to their length"
             lines.append(
-                f"warning: {line}: records with labels are never packed. Set max_target_length "
-                f"(now {windows.length}) to the length of a record, or a divisor of it."
+                f"padding: {windows.padding_share:.1%} of the positions of {location}; {why}"
             )
-        elif windows.padding_share > 0.01:
-            lines.append(line if data.packing else f"{line}; packing=true packs documents")
-    if len(opened) > 1:
-        shares = weights(data, opened)
-        for source, share in zip(opened, shares, strict=True):
+        if len(opened) > 1:
             part = share / sum(shares)
-            line = f"  {part:.2%} of the sequences from {source.entry.location}"
-            if num_rows is not None:
-                passes = num_rows * part / len(source.rows.windows)
-                line += f": {passes:.2f} passes over its {len(source.rows.windows):,} windows"
-            lines.append(line)
+            lines.append(
+                f"  {part:.2%} of the sequences: {num_rows * part / len(windows):.2f} passes over "
+                f"{len(windows):,} windows of {location}"
+            )
     return "\n".join(lines)

@@ -7,9 +7,11 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenDataSource
-from MaxText.input_pipeline.prefetch import RetryingReader, RetryLog, RetryPolicy
+from MaxText.input_pipeline.prefetch import Prefetcher, Retries
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.layers.batch import Batch
+from MaxText.storage import file_access
+from MaxText.storage.errors import FileReadError
 
 # Position field -> the configuration keys it depends on, for messages.
 _KEY_OF = {
@@ -27,7 +29,11 @@ _KEY_OF = {
 
 
 class _HostBatches:
-    """Batches of one host, prefetched and with retries; lazy."""
+    """Batches of one host, prefetched and with retries; lazy.
+
+    After a failed read the reader is abandoned, its files are reopened, and reading resumes at
+    exactly the step that failed. Not thread-safe.
+    """
 
     _what: str
 
@@ -35,28 +41,39 @@ class _HostBatches:
         self,
         source: GlobalBatch,
         opened: Sequence[OpenDataSource],
-        policy: RetryPolicy,
-        retry_log: RetryLog,
+        retries: Retries,
         num_workers: int = 0,
     ):
+        self.source = source
+        self.opened = opened
+        self.retries = retries
         self.has_documents = source.has_documents
-        self.retry_log = retry_log
         self.skipped = [message for one in opened for message in one.data.skipped]
-        self._reader = RetryingReader(
-            source,
-            opened,
-            what=self._what,
-            retry_log=retry_log,
-            policy=policy,
-            num_processes=num_workers,
-        )
+        self._num_workers = num_workers
+        self._prefetcher: Prefetcher | None = None
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
         """Makes reads raise WaitCancelledError once `when` is true."""
-        self._reader.stopping = when
+        self.retries.stopping = when
+
+    def close(self) -> None:
+        """Stops the readers; the next read restarts them at any step."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
 
     def _read(self, step: int) -> Batch:
-        arrays = self._reader.read(step)
+        """Returns the batch of the next step, or of any step after `close`.
+
+        Raises UserError after all retries or if the data does not fit the model, or
+        WaitCancelledError.
+        """
+        where = ", ".join(one.entry.location for one in self.opened)
+        arrays = self.retries.call(
+            f"Step {step} of the {self._what} ({where}) could not be read",
+            lambda: self._attempt(step),
+            lambda error: isinstance(error, (FileReadError, OSError)),
+        )
         return Batch(
             tokens_BT=arrays["tokens"],
             targets_BT=arrays["targets"],
@@ -64,6 +81,17 @@ class _HostBatches:
             positions_BT=arrays.get("positions"),
             segments_BT=arrays.get("segments"),
         )
+
+    def _attempt(self, step: int) -> dict[str, Any]:
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(self.source, step, self._num_workers)
+        try:
+            return self._prefetcher.next(self.retries.options.timeout, self.retries.stopping)
+        except Exception:
+            self.close()
+            stores = [store for one in self.opened for store in (one.data.store, one.data.labels)]
+            file_access.invalidate_cache([file for one in stores if one for file in one.files])
+            raise
 
 
 class BatchIterator(_HostBatches, Iterator[Batch]):
@@ -78,28 +106,19 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         self,
         source: GlobalBatch,
         opened: Sequence[OpenDataSource],
+        retries: Retries,
+        num_workers: int,
         identity: dict[str, Any],
-        *,
-        policy: RetryPolicy,
-        retry_log: RetryLog,
-        num_workers: int = 0,
-        reuse_first: bool = False,
-        description: str = "",
     ):
-        """Initializes before step 0; `reuse_first` repeats its batch."""
-        super().__init__(source, opened, policy, retry_log, num_workers)
-        self._source = source
-        self.opened = opened
+        """Initializes before step 0."""
+        super().__init__(source, opened, retries, num_workers)
         self.identity = identity
-        self.description = description
-        self._reuse_first = reuse_first
-        self._first_batch: Batch | None = None
         self._step = 0
 
     @property
     def num_steps(self) -> int | None:
         """Total batches of the run; None if unbounded."""
-        return None if len(self._source) == sys.maxsize else len(self._source)
+        return None if len(self.source) == sys.maxsize else len(self.source)
 
     @property
     def unigram_entropy(self) -> float | None:
@@ -119,25 +138,17 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
     def tokenizer_folder(self) -> Path | None:
         return self.opened[0].data.tokenizer_folder if self.opened else None
 
-    def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
-        """Returns (document, first token, tokens) for each sequence of a step."""
-        return self._source.origin(step)
-
-    def sample_range(self, step: int) -> tuple[int, int]:
-        """Returns a step's range [first, end) of samples over all hosts."""
-        return self._source.sample_range(step)
-
     def exclude(self, first: int, end: int) -> bool:
         """Excludes samples [first, end) from the next batch on, if they are not.
 
         Commutes with a seek to an earlier position. Returns whether anything changed. Raises
         UserError unless 0 <= first < end.
         """
-        exclusions, known = ExcludedRanges([(first, end)]), self._source.excluded
+        exclusions, known = ExcludedRanges([(first, end)]), self.source.excluded
         if known | exclusions == known:
             return False
         self.close()
-        self._source.exclude(exclusions, self._step)
+        self.source.exclude(exclusions, self._step)
         return True
 
     @property
@@ -149,20 +160,18 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         """
         return {
             "step": self._step,
-            "samples": self._source.samples_before(self._step),
-            "excluded": [list(pair) for pair in self._source.excluded.pairs],
+            "samples": self.source.samples_before(self._step),
+            "excluded": [list(pair) for pair in self.source.excluded.pairs],
             **self.identity,
         }
 
-    def seek(self, step: int, samples: int | None = None) -> None:
+    def seek(self, step: int) -> None:
         """Makes `step` the next one yielded, in constant time.
 
-        `samples` is the number of its first sample in the data; None computes it from this run's
-        batch sizes since step 0 and the current exclusions.
+        Its samples follow from this run's batch sizes since step 0 and the current exclusions.
         """
-        assert step >= 0, step
         self.close()
-        self._source.begin_at(*((0, 0) if samples is None else (step, samples)))
+        self.source.begin_at(0, 0)
         self._step = step
 
     def resume(self, position: Mapping[str, Any]) -> None:
@@ -180,16 +189,12 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             )
         step, samples = position["step"], position.get("samples")
         saved = ExcludedRanges(position.get("excluded", ()))
-        self._source.exclusions |= saved
-        self.seek(step, samples)
+        self.source.exclusions |= saved
+        self.seek(step)
         if samples is not None:
-            self._source.begin_at(step, samples, passed=saved)
-        ahead = self._source.exclusions.within(self._source.first_sample)
-        if ahead:
-            line = f"Excluded samples of the training data: {ahead}."
-            if ahead != saved.within(self._source.first_sample):
-                line += f" The checkpoint had: {saved}."
-            self.retry_log.log(line)
+            self.source.begin_at(step, samples, passed=saved)
+        if ahead := self.source.exclusions.within(self.source.first_sample):
+            self.retries.log(f"Excluded samples of the training data: {ahead}.")
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
         """Returns the reasons against a position of other data, if any."""
@@ -203,22 +208,12 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._step >= len(self._source):
+        if self._step >= len(self.source):
             self.close()
             raise StopIteration
-        if self._reuse_first:
-            if self._first_batch is None:
-                self._first_batch = self._read(0)
-                self.close()
-            batch = self._first_batch
-        else:
-            batch = self._read(self._step)
+        batch = self._read(self._step)
         self._step += 1
         return batch
-
-    def close(self) -> None:
-        """Stops the readers; `next` restarts them."""
-        self._reader.close()
 
 
 class EvalBatches(_HostBatches):
@@ -227,12 +222,12 @@ class EvalBatches(_HostBatches):
     _what = "evaluation data"
 
     def __len__(self) -> int:
-        return len(self._reader.source)
+        return len(self.source)
 
     def __iter__(self) -> Iterator[Batch]:
-        self._reader.close()
+        self.close()
         try:
             for step in range(len(self)):
                 yield self._read(step)
         finally:
-            self._reader.close()
+            self.close()

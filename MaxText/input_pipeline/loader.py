@@ -5,36 +5,30 @@ steps and hosts, and each host reads its share of a step, so concatenating the h
 the same global batch bit for bit, and resuming at any step needs no replay.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from MaxText.config.data_sections import DataConfig, MaskingConfig, PreparationConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.prefetch import RetryLog, RetryPolicy, never
+from MaxText.input_pipeline.prefetch import Retries, never
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
 from MaxText.input_pipeline.sequences.order import (
     EVAL_STREAM,
+    TRAIN_STREAM,
     Concatenation,
-    EpochPermutation,
     OrderedWindows,
-    SequenceDataset,
     SyntheticSequences,
 )
-from MaxText.input_pipeline.sequences.windows import (
-    ConcatThenSplit,
-    SequenceOptions,
-    SlidingWindows,
-)
-from MaxText.input_pipeline.token_store.opening import OpenRequest
+from MaxText.input_pipeline.sequences.windows import SequenceOptions, SlidingWindows
 
 _SYNTHETIC_EVAL_STEPS = 10  # evaluation batches of random tokens, which are unbounded
 
@@ -52,78 +46,47 @@ def open_batches(
 
     It reads shard `part` of `parts` of each batch. `eval_batch_size` is global.
     """
-    reading: dict[str, Any] = {
-        "masking": config.masking,
-        "preparation": config.preparation,
-        "vocab_size": config.model.shape.vocab_size,
-        "process_index": part,
-        "process_count": parts,
-        "log": log,
-    }
-    evaluation = config.evaluation
-    training = make_train_iterator(
-        config.data, schedule=schedule, num_steps=config.run.steps, **reading
-    )
+    training = make_train_iterator(config, schedule, (part, parts), log)
     training.stop_waiting(stopping)
-    if training.description:
-        log(training.description)
-    if evaluation.eval_interval <= 0:
+    if config.evaluation.eval_interval <= 0:
         return training, None
-    evaluating = make_eval_iterator(
-        config.data,
-        eval_steps=evaluation.eval_steps,
-        max_target_length=config.model.shape.max_target_length,
-        global_batch_size=eval_batch_size,
-        **reading,
-    )
+    evaluating = make_eval_iterator(config, eval_batch_size, (part, parts), log)
     evaluating.stop_waiting(stopping)
     return training, evaluating
 
 
 def make_train_iterator(
-    data: DataConfig,
-    *,
+    config: Config,
     schedule: BatchSchedule,
-    vocab_size: int,
-    masking: MaskingConfig | None = None,
-    preparation: PreparationConfig | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
-    num_steps: int | None = None,
+    share: tuple[int, int] = (0, 1),
     log: Callable[[str], None] = print,
 ) -> BatchIterator:
     """Returns this host's training batches, starting at step 0.
 
-    Yields host-local Batches of NumPy arrays [sequences of the step / process_count, T]. With
-    `num_epoch` the iterator ends after that many passes, and the last batch is padded with
-    sequences of weight 0. `num_steps` of the run affects GPT-NeoX's order; None is unbounded.
+    Yields host-local Batches of NumPy arrays [sequences of the step / hosts, T]. With `num_epoch`
+    the iterator ends after that many passes, and the last batch is padded with sequences of weight
+    0. `share` is the index and number of hosts.
 
     Raises:
       UserError: A dataset is missing, damaged, too short for one window, or does not fit
         vocab_size; the batch does not split over the hosts; or excluded_samples is not a list of
         ranges.
     """
-    masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
-    _check_hosts(schedule, process_index, process_count)
+    data, masking = config.data, config.masking
     identity: dict[str, Any] = {
         "data_set": "synthetic",
         "seed": data.data_shuffle_seed,
         "max_target_length": schedule.window,
     }
-    exclusions = ExcludedRanges(data.excluded_samples)
-    excluded = f"Excluded samples (excluded_samples): {exclusions}" if exclusions else ""
-    retry_log = RetryLog(log)
+    exclusions, retries = ExcludedRanges(data.excluded_samples), Retries(data.data_retry, log)
     opened: list[OpenDataSource] = []
     if data.dataset_type == "synthetic":
-        rows = SyntheticSequences(schedule.window, vocab_size, data.data_shuffle_seed)
-        description = excluded
+        rows = _synthetic(config, TRAIN_STREAM)
     else:
-        num_samples = None if num_steps is None else schedule.samples_before(num_steps)
-        request = OpenRequest(data, preparation, True, vocab_size, log)
-        opened = _open(request, masking, schedule.window, num_samples, retry_log)
+        num_samples = schedule.samples_before(config.run.steps)
+        opened = data_sources.open_sources(config, True, num_samples, retries)
         rows = data_sources.mix_sources(data, opened)
-        lines = [data_sources.describe(data, opened, num_samples), excluded]
-        description = "\n".join(filter(None, lines))
+        log(data_sources.describe(data, opened, num_samples))
         identity |= {
             "data_set": " ".join(source.data.fingerprint for source in opened),
             "split": data.train_split,
@@ -137,143 +100,97 @@ def make_train_iterator(
             entries = {f"mlm_{name}": value for name, value in masking.mlm.as_dict().items()}
             stored = {"mlm_training": masking.mlm_training, **entries}
             identity["masking"] = TypeAdapter(dict).dump_json(stored).decode()
+    if exclusions:
+        log(f"Excluded samples (excluded_samples): {exclusions}")
     source = GlobalBatch(
-        rows, schedule, process_index, process_count,
-        seed=data.data_shuffle_seed, exclusions=exclusions,
-        **_processing(opened, masking, vocab_size),
-    )  # fmt: skip
-    return BatchIterator(
-        source,
-        opened,
-        identity,
-        policy=RetryPolicy.of(data),
-        retry_log=retry_log,
-        num_workers=data.grain_worker_count if opened else 0,
+        rows,
+        schedule,
+        share,
+        seed=data.data_shuffle_seed,
+        exclusions=exclusions,
         reuse_first=data.reuse_example_batch,
-        description=description,
+        **_processing(config, opened),
     )
+    num_workers = data.grain_worker_count if opened else 0
+    return BatchIterator(source, opened, retries, num_workers, identity)
 
 
 def make_eval_iterator(
-    data: DataConfig,
-    *,
-    eval_steps: int,
-    max_target_length: int,
-    vocab_size: int,
-    global_batch_size: int,
-    masking: MaskingConfig | None = None,
-    preparation: PreparationConfig | None = None,
-    process_index: int = 0,
-    process_count: int = 1,
+    config: Config,
+    batch_size: int,
+    share: tuple[int, int] = (0, 1),
     log: Callable[[str], None] = print,
 ) -> EvalBatches:
     """Returns this host's evaluation batches, for repeated iteration.
 
-    The last batch is padded with sequences of weight 0. `eval_steps` is the maximum number of
-    batches; -1 is the whole split. Raises UserError as make_train_iterator does, and for an unknown
-    or empty split.
+    The last batch is padded with sequences of weight 0. `batch_size` is global, `share` the index
+    and number of hosts. Raises UserError as make_train_iterator does, and for an unknown or empty
+    split.
     """
-    masking, preparation = masking or MaskingConfig(), preparation or PreparationConfig()
-    schedule = BatchSchedule.constant(global_batch_size, max_target_length)
-    _check_hosts(schedule, process_index, process_count)
-    retry_log = RetryLog(log)
-    opened: list[OpenDataSource] = []
-    if data.dataset_type == "synthetic":
-        if eval_steps == -1:
-            eval_steps = _SYNTHETIC_EVAL_STEPS
-            log(
-                "note: dataset_type=synthetic is unbounded: an evaluation takes "
-                f"{_SYNTHETIC_EVAL_STEPS} batches (eval_steps)"
-            )
-        rows = SyntheticSequences(
-            max_target_length, vocab_size, data.data_shuffle_seed, EVAL_STREAM
-        )
-    else:
-        request = OpenRequest(data, preparation, False, vocab_size, log)
-        opened = _open(request, masking, max_target_length, None, retry_log)
-        rows = Concatenation([source.rows for source in opened])
-    share = process_index, process_count
-    return _eval_batches(
-        data, opened, rows, schedule, share, eval_steps, masking, vocab_size, retry_log
-    )
-
-
-def _eval_batches(
-    data: DataConfig,
-    opened: list[OpenDataSource],
-    rows: SequenceDataset,
-    schedule: BatchSchedule,
-    share: tuple[int, int],
-    eval_steps: int,
-    masking: MaskingConfig,
-    vocab_size: int,
-    retry_log: RetryLog,
-) -> EvalBatches:
-    num_steps = sys.maxsize if eval_steps == -1 else eval_steps
-    options = _processing(opened, masking, vocab_size)
-    batches = GlobalBatch(rows, schedule, *share, num_steps=num_steps, **options)
-    return EvalBatches(batches, opened, RetryPolicy.of(data), retry_log)
+    opened = open_eval_sources(config, log)
+    return _eval_batches(config, opened, batch_size, share, log)
 
 
 def open_eval_sources(config: Config, log: Callable[[str], None] = print) -> list[OpenDataSource]:
     """Opens every evaluation dataset; returns an empty list for random tokens."""
     if config.data.dataset_type == "synthetic":
         return []
-    shape = config.model.shape
-    request = OpenRequest(config.data, config.preparation, False, shape.vocab_size, log)
-    return _open(request, config.masking, shape.max_target_length, None, RetryLog(log))
+    return data_sources.open_sources(config, False, None, Retries(config.data.data_retry, log))
 
 
 def open_source_batches(
     config: Config,
     source: OpenDataSource | None,
-    *,
-    rows: int,
-    stride: int,
-    part: int,
-    parts: int,
+    batch_size: int,
+    share: tuple[int, int],
     log: Callable[[str], None] = print,
 ) -> EvalBatches:
-    """Returns this process's batches of one evaluation source.
+    """Returns this process's batches of one evaluation source, or of none.
 
-    `stride` is the number of targets between the starts of windows, each counted once; -1 for
-    adjacent windows, packed as in evaluation during training. With a stride, raises UserError for
-    records with labels and for documents without targets.
+    With eval_stride, windows start that many targets apart and count each target once; else they
+    are packed as in evaluation during training. With a stride, raises UserError for records with
+    labels and for documents without targets.
     """
-    eval_steps, masking = config.evaluation.eval_steps, config.masking
-    length, vocab_size = config.model.shape.max_target_length, config.model.shape.vocab_size
-    if source is None:
-        return make_eval_iterator(
-            config.data,
-            eval_steps=eval_steps,
-            max_target_length=length,
-            vocab_size=vocab_size,
-            global_batch_size=rows,
-            process_index=part,
-            process_count=parts,
-            log=log,
-        )
-    data, sequences, retry_log = config.data, source.rows, RetryLog(log)
-    if stride != -1:
-        windows = _sliding_windows(data, source, stride, length)
-        sequences = OrderedWindows(windows, EpochPermutation(len(windows), 0, False, 1), 0)
-        masking = MaskingConfig()
-    schedule, share = BatchSchedule.constant(rows, length), (part, parts)
-    _check_hosts(schedule, *share)
-    return _eval_batches(
-        data, [source], sequences, schedule, share, eval_steps, masking, vocab_size, retry_log
+    opened = [] if source is None else [source]
+    if source is not None and config.scoring.eval_stride != -1:
+        windows = _sliding_windows(config, source)
+        rows = OrderedWindows(windows, seed=0, shuffle=False, num_epoch=1)
+        opened = [dataclasses.replace(source, rows=rows)]
+    return _eval_batches(config, opened, batch_size, share, log)
+
+
+def _eval_batches(
+    config: Config,
+    opened: list[OpenDataSource],
+    batch_size: int,
+    share: tuple[int, int],
+    log: Callable[[str], None],
+) -> EvalBatches:
+    schedule = BatchSchedule.constant(batch_size, config.model.shape.max_target_length)
+    rows = Concatenation([source.rows for source in opened])
+    num_steps, unlimited = config.evaluation.eval_steps, sys.maxsize
+    if not opened:
+        rows, unlimited = _synthetic(config, EVAL_STREAM), _SYNTHETIC_EVAL_STEPS
+    num_steps = unlimited if num_steps == -1 else num_steps
+    batches = GlobalBatch(rows, schedule, share, num_steps, **_processing(config, opened))
+    return EvalBatches(batches, opened, Retries(config.data.data_retry, log))
+
+
+def _synthetic(config: Config, stream: int) -> SyntheticSequences:
+    shape = config.model.shape
+    return SyntheticSequences(
+        shape.max_target_length, shape.vocab_size, config.data.data_shuffle_seed, stream
     )
 
 
-def _sliding_windows(
-    data: DataConfig, source: OpenDataSource, stride: int, length: int
-) -> SlidingWindows:
-    name = f"{source.entry.key}={source.entry.location}"
+def _sliding_windows(config: Config, source: OpenDataSource) -> SlidingWindows:
+    name, stride = f"{source.entry.key}={source.entry.location}", config.scoring.eval_stride
     if source.data.labels is not None:
         raise UserError(
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
+    data, length = config.data, config.model.shape.max_target_length
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss)
     windows = SlidingWindows(source.data, options, stride)
     if len(windows) == 0:
@@ -284,45 +201,10 @@ def _sliding_windows(
     return windows
 
 
-def _check_hosts(schedule: BatchSchedule, process_index: int, process_count: int) -> None:
-    assert 0 <= process_index < process_count, (process_index, process_count)
-    for stage in schedule.stages:
-        if stage.samples < 1 or stage.samples % process_count:
-            raise UserError(
-                f"A global batch of {stage.samples} sequences cannot be split evenly over "
-                f"{process_count} hosts: change per_device_batch_size so that it is a multiple of "
-                f"{process_count}."
-            )
-
-
-def _open(
-    request: OpenRequest,
-    masking: MaskingConfig,
-    window: int,
-    num_samples: int | None,
-    retry_log: RetryLog,
-) -> list[OpenDataSource]:
-    # CLS takes one position of each sequence.
-    with_cls = masking.mlm_training and masking.mlm.cls_token_id >= 0
-    opened = data_sources.open_sources(request, window - with_cls, num_samples, retry_log)
-    if masking.mlm_training:
-        # Bidirectional attention would see padding, so segments are needed to mask it. Of
-        # packed windows only the last has padding.
-        for source in opened:
-            windows = source.rows.windows
-            whole = request.data.cross_document_attention and isinstance(windows, ConcatThenSplit)
-            windows.has_documents = not whole
-    return opened
-
-
-def _processing(
-    opened: list[OpenDataSource], masking: MaskingConfig, vocab_size: int
-) -> dict[str, Any]:
+def _processing(config: Config, opened: list[OpenDataSource]) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
-    # Without labels, opening the data may have checked all ids.
-    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    options: dict[str, Any] = {"largest_id": None if known else vocab_size - 1}
-    if masking.mlm_training and opened:
+    vocab_size, masked = config.model.shape.vocab_size, None
+    if config.masking.mlm_training and opened:
         for source in opened:
             if source.data.labels is not None:
                 raise UserError(
@@ -332,5 +214,7 @@ def _processing(
         special = {token for source in opened for token in source.data.special_ids}
         mask_ids = (source.data.mask_id for source in opened)
         mask_id = next((token for token in mask_ids if token is not None), None)
-        options["masked"] = MLMMasking(masking, vocab_size, mask_id, special)
-    return options
+        masked = MLMMasking(config.masking, vocab_size, mask_id, special)
+    # Without labels, opening the data may have checked all ids.
+    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
+    return {"masked": masked, "largest_id": None if known else vocab_size - 1}

@@ -2,7 +2,6 @@
 
     <cache_dir>/copies/<digest>/              tokenizers, manifests, document offsets
     <cache_dir>/<kind>-<digest>/<name>.npy    arrays that grow with the documents of a dataset
-    <cache_dir>/<kind>-<digest>/arrays.json   array lengths; written last, marks completeness
 
 The digest of copies covers the source and its version tags, so a changed file is copied again. All
 processes of a machine share the pages of memory-mapped arrays, and the kernel can reclaim them.
@@ -11,7 +10,6 @@ processes of a machine share the pages of memory-mapped arrays, and the kernel c
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import tempfile
@@ -24,11 +22,11 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.storage import file_access
+from MaxText.storage.atomic import sync_file
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
-_LENGTHS_NAME = "arrays.json"
 _MAX_AGE_SECONDS = 180 * 86400
 
 
@@ -61,8 +59,10 @@ def cached_arrays(
     cannot be written.
     """
     folder = cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if (kept := _load(folder)) is not None:
-        return kept
+    if folder.is_dir():
+        with contextlib.suppress(OSError):  # the cache may be read-only
+            os.utime(folder)  # see delete_unused
+        return Arrays(folder)
     blocks = iter(compute())
     first, num_items = [], 0
     for block in blocks:
@@ -77,8 +77,9 @@ def cached_arrays(
         delete_unused(cache_dir)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
-            lengths = write_arrays(staging, itertools.chain(first, blocks))
-            (staging / _LENGTHS_NAME).write_text(json.dumps(lengths))
+            write_arrays(staging, itertools.chain(first, blocks))
+            for file in staging.iterdir():
+                sync_file(file)
             with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
         finally:
@@ -88,27 +89,8 @@ def cached_arrays(
     return Arrays(folder)
 
 
-def _load(folder: Path) -> Arrays | None:
-    """Returns the arrays in a folder, or None; deletes damaged ones."""
-    try:
-        lengths = json.loads((folder / _LENGTHS_NAME).read_text(encoding="utf-8"))
-        arrays = Arrays(folder)
-        if all(len(arrays[name]) == length for name, length in lengths.items()):
-            with contextlib.suppress(OSError):  # the cache may be read-only
-                os.utime(folder)  # see delete_unused
-            return arrays
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError:
-        raise
-    except Exception:  # a damaged header can raise anything
-        pass
-    shutil.rmtree(folder)
-    return None
-
-
-def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[str, int]:
-    """Appends blocks to .npy files, fills in headers, returns lengths.
+def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> None:
+    """Appends blocks to .npy files, and fills in headers.
 
     Sequentially, so that a full disk is an error; with a memory map it would kill the process.
     """
@@ -131,7 +113,6 @@ def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> dict[
         for name, file in files.items():
             file.seek(0)
             write_header(file, block[name].dtype, counts[name])
-    return counts
 
 
 def cache_write_error(cache_dir: Path, error: OSError) -> UserError:

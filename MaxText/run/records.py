@@ -52,7 +52,7 @@ class RunLogger:
         """Records retried reads and skipped records."""
         if batches is None:
             return
-        for message in batches.retry_log.drain():
+        for message in batches.retries.drain():
             self.events.emit("retry", step=step, reason=message)
         while batches.skipped:
             reason = batches.skipped.pop(0)

@@ -165,7 +165,8 @@ class RollbackController:
         target, source, state, position = self._last_healthy(trigger, signs)
         excluded = batches.position.get("excluded", ())
         began = max(target + 1, trigger.onset_step - self._config.rollback.margin)
-        first, end = batches.sample_range(began)[0], batches.sample_range(trigger.detected_step)[1]
+        data = batches.source
+        first, end = data.sample_range(began)[0], data.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
             restored_step=target + 1,

@@ -64,12 +64,9 @@ def score(trained, location, rows=4, **keys):
     return score_data_set(trained, opened, text_bytes, config, lambda line: None)
 
 
-def batches_of(folder, masking=None):
+def batches_of(folder, **keys):
     """As the evaluation of training reads them."""
-    return make_eval_iterator(
-        configured(folder).data, eval_steps=-1, max_target_length=LENGTH, vocab_size=VOCAB,
-        global_batch_size=4, masking=masking,
-    )  # fmt: skip
+    return make_eval_iterator(configured(folder, **keys), 4)
 
 
 def begin_of_window(target, last, stride):
@@ -212,7 +209,7 @@ def test_masked_accuracy_against_a_count(folder):
     masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
     (found,) = score(masked, folder, **keys)
     hits = 0
-    for batch in batches_of(folder, configure(**keys).masking):
+    for batch in batches_of(folder, **keys):
         likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
         hits += int(((likeliest_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
     assert 0 < hits < found.num_targets

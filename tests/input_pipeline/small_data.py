@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from MaxText.config.catalog import unflatten
 from MaxText.config.data_sections import DataConfig
+from MaxText.config.schema import Config
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
@@ -118,21 +120,25 @@ def quiet(line: str) -> None:
     """Logs nothing."""
 
 
-def open_train(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> BatchIterator:
-    defaults = {
-        "schedule": BatchSchedule.constant(batch, LENGTH),
-        "vocab_size": VOCAB_SIZE,
-        "log": quiet,
-    }
-    return make_train_iterator(data, process_index=host, process_count=hosts, **(defaults | keys))
+def run_config(data, masking=None, **keys) -> Config:
+    """The configuration of a run that reads this data."""
+    keys = {"vocab_size": VOCAB_SIZE, "max_target_length": LENGTH, **keys}
+    sections = {"data": data} | ({"masking": masking} if masking else {})
+    return unflatten(keys).model_copy(update=sections)
 
 
-def open_eval(data, batch: int = 8, host: int = 0, hosts: int = 1, **keys) -> EvalBatches:
-    defaults = {"eval_steps": -1, "max_target_length": LENGTH, "vocab_size": VOCAB_SIZE}
-    return make_eval_iterator(
-        data, global_batch_size=batch, process_index=host, process_count=hosts,
-        **(defaults | {"log": quiet} | keys),
-    )  # fmt: skip
+def open_train(
+    data, batch: int = 8, host: int = 0, hosts: int = 1, schedule=None, log=quiet, **keys
+) -> BatchIterator:
+    schedule = schedule or BatchSchedule.constant(batch, LENGTH)
+    config = run_config(data, max_target_length=schedule.window, **keys)
+    return make_train_iterator(config, schedule, (host, hosts), log)
+
+
+def open_eval(
+    data, batch: int = 8, host: int = 0, hosts: int = 1, log=quiet, **keys
+) -> EvalBatches:
+    return make_eval_iterator(run_config(data, **keys), batch, (host, hosts), log)
 
 
 def take(iterator, count: int) -> list[Batch]:

@@ -53,7 +53,7 @@ CASES = {
     "mixture": (MIX, {}, {}),
     "mixture_by_size": (MIX, {"mixture_temperature": 2.0}, {"schedule": RAMPED}),
     "megatron": ("m", {}, {}),
-    "gpt_neox_order": ("m", {"megatron.order": "gpt_neox"}, {"num_steps": 6}),
+    "gpt_neox_order": ("m", {"megatron.order": "gpt_neox"}, {"steps": 6}),
     "tfrecord": ("t", {"token_records.eos_id": 0}, {}),
     "groups_of_files": ("t", {"iter_file_nums": 2}, {}),
 }  # fmt: skip

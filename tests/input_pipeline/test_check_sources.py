@@ -7,10 +7,8 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.prefetch import RetryLog
 from MaxText.input_pipeline.token_store.manifest import find_split
-from MaxText.input_pipeline.token_store.opening import OpenRequest
-from tests.input_pipeline.small_data import denying, numbered_documents, quiet, write_data_set
+from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
 from tests.refusals import refused
 
@@ -61,16 +59,6 @@ def test_checked_before_devices_are_looked_for(tmp_path, users_environment):
     result = run("train.py", arguments, tmp_path, users_environment)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("error: dataset_path=nowhere")
-
-
-@pytest.mark.parametrize(("vocab_size", "warned"), [(60_000, False), (90_000, True)])
-def test_unused_embeddings_are_reported(folder, vocab_size, warned):
-    lines = []
-    data = load([f"dataset_path={folder}"]).config.data
-    preparation = load([]).config.preparation
-    request = OpenRequest(data, preparation, True, vocab_size, lines.append)
-    sources.open_sources(request, 16, None, RetryLog(quiet))
-    assert any("never used" in line for line in lines) == warned
 
 
 def test_missing_split_names_the_remedy(tmp_path):

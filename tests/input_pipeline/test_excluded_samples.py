@@ -49,7 +49,7 @@ def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
         # What is excluded stays so where the data are opened again.
         with failing_reads(0 if keys else 1, from_step=6):
             read.append(batches + take(run, 10))
-        assert bool(run.retry_log.drain()) == (not keys)
+        assert bool(run.retries.drain()) == (not keys)
     assert_same(read[0], expected)
     assert_same([join(rows) for rows in zip(*read[1:], strict=True)], expected)
     assert (take(opened(folder, **keys), 16)[15].tokens_BT != expected[15].tokens_BT).any()
@@ -58,12 +58,14 @@ def test_excluding_during_the_run_equals_excluding_from_the_start(folder, keys):
 def test_the_samples_that_are_left_are_read(folder):
     plan = BatchSchedule.constant(1, LENGTH)
     plain = take(opened(folder, schedule=plan), 12)
-    iterator = opened(folder, schedule=plan, excluded_samples=((2, 4), (7, 10)))
-    assert "2 to 3, 7 to 9" in iterator.description
+    lines = []
+    excluded = ((2, 4), (7, 10))
+    iterator = opened(folder, schedule=plan, excluded_samples=excluded, log=lines.append)
+    assert "2 to 3, 7 to 9" in lines[-1]
     left = [0, 1, 4, 5, 6, 10, 11]
     assert_same(take(iterator, 7), [plain[sample] for sample in left])
-    assert [iterator.sample_range(step) for step in (1, 2, 5)] == [(1, 2), (4, 5), (10, 11)]
-    assert iterator.origin(5) == opened(folder, schedule=plan).origin(10)
+    assert [iterator.source.sample_range(step) for step in (1, 2, 5)] == [(1, 2), (4, 5), (10, 11)]
+    assert iterator.source.origin(5) == opened(folder, schedule=plan).source.origin(10)
 
 
 def test_the_position_holds_the_excluded_samples(folder):
@@ -78,6 +80,7 @@ def test_the_position_holds_the_excluded_samples(folder):
     whole += take(run, 8)
     lines = []
     again = opened(folder, log=lines.append)
+    lines.clear()
     again.resume(position)
     assert_same(take(again, 8), whole[9:])
     # All of it lies behind: nothing to say.
@@ -98,8 +101,7 @@ def test_excluded_samples_of_key_and_checkpoint_add_up(folder):
     lines = []
     resumed = opened(folder, excluded_samples=((0, 3), (90, 105)), log=lines.append)
     resumed.resume(position)
-    assert "90 to 119" in lines[0]
-    assert "100 to 119" in lines[0]
+    assert "90 to 119" in lines[-1]
     assert_same(take(resumed, 16), take(expected, 16))
     # What was read before it was excluded is not excluded.
     assert resumed.position["excluded"] == [[90, 120]]
@@ -112,7 +114,7 @@ def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
     saved = run.position
     list(itertools.islice(run, 6))
     # Steps 5 and 6 of the ten are suspected, and one sample that was read before the checkpoint.
-    first, end = run.sample_range(5)[0], run.sample_range(6)[1]
+    first, end = run.source.sample_range(5)[0], run.source.sample_range(6)[1]
     if not exclude_first:
         run.resume(saved)
     run.exclude(15, 16)

@@ -10,14 +10,12 @@ import time
 
 import pytest
 
-from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,
     Mend,
     changed,
-    failing_reads,
     kept_files,  # noqa: F401
     moved,
     opened,
@@ -38,13 +36,16 @@ def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     expected = undisturbed(folder, keys)
     log = Mend(lambda: restore(), at=2)
     iterator = opened(folder, keys, log)
-    third = lambda content: content[: len(content) // 3]  # noqa: E731
-    restore = moved(files) if fault == "missing" else changed(files, third)
+    restore = moved(files)
+    if fault == "cut":  # new files, so that one who keeps them open does not see the whole ones
+        for file in files:
+            content = file.with_name(f"{file.name}.away").read_bytes()
+            file.write_bytes(content[: len(content) // 3])
     assert_same(take(iterator, 20), expected)
-    messages = iterator.retry_log.drain()
+    messages = iterator.retries.drain()
     assert [line for line in log.lines if "Step 0" in line] == messages
-    assert re.findall(r"[Tt]ry (\d)", "".join(messages)) == ["2", "3", "3"]
-    assert iterator.retry_log.drain() == []
+    assert re.findall(r"Try (\d)", "".join(messages)) == ["2", "3"]
+    assert iterator.retries.drain() == []
 
 
 @of_kind("megatron")
@@ -65,7 +66,7 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
     for file in files:
         os.mkfifo(file)  # opening it waits for a writer
     assert_same(take(iterator, 20), expected)
-    assert "0.3 s" in iterator.retry_log.drain()[0]
+    assert "0.3 s" in iterator.retries.drain()[0]
     for pipe in stuck:
         os.close(os.open(pipe, os.O_RDWR))
 
@@ -78,9 +79,9 @@ def test_evaluation_retries_too(kept):
     evaluation = open_eval(data, batch=4, log=Mend(lambda: restore()))
     restore = moved(files)
     assert_same(evaluation, expected)
-    assert "Step 0" in evaluation.retry_log.drain()[0]
+    assert "Step 0" in evaluation.retries.drain()[0]
     assert_same(evaluation, expected)
-    assert evaluation.retry_log.drain() == []
+    assert evaluation.retries.drain() == []
 
 
 @of_kind("megatron")
@@ -94,24 +95,6 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
     # After the files are back the iterator goes on.
     restore()
     assert_same(take(iterator, 20), undisturbed(folder, keys))
-
-
-@of_kind("megatron", "prepared_bin")
-def test_other_data_of_the_same_name_are_refused(kept):
-    folder, files, keys = kept
-
-    def replace():
-        for file in files:
-            content = file.read_bytes()
-            file.unlink()  # so that one who keeps it open goes on reading the old one
-            file.write_bytes(content[::-1])
-
-    iterator = opened(folder, keys | {"data_retry.attempts": 2})
-    with (
-        failing_reads(1, from_step=4, then=replace, path=str(files[0])),
-        pytest.raises(UserError, match="another batch"),
-    ):
-        take(iterator, 20)
 
 
 class Storage:
@@ -155,9 +138,9 @@ def test_any_failed_look_while_opening_is_retried(kept, monkeypatch):
         iterator = opened(folder, keys | cache, lines.append)
         position = position or (iterator.position, iterator.tokenizer_folder)
         assert (iterator.position, iterator.tokenizer_folder) == position
-        if messages := iterator.retry_log.drain():
+        if messages := iterator.retries.drain():
             retried += 1
-            assert [str(folder) in line for line in messages] == [True, True]
+            assert [str(folder) in line for line in messages] == [True]
             assert "Try 2 of 6" in messages[0]
             assert [line for line in lines if line in messages] == messages
         calls = storage.calls
@@ -201,11 +184,11 @@ def test_reader_processes(kept):
     iterator = opened(folder, keys | {"grain_worker_count": 2}, Mend(lambda: restore()))
     restore = moved(files)
     batches = list(itertools.islice(iterator, 5))
-    assert "Step 0" in iterator.retry_log.drain()[0]
+    assert "Step 0" in iterator.retries.drain()[0]
     for process in multiprocessing.active_children():
         process.kill()
     batches += itertools.islice(iterator, 20)
-    assert iterator.retry_log.drain()
+    assert iterator.retries.drain()
     iterator.seek(30)
     batches[25:] = [*expected[25:30], *take(iterator, 10)]
     assert_same(batches, expected)

@@ -10,14 +10,12 @@ from MaxText.input_pipeline import inspect_dataset
 from MaxText.input_pipeline.inspect_dataset import (
     Inspection,
     batch_lines,
-    evenly_spaced_indices,
     measure_tokens,
     show_sequence,
-    visible,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.batch import Batch
-from tests.input_pipeline.small_data import EOS, quiet, random_documents, write_data_set
+from tests.input_pipeline.small_data import quiet, random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import open_data, write, write_tfrecord
 from tests.programs import run
 from tests.refusals import refused
@@ -27,11 +25,8 @@ ALL = 10**9
 
 @pytest.fixture(scope="module")
 def documents() -> list[np.ndarray]:
-    """Random documents, some planted again, and one id that is larger than all others."""
+    """Random documents, and one id that is larger than all others."""
     documents = random_documents(0, 120, 60, vocab_size=1000)
-    for planted in (7, 30, 90, 91, 92, 93, 94):
-        documents[planted] = np.append(np.arange(100, 130), EOS)
-    documents[55] = documents[54]
     documents[70] = np.append(np.arange(5, 25), 40_000)
     return documents
 
@@ -42,33 +37,29 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     write(kind, tmp_path / "set", [documents[:50], documents[50:]])
     monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", block)
     seen: list[int] = []
-    found = measure_tokens(open_data(tmp_path / "set", tmp_path / "cache"), ALL, seen.append)
+    store = open_data(tmp_path / "set", tmp_path / "cache").store
+    found = measure_tokens(store, ALL, seen.append)
     stream = np.concatenate(documents)
-    assert found.num_tokens == found.num_read == sum(seen) == stream.size
+    assert found.num_read == sum(seen) == stream.size
     assert (found.smallest_id, found.largest_id) == (stream.min(), stream.max())
-    assert found.largest_document == (70, 20)
-    num_different = len({ids.tobytes() for ids in documents})
-    assert found.num_documents == found.num_repeats + num_different == len(documents)
-    assert found.example == (7, 30)
+    assert found.largest_at == stream.argmax()
 
 
 def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     stream = np.arange(1, 1001)
     write_data_set(tmp_path / "set", {"train": np.split(stream, 20)})
     monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", 100)
-    data = open_data(tmp_path / "set", tmp_path)
-    found = measure_tokens(data, 350, quiet)
-    assert evenly_spaced_indices(10, 3).tolist() == [0, 3, 6]
-    assert (found.num_tokens, found.num_read) == (1000, 300)
-    assert (found.smallest_id, found.largest_id) == (1, 700)
-    assert found.num_documents == 6
-    assert measure_tokens(data, 1, quiet).num_read == 100
+    store = open_data(tmp_path / "set", tmp_path).store
+    found = measure_tokens(store, 350, quiet)
+    # Blocks 0, 3, and 6 of ten.
+    assert (found.num_read, found.smallest_id, found.largest_id) == (300, 1, 700)
+    assert measure_tokens(store, 1, quiet).num_read == 100
 
 
 def test_rows_are_shown_from_both_ends_and_visibly():
-    assert visible("a\tb\n\r\x00\x7f") == "a␉b␊␍␀␡"
-    assert visible("ünï 日本 \u200b\u202e\x9b\ud800") == "ünï 日本 \\u200b\\u202e\\x9b\\ud800"
     tokenizer = load_tokenizer("bytes")
+    (shown,) = show_sequence(np.frombuffer("ünï\t日本\n\0".encode(), np.uint8), tokenizer)
+    assert shown == "ünï\\t日本\\n\\x00"
     text = "".join(chr(65 + i % 26) for i in range(1203))
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     assert show_sequence(ids[:1000], tokenizer) == [text[:1000]]
@@ -76,16 +67,13 @@ def test_rows_are_shown_from_both_ends_and_visibly():
     assert "203" in show_sequence(ids, tokenizer)[1]
     assert show_sequence(np.arange(120), None) == [" ".join(map(str, range(120)))]
     assert "1 more" in show_sequence(np.arange(121), None)[1]
-    masked = np.array([300, 65, 66, 300, 300, 67], np.int32)
-    assert show_sequence(masked, tokenizer, mask_id=300) == ["[MASK]AB[MASK][MASK]C"]
-    assert show_sequence(masked, None, mask_id=300) == ["[MASK] 65 66 [MASK] [MASK] 67"]
 
 
 def test_rows_of_a_batch_cut_in_two(told):
     ids, mask = [[5, 6], [7, 0], [0, 0], [8, 0]], [[1, 1], [1, 0], [0, 0], [0, 0]]
     batch = Batch(np.array(ids), np.array(ids), np.array(mask, np.float32))
     origins = [[("a", 0, 4)], [("b", 10, 1), ("c", 0, 1)]]
-    lines = batch_lines(3, batch, origins, lambda ids: [" ".join(map(str, ids))], pad_id=0)
+    lines = batch_lines(3, batch, origins, None, pad_id=0)
     told("\n".join(lines))
 
 
@@ -117,7 +105,7 @@ def test_the_batch_is_that_of_training(tmp_path):
     shown = shown_batch(gradient_accumulation_steps=2, num_devices=2, **keys)
     assert "Step 0: 8 sequences of 8 tokens" in shown
     assert "\n  | first do\n" in shown
-    assert "\n  | cument␊" in shown
+    assert "\n  | cument\\n" in shown
     # 88 tokens make 11 windows: step 3 begins with window 6, and step 5 holds the last.
     shown = shown_batch(3, **keys)
     assert f"ids {stream[48:64].min()} to {stream[48:64].max()}" in shown
@@ -126,11 +114,11 @@ def test_the_batch_is_that_of_training(tmp_path):
     assert "  numbers.txt, row 2: tokens 21 to 29\n" in shown
 
 
-def test_tokens_are_shown_as_masks_or_ids(tmp_path):
+def test_tokens_are_shown_as_text_or_ids(tmp_path):
     text_set(tmp_path / "set")
     masks = {"mlm.mask_prob": 1.0, "mlm.same_token_prob": 0.0, "mlm.random_token_prob": 0.0}
-    keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 299, **masks}
-    first = f"8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'[MASK]' * 8}\n"
+    keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 258, **masks}
+    first = f"8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'<pad>' * 8}\n"
     assert f"Sequence 0: {first}" in shown_batch(mlm_training=True, **keys)
     # Records are shown as text by the tokenizer beside them, without one as ids.
     tokenizer = load_tokenizer("bytes")
@@ -152,15 +140,13 @@ def test_mistakes(tmp_path):
     refused("dataset_type=synthetic", inspection, quiet, dataset_type="synthetic")
     lines: list[str] = []
     small = inspection(lines.append, has_model=True, vocab_size=200, **keys)
-    refused(r"vocab_size=200 .*id \d+", small.show_statistics, ALL)
-    assert "vocab_size = 200 ids: id 256 is beyond" in "\n".join(lines)
+    refused(r"vocab_size=200 .*id 256", small.show_statistics, ALL)
+    assert "ids: 9 to 256, which is token 15 of" in "\n".join(lines)
 
 
 def test_the_program_reports_statistics(tmp_path, users_environment, told):
-    documents = text_set(tmp_path / "set")
+    text_set(tmp_path / "set")
     keys = ["max_target_length=8", "vocab_size=300"]
     result = run("inspect_data.py", ["set", *keys], tmp_path, users_environment)
     assert result.returncode == 0, result.stderr
     told(result.stdout)
-    size = np.concatenate(documents).size
-    assert f"Tokens: all {size} read" in result.stdout

@@ -7,18 +7,11 @@ import time
 
 import pytest
 
+from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline import prefetch
-from MaxText.input_pipeline.prefetch import (
-    BATCHES_READY,
-    Prefetcher,
-    ReadTimeout,
-    RetryingReader,
-    RetryLog,
-    RetryPolicy,
-    call_with_timeout,
-    interruptible_sleep,
-)
+from MaxText.input_pipeline.iterator import EvalBatches
+from MaxText.input_pipeline.prefetch import BATCHES_READY, Prefetcher, Retries, pauses
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 from tests.refusals import refused
@@ -26,6 +19,8 @@ from tests.refusals import refused
 
 class Numbers:
     """Step s is {"step": s}; slow for some, `error` from step `wrong` on."""
+
+    has_documents = False
 
     def __init__(self, size=30, wrong=-1, error=None):
         self.size, self.wrong, self.error = size, wrong, error
@@ -96,39 +91,31 @@ def test_threads_end_with_their_user():
     wait_for(lambda: readers() <= before)
 
 
-@pytest.mark.parametrize("timeout", [None, 1000.0])
+@pytest.mark.parametrize("timeout", [0.0, 1000.0])
 def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
     source, asked = Hangs(), itertools.count()
     ahead = Prefetcher(source, 0, 0)
     with pytest.raises(WaitCancelledError):
         ahead.next(timeout, lambda: next(asked) >= 1)
     with pytest.raises(WaitCancelledError):
-        call_with_timeout(source.release.wait, timeout, lambda: True)
-    with pytest.raises(WaitCancelledError):
-        interruptible_sleep(1000.0, lambda: True)
-    interruptible_sleep(0.0, lambda: False)
-    with pytest.raises(ReadTimeout):
+        next(pauses(1000.0, lambda: True))
+    assert not [*pauses(0.0, lambda: False)]
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
         ahead.next(0.01)
-    with pytest.raises(ReadTimeout, match=r"0\.01 s"):
-        call_with_timeout(source.release.wait, 0.01)
     source.release.set()
     ahead.close()
-    assert call_with_timeout(lambda: 5, timeout) == 5
-    with pytest.raises(ZeroDivisionError):
-        call_with_timeout(lambda: 1 // 0, 60)
 
 
 def reader_of(source, **limits):
-    """A RetryingReader of a source that is no GlobalBatch."""
-    log, policy = RetryLog(quiet), RetryPolicy(**limits)
-    return RetryingReader(source, [], what="data", retry_log=log, policy=policy)
+    """Batches of a source that is no GlobalBatch."""
+    return EvalBatches(source, [], Retries(DataRetryOptions(**limits), quiet))
 
 
 def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
     monkeypatch.setattr(prefetch, "_SECONDS_TO_CLOSE", 0.05)
     source = Hangs()
-    reader = reader_of(source, retries=0, timeout=0.02)
-    refused(r"1 try .*0\.02 s.* data_retry.timeout", reader.read, 4)
+    reader = reader_of(source, attempts=0, timeout=0.02)
+    refused(r"1 try .*0\.02 s.* \(data_retry.timeout", next, iter(reader))
     source.release.set()
 
 
@@ -136,17 +123,17 @@ def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
 def test_other_errors_than_those_of_storage_are_not_retried(error):
     source = Numbers(size=1, wrong=0, error=error)
     with pytest.raises(type(error)) as caught:
-        reader_of(source, retries=5).read(0)
+        next(iter(reader_of(source, attempts=5)))
     assert caught.value is error
     assert source.read == [0]
 
 
 def test_waits_double_up_to_a_minute(monkeypatch):
     waits = []
-    monkeypatch.setattr(prefetch, "interruptible_sleep", lambda seconds, _: waits.append(seconds))
-    reader = reader_of(Numbers(wrong=0, error=OSError("gone")), retries=9, seconds=1.5)
-    refused("10 tries", reader.read, 0)
-    assert waits == [0, 1.5, 3, 6, 12, 24, 48, 60, 60, 60]
+    monkeypatch.setattr(prefetch, "pauses", lambda seconds, _: waits.append(seconds) or ())
+    reader = reader_of(Numbers(), attempts=9, delay=1.5)
+    refused("10 tries", next, iter(reader))  # of waiting for a batch
+    assert waits[1::2] == [1.5, 3, 6, 12, 24, 48, 60, 60, 60]
 
 
 @pytest.mark.parametrize("kept", ["megatron"], indirect=True)
@@ -163,7 +150,7 @@ def test_stopping_ends_the_wait_before_another_try(kept):
         read.extend(iterator)
     # The position is that of the step which was not read.
     assert iterator.position["step"] == len(read)
-    assert f"Step {len(read)}" in "".join(iterator.retry_log.drain())
+    assert f"Step {len(read)}" in "".join(iterator.retries.drain())
     restore()
     with pytest.raises(WaitCancelledError):  # whatever is ready
         next(iterator)

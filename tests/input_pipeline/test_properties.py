@@ -105,7 +105,7 @@ def test_position_gives_the_same_batches_on_any_hosts(
         failures = int("dataset_type" not in run[0])
         with failing_reads(failures, from_step=stop):
             parts.append(take(part, 3))
-        assert "".join(part.retry_log.drain()).count("Input/output error") >= failures
+        assert "".join(part.retries.drain()).count("Input/output error") >= failures
     assert_same([join(rows) for rows in zip(*parts, strict=True)], whole[stop:])
 
 

@@ -59,6 +59,7 @@ class Batches:
     """Four samples a step; what is left out is only noted."""
 
     def __init__(self):
+        self.source = self
         self.position = {"step": 0, "excluded": [[4, 8]]}
         self.identity = {"seed": 7}
         self.calls = []

@@ -14,7 +14,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
-from MaxText.input_pipeline.sequences.order import SequenceDataset
+from MaxText.input_pipeline.sequences.order import SequenceDataset, SyntheticSequences
 
 _LARGEST = 2**61  # far below 2**63, so that sums of sample numbers do not overflow
 
@@ -55,23 +55,14 @@ class ExcludedRanges:
     def count(self) -> int:
         return sum(end - first for first, end in self.pairs)
 
-    def ahead(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
+    def samples(self, indices_N: np.ndarray) -> np.ndarray:
         """Returns the data numbers (int64 [N]) of included samples by index."""
-        ahead = self.within(start)
-        if not ahead:
-            return start + numbers_N
-        bounds = np.array(ahead.pairs, np.int64)
+        if not self:
+            return indices_N
+        bounds = np.array(self.pairs, np.int64)
         skipped = np.concatenate([[0], np.cumsum(bounds[:, 1] - bounds[:, 0])])
-        # Samples read before each excluded range.
-        before = bounds[:, 0] - start - skipped[:-1]
-        return start + numbers_N + skipped[np.searchsorted(before, numbers_N, side="right")]
-
-    def behind(self, start: int, numbers_N: np.ndarray) -> np.ndarray:
-        """Counts included samples backwards: 1 is the last one before `start`."""
-        mirrored = ExcludedRanges(
-            (start - end, start - first) for first, end in self.within(0, start).pairs
-        )
-        return start - 1 - mirrored.ahead(0, numbers_N - 1)
+        before = bounds[:, 0] - skipped[:-1]  # included samples before each range
+        return indices_N + skipped[np.searchsorted(before, indices_N, side="right")]
 
     def __str__(self) -> str:
         return ", ".join(f"{first} to {end - 1}" for first, end in self.pairs) or "none"
@@ -88,27 +79,40 @@ class GlobalBatch:
 
     def __init__(
         self,
-        rows: SequenceDataset,
+        rows: SequenceDataset | SyntheticSequences,
         schedule: BatchSchedule,
-        process_index: int = 0,
-        process_count: int = 1,
+        share: tuple[int, int],
         num_steps: int = sys.maxsize,
-        masked: MLMMasking | None = None,
+        *,
+        largest_id: int | None,
+        masked: MLMMasking | None,
         seed: int = 0,
-        largest_id: int | None = None,
         exclusions: ExcludedRanges = NO_EXCLUSIONS,
+        reuse_first: bool = False,
     ):
-        """Refuses ids above `largest_id`, unless it is None."""
+        """Initializes the share (index, count) of a host.
+
+        Refuses ids above `largest_id`, unless it is None. `reuse_first` repeats the batch of step
+        0. Raises UserError if the batches do not split over the hosts.
+        """
+        for stage in schedule.stages:
+            if stage.samples < 1 or stage.samples % share[1]:
+                raise UserError(
+                    f"A global batch of {stage.samples} sequences cannot be split evenly over "
+                    f"{share[1]} hosts: change per_device_batch_size so that it is a multiple of "
+                    f"{share[1]}."
+                )
         self.schedule = schedule
         self.has_documents = rows.has_documents
         self.exclusions = exclusions
         self.begin_at(0, 0)
         self._rows = rows
-        self._process = process_index, process_count
+        self._share = share
         self._limit = num_steps
+        self._largest_id = largest_id
         self._masked = masked
         self._seed = seed
-        self._largest_id = largest_id
+        self._reuse_first = reuse_first
 
     def begin_at(self, step: int, sample: int, passed: ExcludedRanges = NO_EXCLUSIONS) -> None:
         """Makes `sample` the first one of `step`; later steps continue.
@@ -139,13 +143,10 @@ class GlobalBatch:
 
     def _numbers(self, step: int, indices_N: np.ndarray) -> np.ndarray:
         """Converts indices in a batch to sample numbers in the data (int64 [N])."""
+        excluded, first = self.excluded, max(0, self.first_sample)
         ahead = self.schedule.samples_before(step) - self.schedule.samples_before(self.first_step)
-        numbers_N = ahead + indices_N
-        forward = self.exclusions.ahead(self.first_sample, numbers_N)
-        if ahead >= 0:
-            return forward
-        backward = self._passed.behind(self.first_sample, -numbers_N)
-        return np.where(numbers_N >= 0, forward, backward)
+        first_index = self.first_sample - excluded.within(0, first).count()
+        return excluded.samples(first_index + ahead + indices_N)
 
     def __len__(self) -> int:
         total = self._rows.num_rows
@@ -160,8 +161,8 @@ class GlobalBatch:
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Returns the named arrays of a batch; UserError for too large ids."""
-        stage = self.schedule.at(step)
-        rows_B = self._rows_of(step)
+        step = 0 if self._reuse_first else step
+        stage, rows_B = self.schedule.at(step), self._rows_of(step)
         arrays = self._rows.read(rows_B)
         if self._largest_id is not None:
             # Targets that are labels need not occur among the tokens.
@@ -178,7 +179,7 @@ class GlobalBatch:
         return [self._rows.origin(row) for row in self._rows_of(step).tolist()]
 
     def _rows_of(self, step: int) -> np.ndarray:
-        index, count = self._process
+        index, count = self._share
         share = self.schedule.at(step).samples // count
         return self._numbers(step, index * share + np.arange(share, dtype=np.int64))
 

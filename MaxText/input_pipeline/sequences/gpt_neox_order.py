@@ -70,6 +70,8 @@ class GptNeoxSamples(Windows):
         if num_samples is not None:
             epochs = max(1, -(-(num_samples * self.length + 1) // tokens))
         self._num_samples = (epochs * tokens - 1) // self.length
+        # The sample count implies how many epochs are shuffled together, which affects the order.
+        self.description = f"GPT-NeoX's order of {self._num_samples:,} samples"
 
         def draw() -> Iterator[dict[str, np.ndarray]]:
             random = np.random.RandomState(seed)
@@ -83,11 +85,6 @@ class GptNeoxSamples(Windows):
 
         key = f"{data.fingerprint} {self.length} {seed} {epochs} {first} {stop}"
         self._arrays = cached_arrays(cache_dir, "gpt_neox1", key, draw)
-
-    @property
-    def description(self) -> str:
-        # The sample count implies how many epochs are shuffled together, which affects the order.
-        return f"GPT-NeoX's order of {len(self):,} samples"
 
     def __len__(self) -> int:
         return self._num_samples

@@ -54,7 +54,6 @@ class MLMMasking:
             )
         kept = masking.mlm.same_token_prob
         drawn = masking.mlm.random_token_prob
-        assert kept + drawn <= 1 + 1e-9, (kept, drawn)
         named = [("mlm.mask_id", mask_id), ("mlm.cls_token_id", masking.mlm.cls_token_id)]
         named += [("mlm.mask_ignore_ids", token) for token in masking.mlm.mask_ignore_ids]
         for key, token in named:
@@ -68,11 +67,6 @@ class MLMMasking:
         excluded = [*(token for _, token in named), *special_ids]
         self._maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
         self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
-        if drawn > 0 and self._drawable.size == 0:
-            raise UserError(
-                f"mlm.random_token_prob={drawn} needs ids to draw from, and all {vocab_size} ids "
-                "are special or in mlm.mask_ignore_ids. Set it to 0 or shorten that list."
-            )
         self._mask_id = mask_id
         self._cls_id = masking.mlm.cls_token_id
         # Words up to and including this one are selected, so that probability 1 selects all.
@@ -111,9 +105,6 @@ class MLMMasking:
             real_BT[:, 1:] |= rows["weights"][:, :-1] > 0
         if self._cls_id >= 0:
             tokens_BT, real_BT, result = self._put_cls(tokens_BT, real_BT, result, length)
-        assert length is None or tokens_BT.shape[1] == length, (tokens_BT.shape, length)
-        assert run_rows_B.shape == tokens_BT.shape[:1], (run_rows_B.shape, tokens_BT.shape)
-
         words_BT = _random_words(seed, run_rows_B, tokens_BT.shape[1])
         chosen_BT = words_BT <= self._last_chosen
         chosen_BT &= real_BT

@@ -3,15 +3,14 @@
 Legend: B sequences (rows).
 """
 
+import abc
 import bisect
-import dataclasses
 import functools
 import hashlib
 import itertools
 import math
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from grain.experimental import index_shuffle
@@ -32,79 +31,8 @@ _MAX_WINDOWS = 2**32
 _ROUNDS = 8
 _SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 rows
 
-
 # Streams of random tokens, independent for the same seed.
 TRAIN_STREAM, EVAL_STREAM = 0, 1
-
-
-class SequenceDataset(Protocol):
-    """Random access to the sequences of a run."""
-
-    @property
-    def num_rows(self) -> int:
-        """Number of sequences; sys.maxsize if unbounded."""
-        ...
-
-    @property
-    def has_documents(self) -> bool: ...
-
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads sequences (int64 [B]) as fill_batch; weight 0 past the end."""
-        ...
-
-    def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """Returns (document, first token, tokens) for each document."""
-        ...
-
-
-class EpochPermutation:
-    """Maps a sequence number of a dataset to a window.
-
-    Each window occurs once per epoch. Lookups are O(1), so seeking is free.
-    """
-
-    def __init__(
-        self,
-        num_windows: int,
-        seed: int,
-        shuffle: bool,
-        num_epoch: int,
-        groups: np.ndarray | None = None,
-    ):
-        """Initializes the order; num_epoch=-1 is unbounded.
-
-        `groups` (int64: first window of each group, then the end) are visited in order, and windows
-        are only shuffled within them. Raises UserError for 2**32 windows or more.
-        """
-        if num_windows >= _MAX_WINDOWS:
-            raise UserError(
-                f"{num_windows} windows of max_target_length tokens are more than the shuffle can "
-                f"order ({_MAX_WINDOWS}). Raise max_target_length or split the data set."
-            )
-        assert num_windows > 0
-        self._num_windows = num_windows
-        self._seed = seed
-        self._shuffle = shuffle
-        self._groups = groups
-        self.num_rows = sys.maxsize if num_epoch == -1 else num_windows * num_epoch
-
-    def __getitem__(self, rows: np.ndarray) -> np.ndarray:
-        """Returns the windows of `rows` (int64 [B]); EMPTY past the last epoch."""
-        return np.array([self._window(row) for row in rows.tolist()], np.int64)
-
-    def _window(self, row: int) -> int:
-        if row >= self.num_rows:
-            return EMPTY
-        epoch, window = divmod(row, self._num_windows)
-        if not self._shuffle:
-            return window
-        first, end = 0, self._num_windows
-        if self._groups is not None:
-            group = int(np.searchsorted(self._groups, window, side="right"))
-            first, end = self._groups[group - 1 : group + 1].tolist()
-        # Groups of equal size get different orders.
-        seed = (_epoch_seed(self._seed, epoch) + first) % 2**32
-        return first + index_shuffle(window - first, end - first - 1, seed, _ROUNDS)
 
 
 @functools.lru_cache(maxsize=64)
@@ -121,46 +49,77 @@ def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
     return hash_uint64(words)
 
 
-@dataclasses.dataclass(frozen=True)
 class OrderedWindows:
-    """Sequences of one dataset; `seed` is for random windows."""
+    """Sequences of one dataset by number: each window once per epoch.
 
-    windows: Windows
-    order: EpochPermutation
-    seed: int
+    Lookups are O(1), so seeking is free.
+    """
 
-    @property
-    def num_rows(self) -> int:
-        return self.order.num_rows
+    def __init__(
+        self,
+        windows: Windows,
+        seed: int,
+        shuffle: bool,
+        num_epoch: int,
+        groups: np.ndarray | None = None,
+    ):
+        """Initializes the order; num_epoch=-1 is unbounded.
 
-    @property
-    def has_documents(self) -> bool:
-        return self.windows.has_documents
+        `groups` (int64: first window of each group, then the end) are visited in order, and windows
+        are only shuffled within them. Raises UserError for 2**32 windows or more.
+        """
+        self._num_windows = len(windows)
+        if self._num_windows >= _MAX_WINDOWS:
+            raise UserError(
+                f"{self._num_windows} windows of max_target_length tokens are too many to shuffle "
+                f"(limit {_MAX_WINDOWS}). Raise max_target_length or split the data set."
+            )
+        self.windows = windows
+        self.num_rows = sys.maxsize if num_epoch == -1 else self._num_windows * num_epoch
+        self._seed = seed
+        self._shuffle = shuffle
+        self._groups = groups
+
+    def window(self, number: int) -> int:
+        """Returns the window of a sequence; EMPTY past the last epoch."""
+        if number >= self.num_rows:
+            return EMPTY
+        epoch, window = divmod(number, self._num_windows)
+        if not self._shuffle:
+            return window
+        first, end = 0, self._num_windows
+        if self._groups is not None:
+            group = int(np.searchsorted(self._groups, window, side="right"))
+            first, end = self._groups[group - 1 : group + 1].tolist()
+        # Groups of equal size get different orders.
+        seed = (_epoch_seed(self._seed, epoch) + first) % 2**32
+        return first + index_shuffle(window - first, end - first - 1, seed, _ROUNDS)
 
     def batch_part(self, numbers: np.ndarray, rows: np.ndarray) -> BatchPart:
-        windows = self.order[numbers]
-        draws = random_words(self.seed, numbers) if self.windows.random else numbers
+        windows = np.array([self.window(number) for number in numbers.tolist()], np.int64)
+        draws = random_words(self._seed, numbers) if self.windows.random else numbers
         return BatchPart(self.windows, rows, self.windows.spans(windows, draws))
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return fill_batch([self.batch_part(rows, np.arange(len(rows)))], self.has_documents)
-
-    def origin(self, row: int) -> list[tuple[str, int, int]]:
-        (window,) = self.order[np.array([row])].tolist()
-        (draw,) = random_words(self.seed, np.array([row])).tolist()
-        return self.windows.origin(window, draw)
+    def origin(self, number: int) -> list[tuple[str, int, int]]:
+        (draw,) = random_words(self._seed, np.array([number])).tolist()
+        return self.windows.origin(self.window(number), draw)
 
 
-class _SeveralDatasets:
+class SequenceDataset(abc.ABC):
+    """Random access to the sequences of one or several datasets."""
+
+    num_rows: int  # number of sequences; sys.maxsize if unbounded
+
     def __init__(self, sources: Sequence[OrderedWindows]):
         self._sources = list(sources)
-        self.has_documents = any(source.has_documents for source in sources)
+        self.has_documents = any(source.windows.has_documents for source in sources)
 
+    @abc.abstractmethod
     def locate(self, row: int) -> tuple[int, int]:
         """Returns the dataset of a sequence, and its number there."""
-        raise NotImplementedError
 
     def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads sequences (int64 [B]) as fill_batch; weight 0 past the end."""
         positions = np.array([self.locate(row) for row in rows.tolist()], np.int64).reshape(-1, 2)
         parts = []
         for index in np.unique(positions[:, 0]).tolist():
@@ -169,11 +128,12 @@ class _SeveralDatasets:
         return fill_batch(parts, self.has_documents)
 
     def origin(self, row: int) -> list[tuple[str, int, int]]:
+        """Returns (document, first token, tokens) for each document."""
         index, number = self.locate(row)
         return self._sources[index].origin(number)
 
 
-class Mixture(_SeveralDatasets):
+class Mixture(SequenceDataset):
     """Sequences of several datasets in fixed shares, evenly interleaved.
 
     Sequence n belongs to the first dataset if its share p passes an integer there: floor((n + 1) p)
@@ -202,16 +162,13 @@ class Mixture(_SeveralDatasets):
         raise AssertionError("the last data set takes every row")
 
 
-class Concatenation(_SeveralDatasets):
-    """Sequences of several datasets, concatenated for evaluation."""
+class Concatenation(SequenceDataset):
+    """Sequences of one dataset, or of several one after the other."""
 
     def __init__(self, sources: Sequence[OrderedWindows]):
         super().__init__(sources)
         self._first_row = list(itertools.accumulate((s.num_rows for s in sources), initial=0))
-
-    @property
-    def num_rows(self) -> int:
-        return self._first_row[-1]
+        self.num_rows = self._first_row[-1]
 
     def locate(self, row: int) -> tuple[int, int]:
         # Sequences past the end belong to the last dataset.

@@ -60,7 +60,7 @@ class PackedDocuments(Windows):
 
     def __init__(self, data: TokenData, options: SequenceOptions, best_fit: bool, cache_dir: Path):
         super().__init__(data, options)
-        self._best_fit = best_fit
+        self.description = f"whole documents by {'best' if best_fit else 'first'} fit"
         offsets = data.store.document_offsets
         self._plan = cached_arrays(
             cache_dir,
@@ -68,10 +68,6 @@ class PackedDocuments(Windows):
             f"{data.fingerprint} {self.length} {best_fit} {GROUP}",
             lambda: plan_rows(offsets, self.length, best_fit),
         )
-
-    @property
-    def description(self) -> str:
-        return f"whole documents by {'best' if self._best_fit else 'first'} fit"
 
     def __len__(self) -> int:
         return len(self._plan["first_item"]) - 1

@@ -50,17 +50,13 @@ class Windows(abc.ABC):
     has_own_order = False  # whether shuffling must keep the order of windows
     random = False  # whether `spans` uses its random numbers
     padding_share = 0.0  # share of positions without a target; 0 with packing
+    description = ""  # identifies the sequences in the data identity
 
     def __init__(self, data: TokenData, options: SequenceOptions):
         self.data = data
         self.options = options
         self.length = options.length
         self.has_documents = not (options.cross_document_attention or self.single_documents)
-
-    @property
-    @abc.abstractmethod
-    def description(self) -> str:
-        """Text identifying the sequences, part of the data identity."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -133,9 +129,7 @@ class ConcatThenSplit(Windows):
     first is a target once. The last window is padded, not dropped.
     """
 
-    @property
-    def description(self) -> str:
-        return "documents end to end"
+    description = "documents end to end"
 
     def __len__(self) -> int:
         return max(0, -(-(len(self.data.store) - 1) // self.length))
@@ -160,6 +154,8 @@ class DocumentWindows(Windows):
 
     def __init__(self, data: TokenData, options: SequenceOptions, cache_dir: Path):
         super().__init__(data, options)
+        end = "cut off" if options.truncate else "continued"
+        self.description = f"one document per row, {end}"
         # With labels every token has a target.
         self._ahead = 0 if data.labels is not None else 1
         self._arrays = cached_arrays(
@@ -183,10 +179,6 @@ class DocumentWindows(Windows):
             yield {"first_window": total + ends - counts, "num_targets": np.empty(0, np.int64)}
             total += int(ends[-1])
         yield {"first_window": np.array([total]), "num_targets": np.array([num_targets])}
-
-    @property
-    def description(self) -> str:
-        return f"one document per row, {'cut off' if self.options.truncate else 'continued'}"
 
     def __len__(self) -> int:
         return int(self._arrays["first_window"][-1])
@@ -213,11 +205,8 @@ class JoinedDocuments(Windows):
         super().__init__(data, options)
         self._stitch = stitch
         self.random = random
-
-    @property
-    def description(self) -> str:
-        place = "a random place" if self.random else "the beginning"
-        return f"a window from {place} of {self._stitch} documents"
+        place = "a random place" if random else "the beginning"
+        self.description = f"a window from {place} of {stitch} documents"
 
     def __len__(self) -> int:
         return -(-(len(self.data.store.document_offsets) - 1) // self._stitch)
@@ -273,8 +262,8 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
         for part, before in zip(parts, itertools.accumulate(counts, initial=0), strict=False)
     ]
     row_P = np.concatenate([ranges.row_P for ranges in spans])
-    position_P = np.concatenate([ranges.position_P for ranges in spans])
     sizes_P = np.concatenate([ranges.stop_P - ranges.start_P for ranges in spans])
+    pad_B = np.repeat([part.windows.data.pad_id for part in parts], counts)
 
     def read(store: str) -> np.ndarray:
         stores = (getattr(part.windows.data, store) for part in parts)
@@ -282,57 +271,34 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
         return _concatenated([one.read(ranges.start_P, ranges.stop_P) for one, ranges in pairs])
 
     ids = read("store")
-    arrays: dict[str, np.ndarray] = {}
-    whole = len(ids) == num_rows * (length + 1)
-    if whole and first.joined and first.data.labels is None:  # fast path
-        rows = ids.reshape(num_rows, length + 1)
-        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-        arrays["weights"] = np.ones((num_rows, length), np.float32)
-        return _finished(arrays, parts, spans, None, has_documents)
-    pad_B = np.repeat([part.windows.data.pad_id for part in parts], counts)
     used_B = np.zeros(num_rows, np.int64)
-    if first.data.labels is not None:
-        labels = read("labels")
-        used_B[row_P] = sizes_P
-        arrays["tokens"] = _spread(ids, used_B, pad_B, length)
-        arrays["targets"] = _spread(np.maximum(labels, 0), used_B, pad_B, length)
-        arrays["weights"] = _spread(
-            (labels >= 0).astype(np.float32), used_B, np.zeros(num_rows), length
-        )
-    elif first.joined:
+    np.add.at(used_B, row_P, sizes_P)
+    if first.joined:
         # The first token of a joined range is the target of the token before it.
-        np.maximum.at(used_B, row_P, position_P + sizes_P)
         rows = _spread(ids, used_B, pad_B, length + 1)
-        arrays |= {"tokens": rows[:, :-1], "targets": rows[:, 1:]}
-        arrays["weights"] = _ones(used_B - 1, length)
+        tokens_BT, targets_BT = rows[:, :-1], rows[:, 1:]
+        weights_BT = (np.arange(length) < used_B[:, None] - 1).astype(np.float32)
     else:
         # A range of n tokens fills n - 1 positions.
-        np.maximum.at(used_B, row_P, position_P + sizes_P - 1)
         ends_P = np.cumsum(sizes_P)
-        is_input, is_target = np.ones(len(ids), bool), np.ones(len(ids), bool)
-        is_input[ends_P - 1] = False
-        is_target[ends_P - sizes_P] = False
-        arrays["tokens"] = _spread(ids[is_input], used_B, pad_B, length)
-        arrays["targets"] = _spread(ids[is_target], used_B, pad_B, length)
-        arrays["weights"] = _ones(used_B, length)
-    return _finished(arrays, parts, spans, np.minimum(used_B, length), has_documents)
-
-
-def _finished(
-    arrays: dict[str, np.ndarray],
-    parts: Sequence[BatchPart],
-    spans: Sequence[TokenRanges],
-    used_B: np.ndarray | None,
-    has_documents: bool,
-) -> dict[str, np.ndarray]:
+        used_B -= np.bincount(row_P, minlength=num_rows)
+        tokens_BT = _spread(np.delete(ids, ends_P - 1), used_B, pad_B, length)
+        targets_BT = _spread(np.delete(ids, ends_P - sizes_P), used_B, pad_B, length)
+        weights_BT = (np.arange(length) < used_B[:, None]).astype(np.float32)
+    if first.data.labels is not None:
+        labels = read("labels")
+        is_target = (labels >= 0).astype(np.float32)
+        targets_BT = _spread(np.maximum(labels, 0), used_B, pad_B, length)
+        weights_BT = _spread(is_target, used_B, np.zeros(num_rows), length)
     for row_P, position_P, _, _, context_P in spans:
         if context_P is not None:
             for row, position, count in zip(row_P, position_P, context_P, strict=True):
-                arrays["weights"][row, position : position + count] = 0
+                weights_BT[row, position : position + count] = 0
+    arrays = {"tokens": tokens_BT, "targets": targets_BT, "weights": weights_BT}
     if has_documents:
         _add_documents(arrays, parts, spans, used_B)
-    if not parts[0].windows.options.zero_loss:
-        arrays["weights"] *= arrays["targets"] != 0
+    if not first.options.zero_loss:
+        weights_BT *= targets_BT != 0
     return arrays
 
 
@@ -340,11 +306,9 @@ def _concatenated(arrays: list[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _ones(used_B: np.ndarray, width: int) -> np.ndarray:
-    return (np.arange(width) < used_B[:, None]).astype(np.float32)
-
-
 def _spread(values: np.ndarray, used_B: np.ndarray, pad_B: np.ndarray, width: int) -> np.ndarray:
+    if len(values) == len(used_B) * width:  # no padding: no copy
+        return values.reshape(-1, width)
     spread = np.empty((len(used_B), width), values.dtype)
     spread[:] = pad_B[:, None]
     at = 0
@@ -358,12 +322,12 @@ def _add_documents(
     arrays: dict[str, np.ndarray],
     parts: Sequence[BatchPart],
     spans: Sequence[TokenRanges],
-    used_B: np.ndarray | None,
+    used_B: np.ndarray,
 ) -> None:
     """Adds positions and segments to the arrays of a batch.
 
     The weights of targets in another document become zero. `used_B` is the number of tokens in each
-    row before its padding; None if there is none.
+    row before its padding.
     """
     num_rows, length = arrays["tokens"].shape
     stride = length + 1  # the last target may begin a document
@@ -392,7 +356,7 @@ def _add_documents(
     segments = np.repeat(number_Q.astype(np.int32), counts_Q).reshape(num_rows, length)
     positions = np.repeat(-flat_Q.astype(np.int32), counts_Q).reshape(num_rows, length)
     positions += np.arange(positions.size, dtype=np.int32).reshape(num_rows, length)
-    if used_B is not None:
+    if used_B.min(initial=length) < length:
         beyond = np.arange(length) >= used_B[:, None]
         segments[beyond] = 0
         positions[beyond] = 0
@@ -415,16 +379,11 @@ class SlidingWindows(Windows):
         assert 1 <= stride <= options.length
         assert data.labels is None
         super().__init__(data, options)
-        self._stride = stride
         offsets = np.asarray(data.store.document_offsets)
         if options.cross_document_attention:
             offsets = offsets[[0, -1]]
         self._start_I, self._stop_I, self._context_I = _windows(offsets, options.length, stride)
         self._first_R = _rows(self._stop_I - self._start_I - 1, options.length)
-
-    @property
-    def description(self) -> str:
-        return f"windows that move on by {self._stride} targets"
 
     def __len__(self) -> int:
         return len(self._first_R) - 1

@@ -164,7 +164,6 @@ def test_the_mask_of_the_tokenizer_is_the_default(key, expected):
         ({"mlm.mask_id": 1000}, VOCAB_SIZE, "mlm.mask_id .*1000.*0 to 999"),
         ({"mlm.cls_token_id": 1000}, VOCAB_SIZE, "mlm.cls_token_id .*1000"),
         ({"mlm.mask_ignore_ids": (5, -2)}, VOCAB_SIZE, "mlm.mask_ignore_ids .*-2"),
-        ({}, 4, r"mlm.random_token_prob=0\.1 .*4 ids"),
     ],
 )
 def test_mistakes(keys, vocab_size, named):
