@@ -34,6 +34,8 @@ from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
+# Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
+_MAX_ID_RATIO = 1.25
 
 CHUNKS = SAMPLINGS[0]
 _WEIGHTED = re.compile(r"(?P<location>.+?),\s*(?P<weight>\d+(\.\d*)?([eE][+-]?\d+)?)\s*")
@@ -164,6 +166,12 @@ def open_sources(
 
     def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
         tokens = _open_tokens(request, entry)
+        used = tokens.vocab_size or vocab_size
+        if for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
+            retries.log(
+                f"warning: vocab_size={vocab_size}, but the tokenizer of {entry.location} has "
+                f"{used} ids: {1 - used / vocab_size:.0%} of the embedding is never used"
+            )
         if tokens.pad_id >= vocab_size:
             # A pad id may lie outside the model's table; padding has no weight, so use any id.
             tokens = dataclasses.replace(tokens, pad_id=0)

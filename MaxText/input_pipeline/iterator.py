@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.prefetch import Prefetcher, Retries
@@ -51,6 +53,7 @@ class _HostBatches:
         self.skipped = [message for one in opened for message in one.data.skipped]
         self._num_workers = num_workers
         self._prefetcher: Prefetcher | None = None
+        self._last: dict[str, Any] | None = None  # arrays of the step before the next one
 
     def stop_waiting(self, when: Callable[[], bool]) -> None:
         """Makes reads raise WaitCancelledError once `when` is true."""
@@ -58,6 +61,10 @@ class _HostBatches:
 
     def close(self) -> None:
         """Stops the readers; the next read restarts them at any step."""
+        self._last = None
+        self._stop()
+
+    def _stop(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -83,15 +90,36 @@ class _HostBatches:
         )
 
     def _attempt(self, step: int) -> dict[str, Any]:
-        if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self.source, step, self._num_workers)
         try:
-            return self._prefetcher.next(self.retries.options.timeout, self.retries.stopping)
+            if self._prefetcher is None:
+                first = step if self._last is None else step - 1
+                self._prefetcher = Prefetcher(self.source, first, self._num_workers)
+                if self._last is not None:
+                    self._check_unchanged(self._prefetcher, first, self._last)
+            self._last = self._next(self._prefetcher)
+            return self._last
         except Exception:
-            self.close()
+            self._stop()
             stores = [store for one in self.opened for store in (one.data.store, one.data.labels)]
             file_access.invalidate_cache([file for one in stores if one for file in one.files])
             raise
+
+    def _next(self, prefetcher: Prefetcher) -> dict[str, Any]:
+        return prefetcher.next(self.retries.options.timeout, self.retries.stopping)
+
+    def _check_unchanged(self, prefetcher: Prefetcher, step: int, last: dict[str, Any]) -> None:
+        """Reads the last batch again; FileReadError if it is another one."""
+        try:
+            again = self._next(prefetcher)
+        except FileReadError:
+            raise
+        except UserError:  # ids beyond vocab_size
+            again = {}
+        if not all(np.array_equal(again.get(name, ()), last[name]) for name in last):
+            raise FileReadError(
+                f"The files changed: step {step}, read again, gives another batch. Restore the "
+                "files that the run was started with, or start a new run (another run_name)."
+            )
 
 
 class BatchIterator(_HostBatches, Iterator[Batch]):

@@ -40,7 +40,14 @@ class Arrays:
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self._arrays:
             assert self.folder is not None, name
-            loaded = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            path = self.folder / f"{name}.npy"
+            try:
+                loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+            except (FileNotFoundError, ValueError, EOFError) as error:
+                raise UserError(
+                    f"{path} is damaged ({error}). Delete {self.folder}: a cache is made again, a "
+                    "data set has to be prepared or copied again."
+                ) from error
             # A plain ndarray view: slicing np.memmap is several times slower.
             self._arrays[name] = loaded.view(np.ndarray)
         return self._arrays[name]

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.storage.errors import FileReadError
 from tests.input_pipeline.small_data import data_keys, open_train, quiet, random_documents, take
 from tests.input_pipeline.token_store import token_files
 
@@ -65,12 +66,15 @@ def changed(files, change):
 
 
 @contextlib.contextmanager
-def failing_reads(count: int, from_step: int = 0):
-    """The next reads of these steps raise an I/O error."""
+def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str = ""):
+    """The next reads of these steps call `then` and raise an I/O error, of a file if named."""
     read, failures = GlobalBatch.__getitem__, iter([True] * count)
 
     def fail(self, step):
         if step >= from_step and next(failures, False):
+            then()
+            if path:
+                raise FileReadError(f"{path} cannot be read (Input/output error)", path)
             raise OSError(5, "Input/output error")
         return read(self, step)
 

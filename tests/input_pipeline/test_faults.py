@@ -10,12 +10,14 @@ import time
 
 import pytest
 
+from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,
     Mend,
     changed,
+    failing_reads,
     kept_files,  # noqa: F401
     moved,
     opened,
@@ -95,6 +97,24 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
     # After the files are back the iterator goes on.
     restore()
     assert_same(take(iterator, 20), undisturbed(folder, keys))
+
+
+@of_kind("megatron", "prepared_bin")
+def test_other_data_of_the_same_name_are_refused(kept):
+    folder, files, keys = kept
+
+    def replace():
+        for file in files:
+            content = file.read_bytes()
+            file.unlink()  # so that one who keeps it open goes on reading the old one
+            file.write_bytes(content[::-1])
+
+    iterator = opened(folder, keys | {"data_retry.attempts": 2})
+    with (
+        failing_reads(1, from_step=4, then=replace, path=str(files[0])),
+        pytest.raises(UserError, match="another batch"),
+    ):
+        take(iterator, 20)
 
 
 class Storage:

@@ -113,6 +113,7 @@ class GlobalBatch:
         self._masked = masked
         self._seed = seed
         self._reuse_first = reuse_first
+        self._first: dict[str, np.ndarray] | None = None
 
     def begin_at(self, step: int, sample: int, passed: ExcludedRanges = NO_EXCLUSIONS) -> None:
         """Makes `sample` the first one of `step`; later steps continue.
@@ -161,7 +162,13 @@ class GlobalBatch:
 
     def __getitem__(self, step: int) -> dict[str, np.ndarray]:
         """Returns the named arrays of a batch; UserError for too large ids."""
-        step = 0 if self._reuse_first else step
+        if not self._reuse_first:
+            return self._batch(step)
+        if self._first is None:
+            self._first = self._batch(0)
+        return self._first
+
+    def _batch(self, step: int) -> dict[str, np.ndarray]:
         stage, rows_B = self.schedule.at(step), self._rows_of(step)
         arrays = self._rows.read(rows_B)
         if self._largest_id is not None:
