@@ -77,9 +77,17 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
     Compression is "gz", "zst", "xz", "bz2" or "". Raises EOFError on reading if the file is
     truncated.
     """
-    contents: Any = _DECOMPRESSORS[compression](file) if compression else file
+    source = _with_peek(file)
+    if not compression:
+        return source
+    if not source.peek(1):
+        raise EOFError("it is empty")
+    return _with_peek(_DECOMPRESSORS[compression](source))
+
+
+def _with_peek(file: Any) -> io.BufferedReader:
     # Files of fsspec cannot peek.
-    return contents if hasattr(contents, "peek") else io.BufferedReader(contents, _BUFFER_BYTES)
+    return file if hasattr(file, "peek") else io.BufferedReader(file, _BUFFER_BYTES)
 
 
 class _StrictHeader(tarfile.TarInfo):
@@ -92,13 +100,19 @@ class _StrictHeader(tarfile.TarInfo):
     def fromtarfile(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, archive: tarfile.TarFile
     ) -> tarfile.TarInfo:
+        known = vars(archive)
         try:
-            return super().fromtarfile(archive)
+            header = super().fromtarfile(archive)
         except (tarfile.HeaderError, ValueError) as error:
-            # Zero blocks and the end of the file; the exceptions for them are private.
-            if type(error).__name__ in ("EOFHeaderError", "EmptyHeaderError"):
+            kind = type(error).__name__  # the exceptions are private
+            if kind == "EOFHeaderError":  # zeros, which end every archive
+                known["has_end"] = True
+                raise
+            if kind == "EmptyHeaderError" and (not archive.offset or known["has_end"]):
                 raise
             raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
+        known["has_end"] = False
+        return header
 
 
 def scan_members(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, BinaryIO]]:

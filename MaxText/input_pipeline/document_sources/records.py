@@ -2,7 +2,6 @@
 
 import functools
 import io
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -221,14 +220,19 @@ def _archive_tensors(path: str, fields: Sequence[str]) -> Iterator[tuple[int, by
 
 def _samples(path: str) -> Iterator[dict[str, tuple[int, bytes]]]:
     """Yields {field: (offset, contents)} of consecutive members of one name."""
-
-    def split(name: str) -> tuple[str, str]:
-        folder, _, base = name.rpartition("/")
-        stem, *parts = base.split(".")
-        return f"{folder}/{stem}", ".".join(parts[:-1])
-
+    key, sample = "", {}
     with open_stream(path) as file:
         members = scan_members(decompressed(file, format_of(path).compression))
-        tensors = (pair for pair in members if pair[0].name.endswith(_TENSOR_ENDINGS))
-        for _, sample in itertools.groupby(tensors, lambda pair: split(pair[0].name)[0]):
-            yield {split(m.name)[1]: (m.offset_data, content.read()) for m, content in sample}
+        for member, content in members:
+            if not member.name.endswith(_TENSOR_ENDINGS):
+                continue
+            folder, _, name = member.name.rpartition("/")
+            stem, *parts = name.split(".")
+            field = ".".join(parts[:-1])
+            if sample and (f"{folder}/{stem}" != key or field in sample):
+                yield sample
+                sample = {}
+            key = f"{folder}/{stem}"
+            sample[field] = member.offset_data, content.read()
+    if sample:
+        yield sample

@@ -8,8 +8,10 @@ import json
 import os
 import re
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.document_formats import (
@@ -42,8 +44,12 @@ _ABOUT_TABLES = {
 # Cached results that `datasets` writes next to a saved dataset.
 _CACHED = re.compile(r"(.*/)?cache-[^/]*\.arrow")
 
-# Each folder that prepare_data.py writes has one of these.
-_MADE = ("manifest.json", "records.json", "export.json")
+# Each folder that prepare_data.py writes has one of these, with these fields.
+_MADE = {
+    "manifest.json": {"schema_version", "tokenizer", "splits"},
+    "records.json": {"schema_version", "tokenizer_sha256"},
+    "export.json": {"schema_version", "tokenizer_sha256"},
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,10 @@ def resolve_files(entry: str) -> list[SourceFile]:
     is_folder = file_access.path_type(entry) == "directory"
     if is_folder and not file_access.is_url(entry):
         folder = file_access.local_path(entry)
+        if _MADE["manifest.json"] <= _fields(Path(folder) / "manifest.json").keys():
+            raise UserError(
+                f"{_KEY}={entry} is a prepared data set. Train on it with dataset_path={entry}."
+            )
         names = [Path(os.path.relpath(file.path, folder)).as_posix() for file in files]
     else:
         names = [*file_access.relative_names([file.path for file in files])]
@@ -139,18 +149,28 @@ def _source_file(file: FileInfo, name: str) -> SourceFile:
 
 def _is_made(folder: Path) -> bool:
     """Returns whether prepare_data.py wrote a folder."""
-    paths = (folder / name for name in _MADE)
-    return any(path.is_file() and b'"schema_version"' in path.read_bytes() for path in paths)
+    return any(fields <= _fields(folder / name).keys() for name, fields in _MADE.items())
 
 
-def _is_leftover(path: Path) -> bool:
-    """Returns whether a saved Hugging Face dataset no longer lists its file."""
-    state = path.with_name(_STATE)
-    if path.suffix != ".arrow" or not state.is_file():
-        return False
-    content = json.loads(state.read_bytes())
-    listed = content.get("_data_files") if isinstance(content, dict) else None
-    return bool(listed) and path.name not in [file["filename"] for file in listed]
+def _fields(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file, or nothing."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _leftovers(folder: Path, found: Iterable[str]) -> set[str]:
+    """Returns the .arrow files that saved Hugging Face datasets no longer list."""
+    arrow = [name for name in found if name.endswith(".arrow")]
+    leftovers = set()
+    for parent in {os.path.dirname(name) for name in arrow}:
+        listed = _fields(folder / parent / _STATE).get("_data_files")
+        if isinstance(listed, list):
+            names = {str(PurePosixPath(parent, file["filename"])) for file in listed}
+            leftovers |= {n for n in arrow if os.path.dirname(n) == parent and n not in names}
+    return leftovers
 
 
 def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
@@ -160,7 +180,7 @@ def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
         below = {parent for name in found for parent in PurePosixPath(name).parents[:-1]}
         made = tuple(f"{name}/" for name in below if _is_made(folder / name))
         found = {name: file for name, file in found.items() if not name.startswith(made)}
-        found = {name: file for name, file in found.items() if not _is_leftover(folder / name)}
+        found = {name: found[name] for name in found.keys() - _leftovers(folder, found)}
     known = {name: known_format(name) for name in found if not _CACHED.fullmatch(name)}
     layouts = {each.layout for each in known.values() if each}
     hidden = _ABOUT_TABLES if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS) else ()

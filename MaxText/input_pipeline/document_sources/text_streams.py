@@ -79,11 +79,12 @@ def json_texts(
     """Yields (line number or index, text or "" for null) of a JSON file.
 
     Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
-    Blank lines count but are not yielded. A file may be one list, which is read entirely by the
-    range it starts in. The file must be seekable if `start` > 0. `skipped` collects malformed
+    Blank lines count but are not yielded. A .json file may be one list, which is read entirely by
+    the range it starts in. The file must be seekable if `start` > 0. `skipped` collects malformed
     lines. Raises UserError beyond its limit.
     """
-    if file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+    may_be_list = ".jsonl" not in where.rsplit("/", 1)[-1]
+    if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         rows = () if start else _parse(file.read(), where, text_field)
         for number, row in enumerate(rows):
             row_where = f"{where}, value {number + 1} of its list,"

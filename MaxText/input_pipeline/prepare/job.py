@@ -94,7 +94,7 @@ class TokenizationJob:
     def _open_staging(self) -> None:
         """Creates the folder, deleting results of another request."""
         staging, request = self.tokenization.staging, self.tokenization.staging / "request.json"
-        contents = {**self.tokenization.summary(), "corpus": self.corpus.identity()}
+        contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()
         if has_results and request.read_text(encoding="utf-8") == summary:

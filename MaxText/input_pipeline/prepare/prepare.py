@@ -150,7 +150,9 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
                 manifest = _make(request, staging)
                 _finish(request, staging, folder)
             except BaseException:
-                if not any((staging / "shards").glob("*.json")):
+                if any((staging / "shards").glob("*.json")):
+                    log(f"Finished shards are kept in {staging}. Run the same command to resume.")
+                else:
                     shutil.rmtree(staging, ignore_errors=True)
                 raise
     except OSError as error:
@@ -351,18 +353,20 @@ def _upload(folder: Path, url: str, last: str) -> None:
     """Uploads all files of a folder, with `last` as the last one."""
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     system, path = file_access.file_system(url)
-    if others := {name[len(path) + 1 :] for name in system.find(path)} - {*files}:
-        raise UserError(
-            f"dataset_path={url} has other files ({min(others)}). Choose another folder."
-        )
     try:
+        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
         for file in sorted(files, key=lambda file: (file == last, file)):
-            system.put_file(str(folder / file), f"{path}/{file}")
+            if not others:
+                system.put_file(str(folder / file), f"{path}/{file}")
     except Exception as error:  # fsspec backends raise their own errors
         raise UserError(
             f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "
             "run the same command to upload it."
         ) from error
+    if others:
+        raise UserError(
+            f"dataset_path={url} has other files ({min(others)}). Choose another folder."
+        )
 
 
 def tokenize_to_cache(

@@ -33,7 +33,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenWriter
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
-from MaxText.storage.atomic import atomic_write_text, sync_file
+from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
 
@@ -251,6 +251,8 @@ def write_documents(
         )
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
     (folder / SOURCE_FILES_NAME).write_text(f"[{lines}]\n", encoding="utf-8")
+    for leftover in folder.glob(f"*{WRITING_SUFFIX}"):
+        leftover.unlink()
     for path in (*folder.iterdir(), folder):
         sync_file(path)
     return Split(

@@ -120,6 +120,9 @@ class RecordImport:
         return imported
 
     def _import(self, log: Callable[[str], None]) -> None:
+        if self.dtype == "uint16" and any(self.folder.glob("uint32-*.json")):
+            dataclasses.replace(self, dtype="uint32")._import(log)  # resumes
+            return
         began, width = time.monotonic(), np.dtype(self.dtype).itemsize
         total = sum(file.size for file in self.files)
         log(

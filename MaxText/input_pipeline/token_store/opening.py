@@ -214,7 +214,8 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
     url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
         copy = copy_folder(url, request.cache_dir)
-        assert copy is not None, url
+        if copy is None:
+            raise UserError(f"{request.where}: no such folder.")
         folder = copy
     manifest = read_manifest(str(folder))
     split_key = "train_split" if request.for_training else "eval_split"

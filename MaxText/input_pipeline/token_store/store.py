@@ -6,7 +6,9 @@ Legend: P ranges, D documents.
 """
 
 import bisect
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -27,7 +29,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     damaged,
 )
 from MaxText.storage import file_access
-from MaxText.storage.atomic import sync_file
+from MaxText.storage.atomic import atomic_rename, sync_file, temporary_name
 from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
@@ -89,10 +91,7 @@ class TokenStore:
     def _source_files(self) -> tuple[list[int], list[str]]:
         """Returns the first document and the name of each source file, if known."""
         folder = self._documents.folder
-        if folder is None or not (folder / SOURCE_FILES_NAME).exists():
-            return [], []
-        entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
-        return [first for first, _ in entries], [name for _, name in entries]
+        return ([], []) if folder is None else _read_source_files(folder)
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
@@ -140,13 +139,22 @@ class TokenStore:
         return ids
 
 
+@functools.lru_cache(maxsize=8)
+def _read_source_files(folder: Path) -> tuple[list[int], list[str]]:
+    if not (folder / SOURCE_FILES_NAME).exists():
+        return [], []
+    entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
+    return [first for first, _ in entries], [name for _, name in entries]
+
+
 class TokenWriter:
     """Writes ids to a flat file, synced to disk at the end."""
 
     def __init__(self, path: Path, dtype: np.dtype):
         self.count, self.largest = 0, -1
         self._path, self._dtype = path, dtype
-        self._file = path.open("wb")
+        self._writing = temporary_name(path)
+        self._file = self._writing.open("wb")
 
     def write(self, ids: np.ndarray) -> None:
         self.count += ids.size
@@ -156,10 +164,14 @@ class TokenWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        sync_file(self._path)
-        sync_file(self._path.parent)
+    def __exit__(self, kind: object, *_: object) -> None:
+        with contextlib.suppress(*[OSError] * (kind is not None)):
+            self._file.close()
+        if kind is None:
+            atomic_rename(self._writing, self._path)
+            sync_file(self._path.parent)
+        else:
+            self._writing.unlink()
 
 
 def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:

@@ -17,6 +17,7 @@ from MaxText.input_pipeline.tokenization.interface import (
     TextTokenizer,
     control_ids,
     control_token_settings,
+    read_json,
     without_surrogates,
     write_files,
 )
@@ -139,7 +140,7 @@ def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
 def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
 
-    The vocabulary's control tokens become special.
+    Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
     """
     paths = str(folder / "vocab.json"), str(folder / "merges.txt")
     try:
@@ -154,7 +155,14 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     ids = control_ids(settings, tokenizer.token_to_id).values()
     tokens = {tokenizer.id_to_token(i) or "" for i in ids if i is not None}
-    tokenizer.add_special_tokens(sorted(tokens))
+    added = read_json(folder / "added_tokens.json")
+    tokenizer.add_special_tokens([*sorted(tokens), *sorted(added, key=lambda token: added[token])])
+    for token, number in added.items():
+        if tokenizer.token_to_id(token) != number:
+            raise UserError(
+                f"{folder / 'added_tokens.json'} gives {token!r} the id {number}, which is not the "
+                f"next free one. Save a {TOKENIZER_NAME} with transformers and give that."
+            )
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
 
 

@@ -135,7 +135,13 @@ def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -
 
 
 def _find_file(folder: Path, tokenizer_type: str = "auto") -> Path | None:
-    found = (path for pattern in _PATTERNS for path in sorted(folder.glob(pattern)))
+    found = [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+    vocabularies = [path.name for path in found if path.suffix == ".tiktoken"]
+    if len(vocabularies) > 1 and tokenizer_type in ("auto", "tiktoken"):
+        raise UserError(
+            f"{folder} holds several tokenizers ({', '.join(vocabularies)}). Set tokenizer_path to "
+            "one of these files."
+        )
     return next((path for path in found if tokenizer_type in ("auto", _kind(path))), None)
 
 

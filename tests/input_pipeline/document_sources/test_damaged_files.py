@@ -42,6 +42,7 @@ TEXTS = [f"text {i} äöü " + random.Random(i).randbytes(200 * i).hex() for i i
         ("a.json", b'["\xff"]', ".* UTF-8"),
         ("a.txt", b"abc \xff def", ".* UTF-8 .*0xff in position 4"),
         ("a.txt.gz", b"not packed", ".* gzipped"),
+        ("a.txt.gz", b"", ".* empty"),
         ("a.parquet.gz", b"not packed", ""),
         ("a.tar", b"no archive", ".* header"),
         ("a.tar", tar([("b.txt", b"\xff")]), r", member 'b\.txt',.* UTF-8"),
@@ -93,6 +94,8 @@ def test_damaged_records_and_headers(tmp_path):
     at = content.index(b"1.txt")
     content[at + 110] ^= 1
     (tmp_path / "a.tar").write_bytes(content)
+    refused(rf"a\.tar.* byte {at}", read_texts, tmp_path / "a.tar")
+    (tmp_path / "a.tar").write_bytes(content[:at])
     refused(rf"a\.tar.* byte {at}", read_texts, tmp_path / "a.tar")
     # Bytes that pyarrow itself takes for UTF-8.
     invalid = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())

@@ -1,5 +1,6 @@
 """Tokenizers of every kind: loaded, saved, trained, and what is refused."""
 
+import json
 import pickle
 
 import huggingface_hub
@@ -154,6 +155,14 @@ def test_loaded_from_vocabulary_and_merges(trained, tmp_path):
     assert_same_ids(by_files, SAMPLE)
     text = SAMPLE[0] + "<|endoftext|>" + SAMPLE[2]
     assert by_files.encode([text])[0].tolist() == trained.encode([text])[0].tolist()
+
+    size = trained.entry.vocab_size
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 1, "<|im_end|>": size}))
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    entry = load_tokenizer(str(tmp_path)).entry
+    assert (entry.eos_id, entry.pad_id, entry.vocab_size) == (size, size + 1, size + 2)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": size + 5}))
+    refused(rf"added_tokens\.json.*'<pad>'.* {size + 5}", load_tokenizer, str(tmp_path))
     (tmp_path / "vocab.json").write_text("[]")
     refused(r"vocab\.json", load_tokenizer, str(tmp_path))
 
