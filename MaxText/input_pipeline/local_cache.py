@@ -45,7 +45,7 @@ class Arrays:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError) as error:
                 raise UserError(
-                    f"{path} is damaged ({error}). Delete {self.folder}: a cache is made again, a "
+                    f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
                     "data set has to be prepared or copied again."
                 ) from error
             # A plain ndarray view: slicing np.memmap is several times slower.

@@ -162,7 +162,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _leftovers(folder: Path, found: Iterable[str]) -> set[str]:
-    """Returns the .arrow files that saved Hugging Face datasets no longer list."""
+    """Returns .arrow files missing from lists of saved Hugging Face datasets."""
     arrow = [name for name in found if name.endswith(".arrow")]
     leftovers = set()
     for parent in {os.path.dirname(name) for name in arrow}:
