@@ -28,7 +28,7 @@ from MaxText.layers.depth_aggregate import (
     supports_fused_norms,
 )
 from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms
-from MaxText.layers.params import Init, Shape, constant, param, zeros
+from MaxText.layers.params import Init, constant, param, zeros
 from MaxText.layers.part import Connection, Flops, LayerInputs, PreNormalized
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
@@ -68,8 +68,13 @@ class DenseConnections(Connection):
         recomputed = [one for one in self.after.values() if one.depth < num_layers]
         for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
             one.is_saved = True
+        self.zero_centered = init.zero_centered_norms
+        # Learned scales of the normalized hidden states X_0 to X_L.
+        shape, initial = (num_layers + 1, D), constant(0.0 if self.zero_centered else 1.0)
         self.source_norm = (
-            PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
+            nnx.Dict(scale=param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype))
+            if dense.mudd_prenorm
+            else None
         )
 
     @classmethod
@@ -94,7 +99,9 @@ class DenseConnections(Connection):
         sources, x_BTD = carry, carry[-1].x_BTD
         if str(index) not in self.after:
             return LayerInputs.all(x_BTD), sources
-        scales = None if self.source_norm is None else self.source_norm.factors()
+        scales = None
+        if self.source_norm is not None:
+            scales = effective_scale(self.source_norm["scale"], self.zero_centered)
         sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
         return LayerInputs(*(sums.get(stream, rest) for stream in LayerInputs._fields)), sources
@@ -106,18 +113,6 @@ class DenseConnections(Connection):
 
     def end(self, carry: LayerOutputs) -> jax.Array:
         return self.read(self.num_layers, carry, {})[0].r
-
-
-class PreNormScales(nnx.Module):
-    """Learned scales [L + 1, D] of the normalized hidden states X_0 to X_L."""
-
-    def __init__(self, shape: Shape, init: Init, rngs: nnx.Rngs):
-        self.zero_centered = init.zero_centered_norms
-        initial = constant(0.0 if self.zero_centered else 1.0)
-        self.scale = param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
-
-    def factors(self) -> jax.Array:
-        return effective_scale(self.scale, self.zero_centered)
 
 
 class DepthAggregate(nnx.Module):

@@ -169,14 +169,16 @@ class Tile(NamedTuple):
         return min(self.shape[0], TILE_ROWS)
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
-        @pl.loop(0, self.shape[0] // self.step)
-        def _(r):
+        def body(r, _):
             do(pl.ds(r * self.step, self.step))
 
+        jax.lax.fori_loop(0, self.shape[0] // self.step, body, None)
+
     def for_columns(self, do: Callable[[Any], Any]) -> None:
-        @pl.loop(0, self.shape[1] // self.chunk)
-        def _(d):
+        def body(d, _):
             do(pl.ds(d * self.chunk, self.chunk))
+
+        jax.lax.fori_loop(0, self.shape[1] // self.chunk, body, None)
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""

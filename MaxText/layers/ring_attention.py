@@ -112,12 +112,7 @@ class _Ring:
     def num_blocks(self) -> int:
         piece = self.length // self.num_pieces
         longest = min(self.block_size or piece, piece)
-        divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
-        rows = max(rows for rows in divisors if rows <= longest)
-        if 4 * rows < longest:
-            # A longer block is better than many of a few rows.
-            rows = min(rows for rows in divisors if rows > longest)
-        return self.length // rows
+        return self.length // max(rows for rows in range(1, longest + 1) if piece % rows == 0)
 
     @property
     def steps(self) -> range:

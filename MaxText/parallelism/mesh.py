@@ -50,22 +50,15 @@ class ShardingPlan:
         self.pipeline = pipeline or PipelineConfig()
         self.offloads_optimizer = offloads_optimizer
         self.replicated = NamedSharding(mesh, PartitionSpec())
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes for the sequences of a batch."""
-        return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
+        first_rules = dict(reversed(rules))
+        self.batch_axes = tuple(first_rules["activation_batch"])  # mesh axes for sequences
+        self.length_axes = tuple(first_rules["activation_length"])  # mesh axes for their tokens
 
     @property
     def mesh_sizes(self) -> str:
         """Axes with several devices, as in "data 2, fsdp 4"."""
         sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
         return ", ".join(sizes) or "one device"
-
-    @property
-    def length_axes(self) -> tuple[str, ...]:
-        """Mesh axes for the tokens of a sequence."""
-        return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
 
     @property
     def num_length_parts(self) -> int:
@@ -198,17 +191,10 @@ class ShardingPlan:
 
         return jax.jit(traced, **options)
 
-    def compile_step(
-        self,
-        train_step: Callable,
-        abstract_state: Any,
-        abstract_batch: Any,
-        compiler_options: dict[str, Any] | None = None,
-    ) -> tuple[Callable, float]:
-        """Returns the compiled step (donating its state), and its seconds."""
+    def compile_step(self, train_step: Callable, *arguments: Any) -> tuple[Callable, float]:
+        """Returns the step compiled from `lower_step`, and the seconds that it took."""
         began = time.perf_counter()
-        lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
-        return lowered.compile(), time.perf_counter() - began
+        return self.lower_step(train_step, *arguments).compile(), time.perf_counter() - began
 
     def lower_step(
         self,
@@ -217,6 +203,7 @@ class ShardingPlan:
         abstract_batch: Any,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Lowered:
+        """Returns the lowered train step, to which states are donated."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
         options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
         jitted = self.jit(train_step, out_shardings=shardings, **options)

@@ -246,7 +246,7 @@ def test_form_on_each_generation(kind, form):
         ("auto", 64, "tpu", "sum", "emb_dim 64"),
         ("auto", 128, "gpu", "sum", "TPU"),
         ("kernel", 128, "gpu", "sum", "TPU"),
-        ("kernel", 32, "cpu", "kernel", "dense_aggregation_impl=kernel"),
+        ("kernel", 32, "cpu", "kernel", None),
         ("sum", 128, "tpu", "sum", None),
     ],
 )
