@@ -223,7 +223,9 @@ class DepthAggregate(nnx.Module):
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        chosen = {i: norms[x] for i, x in enumerate(self.streams) if type(norms.get(x)) is RMSNorm}
+        found = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
+        # Not isinstance: the kernel does not know LayerNorm and ScaleNorm, which are derived.
+        chosen = {index: norm for index, norm in found if type(norm) is RMSNorm}
         can_fuse = supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
         if not chosen or self.config.adds or not can_fuse:
             return NO_NORMS, None

@@ -152,7 +152,9 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
         key_value = _normal(width**-0.5)
         attention_output = _normal((dimensions.num_query_heads * dimensions.head_dim) ** -0.5)
         position = _normal(0.01)
-    attention_slots = (_normal_fan_in,) * 2 if kind == "tokenformer" else (kernel, output)
+    attention_slots = slots = kernel, output
+    if kind == "tokenformer":
+        attention_slots = _normal_fan_in, _normal_fan_in
     return Initializers(
         kernel,
         output,
@@ -162,7 +164,7 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
         _normal(table),
         position,
         attention_slots,
-        feed_forward_slots=(kernel, output),
+        slots,
         connection=_normal_fan_in,
         memory=_normal(dimensions.head_dim**-0.5),
     )

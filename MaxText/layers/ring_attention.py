@@ -52,7 +52,7 @@ def ring_attention(
     if (repeats := kv_head_repeats(q_BTNH, k_BTKH, query_sharding, key_sharding)) > 1:
         k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
         if memory is not None:
-            memory = tuple(jnp.repeat(x, repeats, axis=1) for x in memory)
+            memory = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), memory)
     num_parts = math.prod(mesh.shape[axis] for axis in ring)
     ring_of_devices = _Ring(
         spec=dataclasses.replace(spec, slopes_N=None),

@@ -395,23 +395,6 @@ def apply_unrolled(
     return carry, totals, tuple(new_states)
 
 
-def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
-    """Returns each layer's weights as a tree of its own.
-
-    Decoding cannot afford to slice them for every token. Deletes each stacked array once split.
-    """
-
-    def unstack(stacked: dict) -> list[dict]:
-        leaves, structure = jax.tree.flatten(stacked)
-        rows = []
-        for leaf in leaves:
-            rows.append(jax.block_until_ready([leaf[index] for index in range(len(leaf))]))
-            leaf.delete()
-        return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
-
-    return tuple(blueprint.layer_weights(weights, unstack))
-
-
 def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
     """Takes a layer's weights from a stacked tree or list; returns the rest."""
     if not sequential:

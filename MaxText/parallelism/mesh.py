@@ -139,16 +139,15 @@ class ShardingPlan:
         """Returns the sharding of a batch: sequences are split, tokens are not."""
         return self.named_sharding(("activation_batch", None), (batch_size, 1))
 
-    def batch_slice(self, process: int | None = None) -> tuple[int, int]:
-        """Returns (part, parts): a process reads one part of each batch.
+    def batch_slice(self) -> tuple[int, int]:
+        """Returns (part, parts): this process reads one part of each batch.
 
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
-        process = jax.process_index() if process is None else process
         shape, held = (self.num_batch_parts, 1), {}
         for device, (rows, _) in self.batch_sharding(shape[0]).devices_indices_map(shape).items():
             held.setdefault(device.process_index, set()).add(rows.start or 0)
-        return process_batch_slice(held, process)
+        return process_batch_slice(held, jax.process_index())
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns this process's part of a batch, in NumPy, as global arrays."""

@@ -57,7 +57,6 @@ def setup_train(
         optimizer,
         schedule,
         num_microbatches=config.batch.gradient_accumulation_steps,
-        dropout_seed=model_config.initialization.init_weights_seed,
         guard=config.guard,
         repeat_update=config.optimizer.opt_type != "muon",
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,

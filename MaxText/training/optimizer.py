@@ -146,8 +146,10 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # The correction divides by 1 - b^count, which is 1 after many updates.
         many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
-        updates, new_state = adam.update(updates, many, params)
-        return updates, new_state._replace(count=optax.safe_increment(state.count))
+        new: Any
+        updates, new = adam.update(updates, many, params)
+        count = optax.safe_increment(state.count)
+        return updates, state._replace(count=count, mu=new.mu, nu=new.nu)
 
     return optax.GradientTransformation(adam.init, update)
 
