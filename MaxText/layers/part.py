@@ -283,7 +283,7 @@ class Head(Part):
 
 
 def check_output(part: Part, output: Any, x_BTD: jax.Array) -> Any:
-    """Returns `output`; raises UserError unless it is (array like x_BTD, anything)."""
+    """Returns `output`; raises UserError unless it is (like x_BTD, anything)."""
     if not isinstance(output, tuple) or [jnp.shape(x) for x in output[:1]] != [x_BTD.shape]:
         raise UserError(
             f"{type(part).__name__} returned {jax.tree.map(jnp.shape, output)}, and has to return "

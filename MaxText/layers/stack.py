@@ -366,7 +366,7 @@ def apply_unrolled(
     states: Sequence[Any] | None = None,  # decode state of each layer
     sequential: bool = False,
 ) -> tuple[Any, Scalars, tuple[Any, ...]]:
-    """Returns the last layer's output, scalars summed over layers, and decode states.
+    """Returns the last output, scalars summed over layers, and states.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
     ones for every token, which takes as long as the matmuls.

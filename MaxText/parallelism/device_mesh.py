@@ -55,7 +55,7 @@ def create_device_mesh(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray
 
 
 def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """Returns the devices of a slice as a mesh, in their order if jax has no better one."""
+    """Returns the devices of a slice as a mesh, arranged by jax if it can."""
     try:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=allow_split)
     except NotImplementedError as error:
@@ -93,7 +93,7 @@ def _sizes(config: MeshConfig, network: str) -> list[int]:
 
 
 def _fill_sizes(config: MeshConfig, network: str, number: int, things: str) -> tuple[int, ...]:
-    """Returns the sizes with -1 resolved; raises UserError unless they multiply to `number`."""
+    """Returns sizes with product `number`; raises UserError if they misfit."""
     sizes = _sizes(config, network)
     fixed, fills = math.prod(size for size in sizes if size != -1), -1 in sizes
     if fills and number % fixed == 0:

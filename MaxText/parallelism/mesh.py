@@ -191,7 +191,7 @@ class ShardingPlan:
         return jax.jit(traced, **options)
 
     def compile_step(self, train_step: Callable, *arguments: Any) -> tuple[Callable, float]:
-        """Returns the step compiled from `lower_step`, and the seconds that it took."""
+        """Compiles the step of `lower_step`; returns the seconds, too."""
         began = time.perf_counter()
         return self.lower_step(train_step, *arguments).compile(), time.perf_counter() - began
 
@@ -202,7 +202,7 @@ class ShardingPlan:
         abstract_batch: Any,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Lowered:
-        """Returns the lowered train step, to which states are donated."""
+        """Lowers the train step, with its state donated."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
         options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
         jitted = self.jit(train_step, out_shardings=shardings, **options)
@@ -228,10 +228,11 @@ def compiler_options(
 
 
 def process_batch_slice(held: Mapping[int, set[int]], process: int) -> tuple[int, int]:
-    """Returns (part, parts) of a batch's sequences for a process; `held` maps each to its own.
+    """Returns (part, parts) of a batch's sequences for a process.
 
-    Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
-    returns (0, 1): each reads all sequences and places what it holds.
+    `held` maps processes to their sequences. Must agree with
+    jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
+    reads all sequences and places what it holds.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
     are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))

@@ -132,7 +132,7 @@ def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 @register("optimizer", "adamw")
 def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015); without bias correction as in BERT and GPT-Neo."""
+    """Adam (Kingma and Ba 2015), or uncorrected as in BERT and GPT-Neo."""
     adam = optax.scale_by_adam(
         b1=config.adam_b1,
         b2=config.adam_b2,
