@@ -88,28 +88,19 @@ def aggregate(
     return _aggregate(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)  # pyright: ignore
 
 
-@jax.custom_vjp
-def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+@jax.custom_gradient
+def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> Any:
     """Returns x, and takes gradients with respect to scale * x from here on.
 
     All aggregations share the scale, so both gradients are computed once, from the accumulated one.
     """
-    del scale_D
-    return x_BTD
 
+    def backward(gradient_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient_BTD = gradient_BTD.astype(jnp.float32)
+        grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
+        return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
 
-def _scale_grad_only_forward(x_BTD, scale_D):
-    return x_BTD, (x_BTD, scale_D)
-
-
-def _scale_grad_only_backward(residuals, gradient_BTD):
-    x_BTD, scale_D = residuals
-    gradient_BTD = gradient_BTD.astype(jnp.float32)
-    grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
-    return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
-
-
-scale_grad_only.defvjp(_scale_grad_only_forward, _scale_grad_only_backward)
+    return x_BTD, backward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -140,9 +140,8 @@ def flash_attention(
         parts = math.prod(mesh.shape[axis] for axis in length)
         shard = query_sharding.shard_shape(q_BTNH.shape)
         mask = _splash_kernel(
-            (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts,
-            spec.causal, spec.window, spec.soft_cap, platform() == "cpu",
-        )  # fmt: skip
+            (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts, spec, platform() == "cpu"
+        )
         mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
     segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
 
@@ -192,9 +191,7 @@ def _splash_kernel(
     shape: tuple[int, int],
     num_heads: int,
     num_length_parts: int,
-    causal: bool,
-    window: int | None,
-    soft_cap: float,
+    spec: AttentionSpec,
     interpret: bool,
 ) -> Any:
     """Returns the kernel of a whole mask. Cached: slow to build."""
@@ -202,6 +199,7 @@ def _splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    causal, window = spec.causal, spec.window
     if window is not None and window < shape[1]:
         mask = masks.LocalMask(shape, (window - 1, 0 if causal else window), 0)
     else:  # splash attention cannot partition a window that hides nothing
@@ -218,7 +216,7 @@ def _splash_kernel(
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=num_length_parts,
-            attn_logits_soft_cap=soft_cap or None,
+            attn_logits_soft_cap=spec.soft_cap or None,
             residual_checkpoint_name=_RESIDUALS,
             interpret=interpret,
         )
@@ -233,10 +231,7 @@ def _splash(
 
     _, length, num_heads, head_dim = q_BTNH.shape
     if kernel is None:
-        kernel = _splash_kernel(
-            (length, k_BSKH.shape[1]), num_heads, 1,
-            spec.causal, spec.window, spec.soft_cap, platform() == "cpu",
-        )  # fmt: skip
+        kernel = _splash_kernel((length, k_BSKH.shape[1]), num_heads, 1, spec, platform() == "cpu")
     segments = None
     if query_segments_BT is not None:
         segments = splash.SegmentIds(query_segments_BT, key_segments_BS)
