@@ -98,7 +98,5 @@ def trainer(config: Config, num_microbatches: int = 1, **keys: Any):
     model = Model(config.model)
     schedule, optimizer, initialize = made_for_training(config, model)
     state = jax.jit(initialize)(jax.random.key(0))
-    step = make_train_step(
-        model, optimizer, schedule, num_microbatches=num_microbatches, dropout_seed=0, **keys
-    )
+    step = make_train_step(model, optimizer, schedule, num_microbatches=num_microbatches, **keys)
     return model, state, jax.jit(step)

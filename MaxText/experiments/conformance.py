@@ -411,7 +411,7 @@ def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., A
     """Returns a model, its train state initializer and its train step."""
     model, schedule = Model(config.model), learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
-    step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
+    step = make_train_step(model, optimizer, schedule)
     return model, make_initialize(model, optimizer), step
 
 

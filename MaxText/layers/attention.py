@@ -198,7 +198,7 @@ class Attention(Mixer):
                     segments_BT=segments_BT, memory=memory, block_size=block_size,
                     balanced=balanced,
                 )  # fmt: skip
-                return tag_context(o_BTNH)
+                return tag(o_BTNH, "context")
             if not flash:
                 whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
                 k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
@@ -215,7 +215,7 @@ class Attention(Mixer):
             segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
             dropout_rate=self.dropout_rate, dropout_key=key,
         )  # fmt: skip
-        return tag_context(o_BTNH)
+        return tag(o_BTNH, "context")
 
 
 @register("mixer", "local_attention")
@@ -237,8 +237,3 @@ class LocalAttention(Attention):
             f"in local layers, of a window of {window:,}, {counted:,.6g}",
             f"in local layers with {multiplied:,.6g}",
         )
-
-
-def tag_context(o_BTNH: jax.Array) -> jax.Array:
-    """Tags the output for remat policies, as kernels do for theirs."""
-    return tag(o_BTNH, "context")

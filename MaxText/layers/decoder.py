@@ -21,16 +21,10 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Scalars, describe
+from MaxText.layers.part import Scalars
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
-from MaxText.layers.stack import (
-    LayersOutput,
-    apply_remat,
-    apply_scanned,
-    apply_unrolled,
-    stack,
-)
+from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain, current_num_stages
 
 States = tuple[Any, ...]  # decode states: one per layer, then the head's
@@ -116,13 +110,12 @@ class Decoder(nnx.Module):
         num_stages = current_num_stages()
 
         if num_stages == 1 and memory.scan_layers is not True:
-            output = self._unrolled(x_BTD, context, None, memory.remat_policy)
-            return self._normalized(self._last(output, memory.remat_policy)), output.scalars
+            x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
+            return self._normalized(x_BTD), scalars
         if not self.connections.keeps_shapes:
             raise UserError(
-                f"{describe(self.connections)}: each layer reads another number of arrays, so "
-                "layers cannot be scanned or cut into stages: set scan_layers=false and "
-                f"{NO_STAGES}"
+                f"layers with connection {type(self.connections).__name__} cannot be scanned, as "
+                f"each reads another number of arrays: set scan_layers=false and {NO_STAGES}"
             )
 
         def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
@@ -182,19 +175,19 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
         layer_states = None if states is None else states[:-1]
-        output = self._unrolled(x_BTD, context, layer_states, "none")
-        h_BTD = self._normalized(self._last(output, "none"))
+        x_BTD, _, new_states = self._unrolled(x_BTD, context, layer_states, "none")
+        h_BTD = self._normalized(x_BTD)
         earlier = None if states is None else states[-1]
-        return h_BTD, (*output.states, self.head.state(h_BTD, tokens_BT, context, earlier))
+        return h_BTD, (*new_states, self.head.state(h_BTD, tokens_BT, context, earlier))
 
     def _unrolled(
         self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
-    ) -> LayersOutput:
+    ) -> tuple[jax.Array, Scalars, States]:
         def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
 
-        return apply_unrolled(
+        carry, scalars, states = apply_unrolled(
             self.layers,
             self.blueprint,
             self.connections.begin(x_BTD),
@@ -203,6 +196,8 @@ class Decoder(nnx.Module):
             states=states,
             sequential=not self.connections.keeps_shapes,
         )
+        end = apply_remat(self.connections.end, policy, in_scan=False)
+        return end(carry), scalars, states
 
     def _layer(
         self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
@@ -213,11 +208,7 @@ class Decoder(nnx.Module):
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
-        after = self.connections.write(index, rest, y_BTD, context.shared)
-        return self.connections.checked(carry, after), scalars, state
-
-    def _last(self, output: LayersOutput, policy: RematPolicy) -> jax.Array:
-        return apply_remat(self.connections.end, policy, in_scan=False)(output.carry)
+        return self.connections.write(index, rest, y_BTD, context.shared), scalars, state
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)

@@ -5,7 +5,7 @@ Legend: B sequences, T tokens, D emb_dim, C streams, S sources, K hidden width.
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,8 +27,8 @@ from MaxText.layers.depth_aggregate import (
     scale_grad_only,
     supports_fused_norms,
 )
-from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms, rms_normalize
-from MaxText.layers.params import Init, Shape, constant, param, zeros
+from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms
+from MaxText.layers.params import Init, constant, param, zeros
 from MaxText.layers.part import Connection, Flops, LayerInputs, PreNormalized
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain
 
@@ -58,36 +58,31 @@ class DenseConnections(Connection):
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
         dense, epsilon = config.dense_connections, config.block.normalization_layer_epsilon
-        self.config = dense
-        self.epsilon = epsilon
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.num_layers = num_layers
+        depths = filter(dense.stands_after, range(1, num_layers + 1))
         self.after = nnx.Dict(
-            {
-                str(depth): DepthAggregate(dense, depth, epsilon, init, rngs)
-                for depth in range(1, num_layers + 1)
-                if dense.stands_after(depth)
-            }
+            {str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths}
         )
         # The last aggregation is read outside of the layers, and so saved anyway.
         recomputed = [one for one in self.after.values() if one.depth < num_layers]
         for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
             one.is_saved = True
+        self.zero_centered = init.zero_centered_norms
+        # Learned scales of the normalized hidden states X_0 to X_L.
+        shape, initial = (num_layers + 1, D), constant(0.0 if self.zero_centered else 1.0)
         self.source_norm = (
-            PreNormScales((num_layers + 1, D), init, rngs) if dense.mudd_prenorm else None
+            nnx.Dict(scale=param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype))
+            if dense.mudd_prenorm
+            else None
         )
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         dense, num_layers = config.dense_connections, dimensions.num_layers
-        sums = {
-            depth: 2.0
-            * dimensions.emb_dim
-            * len(_streams(dense, depth, num_layers))
-            * len(dense.sources(depth))
-            for depth in range(1, num_layers + 1)
-            if dense.stands_after(depth)
-        }
+        depths = filter(dense.stands_after, range(1, num_layers + 1))
+        terms = {x: len(_streams(dense, x, num_layers)) * len(dense.sources(x)) for x in depths}
+        sums = {depth: 2.0 * dimensions.emb_dim * number for depth, number in terms.items()}
         # The backward pass of the last aggregation does not read its result.
         kept = sums.get(num_layers, 0.0) if dense.mudd_postnorm == "none" else 0.0
         if dense.dense_saved_aggregates:
@@ -104,7 +99,9 @@ class DenseConnections(Connection):
         sources, x_BTD = carry, carry[-1].x_BTD
         if str(index) not in self.after:
             return LayerInputs.all(x_BTD), sources
-        scales = None if self.source_norm is None else self.source_norm.factors()
+        scales = None
+        if self.source_norm is not None:
+            scales = effective_scale(self.source_norm["scale"], self.zero_centered)
         sums, sources = self.after[str(index)](sources, scales, norms)
         rest = sums.get("r", x_BTD)
         return LayerInputs(*(sums.get(stream, rest) for stream in LayerInputs._fields)), sources
@@ -116,18 +113,6 @@ class DenseConnections(Connection):
 
     def end(self, carry: LayerOutputs) -> jax.Array:
         return self.read(self.num_layers, carry, {})[0].r
-
-
-class PreNormScales(nnx.Module):
-    """Learned scales [L + 1, D] of the normalized hidden states X_0 to X_L."""
-
-    def __init__(self, shape: Shape, init: Init, rngs: nnx.Rngs):
-        self.zero_centered = init.zero_centered_norms
-        initial = constant(0.0 if self.zero_centered else 1.0)
-        self.scale = param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
-
-    def factors(self) -> jax.Array:
-        return effective_scale(self.scale, self.zero_centered)
 
 
 class DepthAggregate(nnx.Module):
@@ -181,14 +166,10 @@ class DepthAggregate(nnx.Module):
             identity[:, -1] = 1.0
         return identity
 
-    def fixed(self) -> jax.Array:
-        """Returns the static weights, float32 [C, S], by default the identity."""
-        fixed = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
-        return jnp.asarray(fixed)
-
     def weights(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the weights, float32 [B, T, C, S]; static ones [1, 1, C, S]."""
-        weights_BTCS = self.fixed()[None, None]
+        static = self._identity() if self.static is None else self.static[...].astype(jnp.float32)
+        weights_BTCS = jnp.asarray(static)[None, None]
         if self.wi is None or self.wo is None or self.norm is None:
             return weights_BTCS
         kernel_DK = self.wi.kernel[...]
@@ -215,7 +196,7 @@ class DepthAggregate(nnx.Module):
             inverse_rms = [s.inverse_rms_BT1 for s in selected if s.inverse_rms_BT1 is not None]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
-        aggregated = aggregate(
+        sums, states = aggregate(
             weights_BTCS,
             [source.x_BTD for source in selected],
             self.config.dense_aggregation_impl,
@@ -223,50 +204,33 @@ class DepthAggregate(nnx.Module):
             norms=fused,
             factors_MD=factors_MD,
         )
-        factors = {stream: norm.factors() for stream, norm in self.post_norms.items()}
-        outputs = self.outputs(aggregated.sums, x_BTD, factors, fused)
-        new_sources = list(sources)
-        for index, source, state_BTD in zip(
-            self.sources, selected, aggregated.sources, strict=True
-        ):
-            new_sources[index] = source._replace(x_BTD=state_BTD)
-        return outputs, tuple(new_sources)
-
-    def outputs(
-        self,
-        sums: Sequence[jax.Array],
-        x_BTD: Any,
-        post_norms: Mapping[str, jax.Array],
-        fused: Norms,
-    ) -> dict[str, Any]:
-        """Returns y_BTD by stream, PreNormalized if its norm was fused."""
         outputs: dict[str, Any] = {}
         for index, (stream, y_BTD) in enumerate(zip(self.streams, sums, strict=True)):
-            if stream in post_norms:
-                y_BTD = rms_normalize(y_BTD, post_norms[stream], self.epsilon)
+            if stream in self.post_norms:
+                y_BTD = self.post_norms[stream](y_BTD)
             if self.config.adds:
                 y_BTD = x_BTD + y_BTD
             y_BTD = constrain(y_BTD, *HIDDEN)
             if self.is_saved:
                 y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
             outputs[stream] = PreNormalized(y_BTD) if index in fused.streams else y_BTD
-        return outputs
+        new_sources = list(sources)
+        for index, source, state_BTD in zip(self.sources, selected, states, strict=True):
+            new_sources[index] = source._replace(x_BTD=state_BTD)
+        return outputs, tuple(new_sources)
 
     def _fused(
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        candidates = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
-        selected = [(index, norm) for index, norm in candidates if isinstance(norm, RMSNorm)]
-        if (
-            not selected
-            or self.config.adds
-            or not supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
-        ):
+        found = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
+        # Not isinstance: the kernel does not know LayerNorm and ScaleNorm, which are derived.
+        chosen = {index: norm for index, norm in found if type(norm) is RMSNorm}
+        can_fuse = supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
+        if not chosen or self.config.adds or not can_fuse:
             return NO_NORMS, None
-        indices, modules = zip(*selected, strict=True)
-        factors_MD = jnp.stack([module.factors() for module in modules])
-        return Norms(indices, modules[0].epsilon), factors_MD
+        factors_MD = jnp.stack([norm.factors() for norm in chosen.values()])
+        return Norms(tuple(chosen), self.epsilon), factors_MD
 
     def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
         if source.inverse_rms_BT1 is not None:

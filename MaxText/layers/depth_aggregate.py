@@ -9,7 +9,7 @@ Legend: C streams, S sources, N = B * T tokens, K = C * S weights, M streams wit
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,13 +68,6 @@ def supports_fused_norms(form: str, state_BTD: jax.Array) -> bool:
     return form == "kernel" and batch * length % KERNEL_TOKENS == 0 and whole
 
 
-class AggregateOutput(NamedTuple):
-    """Aggregates and their sources."""
-
-    sums: list[jax.Array]  # y_BTD of each stream, in the dtype of the sources
-    sources: list[jax.Array]  # for later layers to read instead of the given ones
-
-
 def aggregate(
     weights_BTCS: jax.Array,  # float32; B and T are 1 for static weights
     sources: Sequence[jax.Array],  # x_BTD each; scales get gradients through `scale_grad_only`
@@ -83,38 +76,31 @@ def aggregate(
     scales_SD: jax.Array | None = None,
     norms: Norms = NO_NORMS,  # to fuse with the sums, if `supports_fused_norms` allows it
     factors_MD: jax.Array | None = None,
-) -> AggregateOutput:
-    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s."""
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Computes y_c = sum_s weights[..., c, s] * scale_s * source_s.
+
+    Returns y_BTD of each stream in the dtype of the sources, and the sources for later layers.
+    """
     batch, length = sources[0].shape[:2]
     weights_BTCS = jnp.broadcast_to(weights_BTCS, (batch, length, *weights_BTCS.shape[2:]))
     if form != "kernel" or batch * length < KERNEL_TOKENS:
         form = "sum"
-    mixed: Any = _aggregate(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)
-    return AggregateOutput(*mixed)
+    return _aggregate(form, norms, weights_BTCS, list(sources), scales_SD, factors_MD)  # pyright: ignore
 
 
-@jax.custom_vjp
-def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> jax.Array:
+@jax.custom_gradient
+def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> Any:
     """Returns x, and takes gradients with respect to scale * x from here on.
 
     All aggregations share the scale, so both gradients are computed once, from the accumulated one.
     """
-    del scale_D
-    return x_BTD
 
+    def backward(gradient_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient_BTD = gradient_BTD.astype(jnp.float32)
+        grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
+        return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
 
-def _scale_grad_only_forward(x_BTD, scale_D):
-    return x_BTD, (x_BTD, scale_D)
-
-
-def _scale_grad_only_backward(residuals, gradient_BTD):
-    x_BTD, scale_D = residuals
-    gradient_BTD = gradient_BTD.astype(jnp.float32)
-    grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
-    return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
-
-
-scale_grad_only.defvjp(_scale_grad_only_forward, _scale_grad_only_backward)
+    return x_BTD, backward
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -216,9 +202,8 @@ def _operands(weights, sources, scales, factors) -> dict[str, Any]:
 def _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD):
     from MaxText.layers import depth_aggregate_kernel  # here, as Pallas takes a second to import
 
-    def run(operands, **axes):
-        del axes
-        sums = depth_aggregate_kernel.forward(_flat(operands), _backend(), norms)
+    def run(operands, **_):
+        sums = depth_aggregate_kernel.forward(_flat(operands), norms, interpret=platform() != "tpu")
         return [y_ND.reshape(operands["sources"][0].shape) for y_ND in sums]
 
     operands = _operands(weights_BTCS, sources, scales_SD, factors_MD)
@@ -229,7 +214,9 @@ def _kernel_gradients(norms, operands):
     from MaxText.layers import depth_aggregate_kernel
 
     def run(operands, token_axes=(), dim_axes=()):
-        grads = depth_aggregate_kernel.backward(_flat(operands), _backend(), norms)
+        grads = depth_aggregate_kernel.backward(
+            _flat(operands), norms, interpret=platform() != "tpu"
+        )
         # Sums over sharded dimensions or tokens are partial on each device.
         if dim_axes:
             grads["grad_weights"] = jax.lax.psum(grads["grad_weights"], dim_axes)
@@ -244,10 +231,6 @@ def _kernel_gradients(norms, operands):
         return specs | ({"grad_factors": PartitionSpec()} if norms.streams else {})
 
     return _shard_map(run, specs, operands)
-
-
-def _backend() -> Literal["tpu", "interpret"]:
-    return "tpu" if platform() == "tpu" else "interpret"
 
 
 def _flat(operands: dict[str, Any]) -> dict[str, Any]:

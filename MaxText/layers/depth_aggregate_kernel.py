@@ -8,8 +8,9 @@ K = C * S weights of a token.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from MaxText.layers.depth_aggregate import NO_NORMS, Norms, chip_memory
-from MaxText.parallelism.logical_sharding import device_kind
+from MaxText.parallelism.logical_sharding import target_device
 
-Backend = Literal["tpu", "interpret"]
-
-TPU_ROWS = 16  # tokens of a register tile in a 16-bit format
-MAX_ROWS = {"tpu": 128, "interpret": 16}
-MAX_CHUNK = {"tpu": 512, "interpret": 256}  # dimensions in registers at once
-
+TILE_ROWS = 16  # tokens of a register tile in a 16-bit format
+MAX_ROWS = 128
+MAX_CHUNK = 512  # dimensions in registers at once
+_PARTIAL_GRAD_FACTORS = "partial_grad_factors"  # sums of each tile, [tiles, M, D]
 
 Operands = dict[str, Any]
 
 
-def forward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> list[jax.Array]:
+def forward(
+    operands: Operands, norms: Norms = NO_NORMS, *, interpret: bool = False
+) -> list[jax.Array]:
     """Returns norm_c(sum_s w_cs * scale_s * x_s) of each stream c, [N, D].
 
     Args:
@@ -46,11 +47,13 @@ def forward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> li
         {"sums": [state] * (num_weights // len(sources))},
         norms=norms,
         flops_per_number=2 * num_weights,
-        backend=backend,
+        interpret=interpret,
     )["sums"]
 
 
-def backward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> dict[str, Any]:
+def backward(
+    operands: Operands, norms: Norms = NO_NORMS, *, interpret: bool = False
+) -> dict[str, Any]:
     """Returns gradients of `forward`, accumulating those of sources.
 
         grad_weights_cs = sum_D g_c * scale_s * x_s      grad_sources_s += sum_c w_cs g_c
@@ -78,16 +81,11 @@ def backward(operands: Operands, backend: Backend, norms: Norms = NO_NORMS) -> d
         results,
         norms=norms,
         flops_per_number=2 * (2 * num_streams + len(norms.streams)) * len(sources),
-        backend=backend,
+        interpret=interpret,
     )
     if norms.streams:
         grads["grad_factors"] = jnp.sum(grads.pop(_PARTIAL_GRAD_FACTORS), axis=0)
     return grads
-
-
-_PARTIAL_GRAD_FACTORS = (
-    "partial_grad_factors"  # sums of each tile, [tiles, M, D]; small next to sources
-)
 
 
 def _call(
@@ -97,14 +95,14 @@ def _call(
     *,
     norms: Norms,
     flops_per_number: int,
-    backend: Backend,
+    interpret: bool,
 ) -> dict[str, Any]:
     """Runs a kernel over tiles of tokens with shared scales and factors.
 
-    `body` takes (chunk, backend, inputs, results, scratch). "accumulated" donates its
-    memory to "grad_sources", for which both must come first by name.
+    `body` takes (chunk, inputs, results, scratch). "accumulated" donates its memory to
+    "grad_sources", for which both must come first by name.
     """
-    num_tokens, emb_dim = operands["sources"][0].shape
+    (num_tokens, emb_dim), num_norms = operands["sources"][0].shape, len(norms.streams)
 
     def num_bytes(x) -> int:
         return x.size * x.dtype.itemsize
@@ -112,12 +110,17 @@ def _call(
     fixed = sum(num_bytes(operands[name]) for name in ("scales", "factors") if name in operands)
     per_token = [x for x in jax.tree.leaves((operands, results)) if x.shape[0] == num_tokens]
     bytes_per_token = sum(map(num_bytes, per_token)) // num_tokens
-    in_scratch = 4 * emb_dim * len(norms.streams)
-    rows = _rows(num_tokens, 2 * bytes_per_token + in_scratch, backend)
+    tile_bytes = 2 * bytes_per_token + 4 * emb_dim * num_norms  # per token
+    memory = chip_memory(target_device().device_kind)
+    rows = MAX_ROWS
+    while rows > TILE_ROWS and rows * tile_bytes > memory // 2:
+        rows //= 2
+    if num_tokens % TILE_ROWS == 0:  # otherwise the last tile is masked
+        rows = math.gcd(rows, num_tokens)
     tiles = pl.cdiv(num_tokens, rows)
 
-    if norms.streams and "grad_weights" in results:
-        shape = (tiles, len(norms.streams), emb_dim)
+    if num_norms and "grad_weights" in results:
+        shape = (tiles, num_norms, emb_dim)
         results = results | {_PARTIAL_GRAD_FACTORS: jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def spec(name: str, x) -> pl.BlockSpec:
@@ -133,18 +136,9 @@ def _call(
             for name, x in arrays.items()
         }
 
-    options: dict[str, Any] = {}
-    if norms.streams:
-        shape = (len(norms.streams), rows, emb_dim)
-        options["scratch_shapes"] = [pltpu.VMEM(shape, jnp.float32)]
-    if backend == "tpu":
-        needed = (2 * bytes_per_token + in_scratch) * rows + 2 * fixed
-        options["compiler_params"] = pltpu.CompilerParams(
-            dimension_semantics=("parallel",),
-            vmem_limit_bytes=min(chip_memory(device_kind()), max(16 * 2**20, needed + 8 * 2**20)),
-        )
+    needed = tile_bytes * rows + 2 * fixed
     return pl.pallas_call(
-        functools.partial(body, _chunk(emb_dim, MAX_CHUNK[backend]), backend),
+        functools.partial(body, math.gcd(MAX_CHUNK, emb_dim)),
         grid=(tiles,),
         in_specs=[specs(operands)],
         out_specs=specs(results),
@@ -155,33 +149,13 @@ def _call(
             bytes_accessed=sum(map(num_bytes, jax.tree.leaves((operands, results)))),
             transcendentals=0,
         ),
-        interpret=backend == "interpret",
-        **options,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=min(memory, max(16 * 2**20, needed + 8 * 2**20)),
+        ),
+        scratch_shapes=[pltpu.VMEM((num_norms, rows, emb_dim), jnp.float32)] if num_norms else [],
+        interpret=interpret,
     )(operands)
-
-
-def _rows(num_tokens: int, bytes_per_token: int, backend: Backend) -> int:
-    rows = MAX_ROWS[backend]
-    if backend == "tpu":
-        blocks = chip_memory(device_kind()) // 2  # `bytes_per_token` counts both buffers of each
-        while rows > TPU_ROWS and rows * bytes_per_token > blocks:
-            rows //= 2
-        if num_tokens % TPU_ROWS:
-            return rows  # the last tile is masked
-    while num_tokens % rows:
-        rows //= 2
-    return rows
-
-
-def _chunk(emb_dim: int, largest: int) -> int:
-    return min(largest, emb_dim & -emb_dim)
-
-
-def _fori_loop(number: int, do: Callable[[Any], Any]) -> None:
-    def body(index, _):
-        do(index)
-
-    jax.lax.fori_loop(0, number, body, None)
 
 
 class Tile(NamedTuple):
@@ -189,21 +163,26 @@ class Tile(NamedTuple):
 
     shape: tuple[int, ...]
     chunk: int
-    backend: Backend
 
     @property
     def step(self) -> int:
-        return min(self.shape[0], TPU_ROWS) if self.backend == "tpu" else self.shape[0]
+        return min(self.shape[0], TILE_ROWS)
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
-        _fori_loop(self.shape[0] // self.step, lambda r: do(pl.ds(r * self.step, self.step)))
+        def body(r, _):
+            do(pl.ds(r * self.step, self.step))
+
+        jax.lax.fori_loop(0, self.shape[0] // self.step, body, None)
 
     def for_columns(self, do: Callable[[Any], Any]) -> None:
-        _fori_loop(self.shape[1] // self.chunk, lambda d: do(pl.ds(d * self.chunk, self.chunk)))
+        def body(d, _):
+            do(pl.ds(d * self.chunk, self.chunk))
+
+        jax.lax.fori_loop(0, self.shape[1] // self.chunk, body, None)
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
-        width = min(self.chunk, 128) if self.backend == "tpu" else self.chunk
+        width = min(self.chunk, 128)
 
         def folded(x):
             # Down to the width of a register, so that few additions cross lanes.
@@ -239,8 +218,8 @@ def _sums(tile: Tile, operands, streams: Sequence[int], token, columns) -> list[
     return totals
 
 
-def _forward_body(norms, chunk, backend, operands, results, scratch: Any = None):
-    tile, sums = Tile(operands["sources"][0].shape, chunk, backend), results["sums"]
+def _forward_body(norms, chunk, operands, results, scratch: Any = None):
+    tile, sums = Tile(operands["sources"][0].shape, chunk), results["sums"]
     streams = range(len(sums))
 
     def at_tokens(token):
@@ -308,8 +287,8 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
     tile.for_columns(differentiate)
 
 
-def _backward_body(norms, chunk, backend, operands, results, scratch: Any = None):
-    tile = Tile(operands["sources"][0].shape, chunk, backend)
+def _backward_body(norms, chunk, operands, results, scratch: Any = None):
+    tile = Tile(operands["sources"][0].shape, chunk)
     num_sources, grad_sums = len(operands["sources"]), operands["grad_sums"]
     if norms.streams:
         part = results[_PARTIAL_GRAD_FACTORS]

@@ -139,11 +139,11 @@ def flash_attention(
     if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
         parts = math.prod(mesh.shape[axis] for axis in length)
         shard = query_sharding.shard_shape(q_BTNH.shape)
-        mask = _masked_kernel(spec, (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts)
+        mask = _splash_kernel(
+            (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts, spec, platform() == "cpu"
+        )
         mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
-    segment_specs = None, None
-    if segments_BT is not None:
-        segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
+    segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
 
     def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
         if length:  # in here, so that gradients of keys and values are reduce-scattered
@@ -186,26 +186,12 @@ def average_keys_computed(length: int, *, causal: bool, window: int | None = Non
     return float(seen.sum() * block) / len(blocks)
 
 
-def _masked_kernel(
-    spec: AttentionSpec, shape: tuple[int, int], num_heads: int, num_length_parts: int
-) -> Any:
-    window = spec.window
-    if window is not None and window >= shape[1]:
-        window = None  # splash attention cannot partition a mask that hides nothing
-    return _splash_kernel(
-        shape, num_heads, num_length_parts,
-        spec.causal, window, spec.soft_cap or None, platform() == "cpu",
-    )  # fmt: skip
-
-
 @functools.lru_cache(maxsize=64)
 def _splash_kernel(
     shape: tuple[int, int],
     num_heads: int,
     num_length_parts: int,
-    causal: bool,
-    window: int | None,
-    soft_cap: float | None,
+    spec: AttentionSpec,
     interpret: bool,
 ) -> Any:
     """Returns the kernel of a whole mask. Cached: slow to build."""
@@ -213,11 +199,11 @@ def _splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    if window is not None:
-        sides = (window - 1, 0 if causal else window)
-        mask = _by_diagonal(masks.LocalMask)(shape, sides, 0)
-    else:
-        mask = _by_diagonal(masks.CausalMask if causal else masks.FullMask)(shape)
+    causal, window = spec.causal, spec.window
+    if window is not None and window < shape[1]:
+        mask = masks.LocalMask(shape, (window - 1, 0 if causal else window), 0)
+    else:  # splash attention cannot partition a window that hides nothing
+        mask = (masks.CausalMask if causal else masks.FullMask)(shape)
     block = block_size(shape[0] // num_length_parts)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
@@ -230,31 +216,11 @@ def _splash_kernel(
             block_sizes=sizes,
             head_shards=1,
             q_seq_shards=num_length_parts,
-            attn_logits_soft_cap=soft_cap,
+            attn_logits_soft_cap=spec.soft_cap or None,
             residual_checkpoint_name=_RESIDUALS,
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
-
-
-def _by_diagonal(kind: type) -> Any:
-    """Returns a class of masks, functions of i - j, with cached blocks.
-
-    Uniform blocks have one element. Splash attention evaluates each block several times, which
-    took 16 s of a CPU at 64k tokens.
-    """
-    blocks: dict[tuple[int, int, int], np.ndarray] = {}
-
-    class ByDiagonal(kind):
-        def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
-            rows, columns = index
-            place = rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start
-            if place not in blocks:
-                block = super().__getitem__(index)
-                blocks[place] = block[:1, :1] if block.all() == block.any() else block
-            return blocks[place]
-
-    return ByDiagonal
 
 
 def _splash(
@@ -265,7 +231,7 @@ def _splash(
 
     _, length, num_heads, head_dim = q_BTNH.shape
     if kernel is None:
-        kernel = _masked_kernel(spec, (length, k_BSKH.shape[1]), num_heads, 1)
+        kernel = _splash_kernel((length, k_BSKH.shape[1]), num_heads, 1, spec, platform() == "cpu")
     segments = None
     if query_segments_BT is not None:
         segments = splash.SegmentIds(query_segments_BT, key_segments_BS)

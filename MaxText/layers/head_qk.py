@@ -76,7 +76,7 @@ class HeadQK(LinearHead):
         context: Context,
         earlier: HeadQKCache | None = None,
     ) -> HeadQKCache:
-        new = self.head_qk.cache(h_BTD, tokens_BT, context.segments_BT)
+        new = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)
         if earlier is not None:
             assert context.positions_BT is not None
             return earlier.append(new, context.positions_BT)
@@ -106,11 +106,6 @@ class HeadQKScores(nnx.Module):
         self.precision = init.precision
         self.query = Dense((D,), (width,), axes, zeros, init, rngs)
         self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
-
-    def cache(
-        self, h_BTD: jax.Array, tokens_BT: jax.Array, segments_BT: jax.Array | None = None
-    ) -> HeadQKCache:
-        return HeadQKCache(self.key(h_BTD), tokens_BT, segments_BT)
 
     def __call__(
         self,

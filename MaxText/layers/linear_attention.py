@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.attention import Attention, tag_context
+from MaxText.layers.attention import Attention
+from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.part import Flops
 
@@ -254,7 +255,7 @@ class LinearAttention(Attention):
             o_BTNH = bidirectional_linear_attention(
                 q_BTNH, k_BTKH, v_BTKH, segments_BT=context.segments_BT, precision=self.precision
             )
-            return tag_context(o_BTNH), None
+            return tag(o_BTNH, "context"), None
         assert state is None or isinstance(state, LinearAttentionState)
         o_BTNH, new_state = causal_linear_attention(
             q_BTNH,
@@ -268,4 +269,4 @@ class LinearAttention(Attention):
             precision=self.precision,
         )
         keeps = state is not None or context.capacity is not None
-        return tag_context(o_BTNH), new_state if keeps else None
+        return tag(o_BTNH, "context"), new_state if keeps else None

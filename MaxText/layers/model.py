@@ -12,7 +12,6 @@ from flax import nnx
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.params import AbstractRngs
-from MaxText.layers.stack import unstack_params
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 Parameters = dict  # nested, leaves are arrays
@@ -48,25 +47,18 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 
 
 class Model:
-    """The decoder of a configuration, without values.
-
-    Attributes:
-      config: The keys of the model, with `auto` values resolved.
-      blueprint: Which layers are stacked, and under which names.
-      abstract: The parameters as jax.ShapeDtypeStruct.
-      parameters: Shape, logical axes, and more by name, such as "layers/mlp/wo/kernel".
-    """
+    """The decoder of a configuration, without values."""
 
     def __init__(self, config: ModelConfig):
-        self.config = config
+        self.config = config  # with `auto` values resolved
         module = Decoder(config, AbstractRngs())
-        self.blueprint = module.blueprint
+        self.blueprint = module.blueprint  # which layers are stacked
         self._graphdef, state = nnx.split(module)
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
-        self.abstract: Parameters = nnx.to_pure_dict(state)
-        self.parameters: dict[str, ParamSpec] = {}
+        self.abstract: Parameters = nnx.to_pure_dict(state)  # jax.ShapeDtypeStruct
+        self.parameters: dict[str, ParamSpec] = {}  # by names such as "layers/mlp/wo/kernel"
         for path, parameter in nnx.to_flat_state(state):
             name, value = "/".join(map(str, path)), parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
@@ -110,23 +102,33 @@ class Model:
 
     def merge(self, parameters: Parameters) -> Decoder:
         layers = parameters["layers"]
-        if isinstance(layers, tuple):  # of unstack_params
+        if isinstance(layers, tuple):  # from unstack_params
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         return nnx.merge(self._graphdef, _as_built(parameters))
 
     def unstack_params(self, parameters: Parameters) -> Parameters:
         """Returns parameters for generation: an array per layer, as used.
 
-        Deletes the given arrays one by one, so that there is never a second copy of all.
+        Decoding cannot afford to slice them for every token. Deletes the given arrays one by one,
+        so that there is never a second copy of all.
         """
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:
             dtype = self.parameters["/".join(entry.key for entry in path)].used_in
             if dtype is None or dtype.itemsize >= leaf.dtype.itemsize:
                 return leaf
-            new = jax.block_until_ready(leaf.astype(dtype))
-            leaf.delete()
+            return replaced(leaf, leaf.astype(dtype))
+
+        def unstacked(stacked: dict) -> list[dict]:
+            leaves, structure = jax.tree.flatten(stacked)
+            rows = [replaced(leaf, [leaf[i] for i in range(len(leaf))]) for leaf in leaves]
+            return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
+
+        def replaced(old: jax.Array, new: Any) -> Any:
+            jax.block_until_ready(new)
+            old.delete()
             return new
 
         parameters = jax.tree_util.tree_map_with_path(converted, parameters)
-        return parameters | {"layers": unstack_params(parameters["layers"], self.blueprint)}
+        layers = tuple(self.blueprint.layer_weights(parameters["layers"], unstacked))
+        return parameters | {"layers": layers}

@@ -117,7 +117,10 @@ class RoutedMoE(nnx.Module):
         factor = config.capacity_factor if context.training else config.eval_capacity_factor
         group, capacity = expert_capacity(config, length, factor)
         if context.is_decoding or not context.drops_tokens:
-            factor, capacity = self._factor_without_drops(factor), group
+            capacity = group
+            found = current_batch_axes("activation_exp")
+            if found is None or not found[1][0]:  # sharded experts need a capacity
+                factor = -1.0
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x)
         p = jax.nn.softmax(logits, axis=-1)
@@ -134,11 +137,6 @@ class RoutedMoE(nnx.Module):
         else:
             y = self._capacity_dispatch(x, gates, choices, routed, capacity)
         return y.reshape(batch, length, width), scalars
-
-    def _factor_without_drops(self, factor: float) -> float:
-        """Returns -1, or `factor` if experts are sharded and need a capacity."""
-        found = current_batch_axes("activation_exp")
-        return factor if found is not None and found[1][0] else -1.0
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
         """Returns a mask of choices to follow, [G, S, k]."""

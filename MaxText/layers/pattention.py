@@ -6,7 +6,7 @@ whose constants differ. More slots (n of them) make a larger model of the same w
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,7 @@ from MaxText.layers.part import FeedForward, Scalars
 from MaxText.parallelism.logical_sharding import constrain
 
 _LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
-_PLACES: Mapping[SlotPlace, str] = {  # in the order of messages
-    "qkv": "query, key, value",
-    "proj": "output projection",
-    "ffn": "feed-forward",
-}
+_PLACES = {"qkv": "query, key, value", "proj": "output projection", "ffn": "feed-forward"}
 
 
 def slot_place(name: str) -> SlotPlace | None:
@@ -42,21 +38,13 @@ def slot_place(name: str) -> SlotPlace | None:
 
 def slots_by_place(numbers: Mapping[str, str]) -> str:
     """Formats values by place: "24 -> 40 (attention), 96 (feed-forward)"."""
-    order = [None, *_PLACES]
-    pairs: set[tuple[SlotPlace | None, str]] = {
-        (slot_place(name), words) for name, words in numbers.items()
-    }
-    places: dict[str, list[SlotPlace | None]] = {}
-    for place, words in sorted(pairs, key=lambda pair: (order.index(pair[0]), pair[1])):
-        places.setdefault(words, []).append(place)
-    return ", ".join(f"{words}{_called(found)}" for words, found in places.items())
-
-
-def _called(places: Sequence[SlotPlace | None]) -> str:
-    names = [_PLACES[place] for place in places if place]
-    if names[:2] == [_PLACES["qkv"], _PLACES["proj"]]:
-        names[:2] = ["attention"]
-    return f" ({', '.join(names)})" if names else ""
+    found: dict[str, list[str]] = {}
+    for place in (None, *_PLACES):
+        for words in sorted({x for name, x in numbers.items() if slot_place(name) == place}):
+            found.setdefault(words, []).extend([_PLACES[place]] if place else [])
+    names = {words: ", ".join(places) for words, places in found.items()}
+    text = ", ".join(f"{words} ({name})" if name else words for words, name in names.items())
+    return text.replace("query, key, value, output projection", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +109,11 @@ class Pattention(nnx.Module):
         n = config.num_slots(place, emb_dim)
         self.theta = Theta(config, place, emb_dim)
         self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
-        slots = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
+        keys, values = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
         # Inputs and outputs shard like the residual stream, even if they are heads.
-        self.keys = Dense(
-            (inputs,), (n,), ("embed", "slots"), slots.keys, init, rngs, use_bias=use_bias
-        )
+        self.keys = Dense((inputs,), (n,), ("embed", "slots"), keys, init, rngs, use_bias=use_bias)
         self.values = Dense(
-            (n,), (outputs,), ("slots", "embed"), slots.values, init, rngs, use_bias=use_bias
+            (n,), (outputs,), ("slots", "embed"), values, init, rngs, use_bias=use_bias
         )
 
     def attend(self, x: jax.Array) -> jax.Array:

@@ -34,7 +34,7 @@ class QuantizedDot:
 
     def __call__(self, a: jax.Array, b: jax.Array, dims: Dims, **unused: Any) -> jax.Array:
         """Returns the product in the operands' dtype; `precision` does not apply."""
-        return _dot(self.kind, _as_tuples(dims), a, b)
+        return _dot(self.kind, dims, a, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -95,11 +95,6 @@ def _product(
 
 def _rest(ndim: int, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(ndim) if axis not in axes)
-
-
-def _as_tuples(dims: Dims) -> Dims:
-    (a_contracted, b_contracted), (a_batch, b_batch) = dims
-    return (tuple(a_contracted), tuple(b_contracted)), (tuple(a_batch), tuple(b_batch))
 
 
 class Quantizer:

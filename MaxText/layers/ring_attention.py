@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, kv_head_repeats
+from MaxText.layers.dense import einsum_f32
 from MaxText.parallelism.logical_sharding import split_axes
 
 Axes = tuple[str, ...]
@@ -51,10 +52,7 @@ def ring_attention(
     if (repeats := kv_head_repeats(q_BTNH, k_BTKH, query_sharding, key_sharding)) > 1:
         k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
         if memory is not None:
-            memory = (
-                jnp.repeat(memory[0], repeats, axis=1),
-                jnp.repeat(memory[1], repeats, axis=1),
-            )
+            memory = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), memory)
     num_parts = math.prod(mesh.shape[axis] for axis in ring)
     ring_of_devices = _Ring(
         spec=dataclasses.replace(spec, slopes_N=None),
@@ -65,13 +63,8 @@ def ring_attention(
         block_size=block_size,
     )
     by_head = PartitionSpec(batch, ring, heads)
-    memory_spec = PartitionSpec(None, heads)
-    specs = (
-        *(by_head, by_head, by_head),
-        None if segments_BT is None else PartitionSpec(batch, ring),
-        None if spec.slopes_N is None else PartitionSpec(heads),
-        None if memory is None else (memory_spec, memory_spec),
-    )
+    others = PartitionSpec(batch, ring), PartitionSpec(heads), PartitionSpec(None, heads)
+    specs = (by_head, by_head, by_head, *others)
     return jax.shard_map(
         ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
     )(q_BTNH, k_BTKH, v_BTKH, segments_BT, spec.slopes_N, memory)
@@ -119,12 +112,7 @@ class _Ring:
     def num_blocks(self) -> int:
         piece = self.length // self.num_pieces
         longest = min(self.block_size or piece, piece)
-        divisors = [rows for rows in range(1, piece + 1) if piece % rows == 0]
-        rows = max(rows for rows in divisors if rows <= longest)
-        if 4 * rows < longest:
-            # A longer block is better than many of a few rows.
-            rows = min(rows for rows in divisors if rows > longest)
-        return self.length // rows
+        return self.length // max(rows for rows in range(1, longest + 1) if piece % rows == 0)
 
     @property
     def steps(self) -> range:
@@ -184,7 +172,7 @@ class _Ring:
             new_largest = jnp.maximum(largest, jnp.where(seen, scores, _LOWEST).max(-1))
             correction = jnp.exp(largest - new_largest)
             p = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
-            more = self._einsum_f32("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
+            more = self._einsum("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
             o_BKGRH = o_BKGRH * correction[..., None] + more
             return (new_largest, sums * correction + p.sum(-1), o_BKGRH), ()
 
@@ -211,20 +199,18 @@ class _Ring:
             k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
-            dp = self._einsum_f32("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
+            dp = self._einsum("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
             ds = (p * (dp - delta[..., None]) * slope).astype(k_BSKH.dtype)
-            dv = dv + self._einsum_f32("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
-            dk = dk + self._einsum_f32("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
-            dq = dq + self._einsum_f32("bkgrs,bskh->brkgh", ds, k_BSKH)
+            dv = dv + self._einsum("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
+            dk = dk + self._einsum("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
+            dq = dq + self._einsum("bkgrs,bskh->brkgh", ds, k_BSKH)
             return dq, (dk, dv)
 
         dq, d_memory = _zeros_like(rows.q_BRKGH), None
         if memory is not None:
-            memory_block = _memory_block(memory, batch)
-            dq, d_keys = self._fold(block_fn, rows, memory_block, dq, _zeros_like(memory_block[:2]))
-            d_memory = tuple(
-                x.sum((0, 1)).astype(own.dtype) for x, own in zip(d_keys, memory, strict=True)
-            )
+            keys = _memory_block(memory, batch)
+            dq, d_keys = self._fold(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
+            d_memory = jax.tree.map(lambda x, own: x.sum((0, 1)).astype(own.dtype), d_keys, memory)
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
         dq, d_keys, shift = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
         dk, dv = self._rotate(d_keys, -shift)
@@ -232,12 +218,8 @@ class _Ring:
             jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
             for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
         )
-        return (
-            *d_tokens,
-            None,
-            None if slopes_N is None else jnp.zeros_like(slopes_N),
-            d_memory,
-        )
+        d_slopes = None if slopes_N is None else jnp.zeros_like(slopes_N)
+        return *d_tokens, None, d_slopes, d_memory
 
     def _ring_scan(
         self, block_fn: _BlockFn, rows: _QueryBlock, keys: Any, query_state: Any, key_state: Any
@@ -305,7 +287,7 @@ class _Ring:
     def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
         spec, scale = self.spec, self.spec.scale_for(rows.q_BRKGH.shape[-1])
-        scores = scale * self._einsum_f32("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
+        scores = scale * self._einsum("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := spec.soft_cap:
             tanh = jnp.tanh(scores / cap)
@@ -322,9 +304,8 @@ class _Ring:
             seen = seen & same_BRS[:, None, None]
         return scores, seen, slope
 
-    def _einsum_f32(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        precision = self.spec.precision
-        return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32, precision=precision)
+    def _einsum(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return einsum_f32(subscripts, a, b, self.spec.precision)
 
     def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _QueryBlock:
         batch, length, _, head_dim = q_BLNH.shape

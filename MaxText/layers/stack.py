@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,35 +25,30 @@ from MaxText.parallelism.logical_sharding import platform, with_token_major_layo
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
-_SAVED: dict[str, tuple[str, ...]] = {  # policy -> names of checkpoint_name
+_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names that `capture.tag` gives
+    "full": (),
     "minimal": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "minimal_with_context": (*_PRODUCTS_OF_ATTENTION, "context", "mlpwi", "mlpwo"),
     "save_dot_except_mlp": _PRODUCTS_OF_ATTENTION,
     "save_dot_except_mlpwi": (*_PRODUCTS_OF_ATTENTION, "mlpwo"),
     "save_qkv_proj": _PROJECTIONS,
     "save_out_proj": ("out_proj",),
-}
-_ALWAYS_SAVED = (
-    "depth_product",
-    "depth_aggregate",
-)  # costly to recompute; dense_saved_aggregates
-_OFFLOADED: dict[str, tuple[str, ...]] = {
     "minimal_offloaded": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "qkv_proj_offloaded": _PROJECTIONS,
 }
+_ALWAYS_SAVED = ("depth_product", "depth_aggregate")  # of dense connections, costly to recompute
 
 
 def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
     """Wraps `function` in jax.checkpoint with the given remat policy."""
-    policies = jax.checkpoint_policies
     if policy == "none":
         return function
-    if policy == "full" or policy in _SAVED:
-        keep = policies.save_only_these_names(*_ALWAYS_SAVED, *_SAVED.get(policy, ()))
+    if not policy.endswith("_offloaded"):
+        keep = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, *_NAMES[policy])
     else:
-        keep = policies.save_and_offload_only_these_names(
+        keep = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(_ALWAYS_SAVED),
-            names_which_can_be_offloaded=list(_OFFLOADED[policy]),
+            names_which_can_be_offloaded=list(_NAMES[policy]),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -361,14 +356,6 @@ def _add(totals: Scalars, found: Scalars) -> None:
         totals[name] = totals.get(name, 0) + value
 
 
-class LayersOutput(NamedTuple):
-    """Output of unrolled layers."""
-
-    carry: Any  # output of the last layer
-    scalars: Scalars  # summed over layers
-    states: tuple[Any, ...]  # decode states, one per layer
-
-
 def apply_unrolled(
     layers: Any,
     blueprint: Blueprint,
@@ -378,8 +365,8 @@ def apply_unrolled(
     policy: RematPolicy = "none",
     states: Sequence[Any] | None = None,  # decode state of each layer
     sequential: bool = False,
-) -> LayersOutput:
-    """Applies all layers, unrolled. Every policy saves their outputs.
+) -> tuple[Any, Scalars, tuple[Any, ...]]:
+    """Returns the last output, scalars summed over layers, and states.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
     ones for every token, which takes as long as the matmuls.
@@ -405,26 +392,7 @@ def apply_unrolled(
         )
         _add(totals, scalars)
         new_states.append(state)
-    return LayersOutput(carry, totals, tuple(new_states))
-
-
-def unstack_params(weights: dict, blueprint: Blueprint) -> tuple[dict, ...]:
-    """Returns each layer's weights as a tree of its own, in a trace.
-
-    Decoding cannot afford to slice them for every token. Deletes each stacked array once split.
-    """
-
-    def unstack(stacked: dict) -> list[dict]:
-        leaves, structure = jax.tree.flatten(stacked)
-        rows: list[list[jax.Array]] = [[] for _ in range(leaves[0].shape[0])]
-        for leaf in leaves:
-            for index, parts in enumerate(rows):
-                parts.append(leaf[index])
-            jax.block_until_ready([parts[-1] for parts in rows])
-            leaf.delete()
-        return [jax.tree.unflatten(structure, parts) for parts in rows]
-
-    return tuple(blueprint.layer_weights(weights, unstack))
+    return carry, totals, tuple(new_states)
 
 
 def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:

@@ -22,39 +22,11 @@ from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StaticSGUState:
-    """The newest `kernel` inputs x_BPE in order, zero for missing tokens."""
-
-    x_BPE: jax.Array
-
-    @classmethod
-    def from_prefill(cls, x_BTE: jax.Array, lengths_B: jax.Array, kernel: int) -> "StaticSGUState":
-        positions_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
-        found = jnp.take_along_axis(x_BTE, jnp.maximum(positions_BP, 0)[..., None], axis=1)
-        return cls(jnp.where((positions_BP >= 0)[..., None], found, 0))
-
-    def step(
-        self, x_BTE: jax.Array, kernel: int, precision: str | None = None
-    ) -> tuple[jax.Array, "StaticSGUState"]:
-        x_BSE = jnp.concatenate([self.x_BPE, x_BTE], axis=1)
-        weights = _banded_weights(x_BTE.shape[1], kernel)
-        y_BTE = _product(jnp.asarray(weights), x_BSE, precision).astype(x_BTE.dtype)
-        return y_BTE, StaticSGUState(x_BSE[:, x_BSE.shape[1] - kernel :])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SplitMixerState:
-    """Decode states of both halves of a layer with static SGU."""
-
-    attention: Any
-    sums: StaticSGUState
-
-
 class BesideStaticSGU(Mixer):
-    """Static SGU on half of the channels, to `combine` with a mixer."""
+    """Static SGU on half of the channels, to `combine` with a mixer.
+
+    The decode state is that of the mixer, and the newest `kernel` inputs of the SGU, x_BPE.
+    """
 
     sgu_kernel: int
     sgu_precision: str | None
@@ -104,16 +76,22 @@ class BesideStaticSGU(Mixer):
     def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
         first, rest = self._halves(x_BTD)
         out, state = super().prefill(rest, context)
-        assert context.lengths_B is not None
-        newest = StaticSGUState.from_prefill(first, context.lengths_B, self.sgu_kernel)
-        sums = self._sums(first, context)
-        return jnp.concatenate([sums, out], axis=-1), SplitMixerState(state, newest)
+        lengths_B, kernel = context.lengths_B, self.sgu_kernel
+        assert lengths_B is not None
+        positions_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
+        found = jnp.take_along_axis(first, jnp.maximum(positions_BP, 0)[..., None], axis=1)
+        newest = jnp.where((positions_BP >= 0)[..., None], found, 0)
+        return jnp.concatenate([self._sums(first, context), out], axis=-1), (state, newest)
 
     def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
         first, rest = self._halves(x_BTD)
-        out, own = super().decode_step(rest, state.attention, context)
-        sums, newest = state.sums.step(first, self.sgu_kernel, self.sgu_precision)
-        return jnp.concatenate([sums, out], axis=-1), SplitMixerState(own, newest)
+        own, newest = state
+        out, own = super().decode_step(rest, own, context)
+        x_BSE = jnp.concatenate([newest, first], axis=1)
+        weights = jnp.asarray(_banded_weights(first.shape[1], self.sgu_kernel))
+        sums = _product(weights, x_BSE, self.sgu_precision).astype(first.dtype)
+        newest = x_BSE[:, x_BSE.shape[1] - self.sgu_kernel :]
+        return jnp.concatenate([sums, out], axis=-1), (own, newest)
 
 
 def static_sgu(

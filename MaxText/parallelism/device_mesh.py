@@ -4,7 +4,6 @@ A slice has a fast network: a TPU slice, or the GPUs of a server (`slice_index` 
 knows one slice and `dcn_*` sizes ask for several, devices are split evenly in process order.
 """
 
-import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -33,17 +32,10 @@ class MeshSizes(NamedTuple):
 
 def mesh_sizes(config: MeshConfig, devices: Sequence[Any]) -> MeshSizes:
     """Returns the sizes with -1 resolved; raises UserError if they misfit."""
-    num_slices = len(_slices(config, devices))
-    across = _fill_sizes(config, "dcn", num_slices)
-    if across is None:
-        raise _size_error(config, "dcn", num_slices, f"there are {num_slices}", "slices")
-    per_slice = len(devices) // num_slices
-    within = _fill_sizes(config, "ici", per_slice)
-    if within is None:
-        whose = "this machine has" if num_slices == 1 else f"each of {num_slices} slices has"
-        kind = f"{whose} {per_slice} ({devices[0].device_kind})"
-        raise _size_error(config, "ici", per_slice, kind, "devices")
-    return MeshSizes(within, across)
+    slices = _slices(config, devices)
+    across = _fill_sizes(config, "dcn", len(slices), "slices")
+    kind = f"devices per slice ({devices[0].device_kind})"
+    return MeshSizes(_fill_sizes(config, "ici", len(slices[0]), kind), across)
 
 
 def create_device_mesh(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray:
@@ -63,24 +55,17 @@ def create_device_mesh(config: MeshConfig, devices: Sequence[Any]) -> np.ndarray
 
 
 def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool) -> np.ndarray:
-    """Returns the devices of a slice as a mesh; UserError if it must split.
-
-    Mesh axes take whole axes of the physical network if possible, else split ones. If jax knows no
-    such arrangement, devices are in their order: slower collectives, but every mesh can be built.
-    """
-    named = zip(MESH_AXES, sizes, strict=True)
-    mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
-    for options in ({}, {"allow_split_physical_axes": True}):
-        if options and not allow_split:
+    """Returns the devices of a slice as a mesh, arranged by jax if it can."""
+    try:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=allow_split)
+    except NotImplementedError as error:
+        named = zip(MESH_AXES, sizes, strict=True)
+        mesh = " x ".join(f"{axis} {size}" for axis, size in named if size > 1)
+        if not allow_split:
             raise UserError(
                 f"the mesh {mesh} does not fit this machine's network without splitting one of "
                 "its axes. Choose other sizes, or set allow_split_physical_axes=true."
-            )
-        with contextlib.suppress(NotImplementedError):
-            create_device_mesh = mesh_utils.create_device_mesh(sizes, devices, **options)
-            if options:
-                _log.warning("mesh %s: an axis of the TPU network is split over mesh axes", mesh)
-            return create_device_mesh
+            ) from error
     _log.warning("mesh %s does not follow the TPU network: devices are in order of id", mesh)
     return np.array(devices).reshape(sizes)
 
@@ -90,13 +75,9 @@ def _slices(config: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
     for device in devices:
         known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
     asked = math.prod(max(size, 1) for size in _sizes(config, "dcn"))
-    if len(known) == 1 and asked > 1:
+    if len(known) == 1 and asked > 1 and len(devices) % asked == 0:
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-        per_slice, rest = divmod(len(ordered), asked)
-        if rest or not per_slice:
-            raise _size_error(
-                config, "dcn", 1, f"{len(ordered)} devices make none such", "equal parts"
-            )
+        per_slice = len(devices) // asked
         return [ordered[i : i + per_slice] for i in range(0, len(ordered), per_slice)]
     numbers = sorted({len(part) for part in known.values()})
     if len(numbers) > 1:
@@ -111,38 +92,19 @@ def _sizes(config: MeshConfig, network: str) -> list[int]:
     return [getattr(config, size_key(axis, network)) for axis in MESH_AXES]
 
 
-def _fill_sizes(config: MeshConfig, network: str, number: int) -> tuple[int, ...] | None:
-    """Returns the sizes with -1 resolved; None if they do not multiply."""
+def _fill_sizes(config: MeshConfig, network: str, number: int, things: str) -> tuple[int, ...]:
+    """Returns sizes with product `number`; raises UserError if they misfit."""
     sizes = _sizes(config, network)
-    fixed = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and number % fixed == 0:
+    fixed, fills = math.prod(size for size in sizes if size != -1), -1 in sizes
+    if fills and number % fixed == 0:
         sizes[sizes.index(-1)] = number // fixed
-    return tuple(sizes) if math.prod(sizes) == number else None
-
-
-def _size_error(
-    config: MeshConfig, network: str, number: int, present: str, things: str
-) -> UserError:
-    sizes = dict(zip(MESH_AXES, _sizes(config, network), strict=True))
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    several = "a multiple of " if -1 in sizes.values() else ""
-    filled = "fsdp" if network == "ici" else "data"
-    asked = {axis: size for axis, size in sizes.items() if size != 1} or {filled: 1}
-    proposal = {filled: -1} if network == "dcn" else {"data": 1, filled: -1}
-    rest = number
-    # Axes that are hardest to do without come first.
-    for axis in ("expert", *reversed(MESH_AXES)):
-        if axis not in proposal and sizes[axis] != 1:
-            proposal[axis] = math.gcd(max(sizes[axis], 1), rest)
-            rest //= proposal[axis]
-    return UserError(
-        f"the mesh does not match the devices: {_size_keys(asked, network, ' x ')} needs {several}"
-        f"{fixed} {things}, {present}.\n"
-        f"  What to do: use {_size_keys(proposal, network, ' ')}, which fits, or start on {several}"
-        f"{fixed} {things}."
-    )
-
-
-def _size_keys(sizes: dict[str, int], network: str, between: str) -> str:
-    ordered = [axis for axis in MESH_AXES if axis in sizes]
-    return between.join(f"{size_key(axis, network)}={sizes[axis]}" for axis in ordered)
+    if math.prod(sizes) != number:
+        named = zip(MESH_AXES, sizes, strict=True)
+        asked = " x ".join(f"{size_key(axis, network)}={size}" for axis, size in named if size != 1)
+        raise UserError(
+            f"the mesh does not match the devices: {asked or 'every size 1'} needs "
+            f"{'a multiple of ' if fills else ''}{fixed} {things}, and there are {number}.\n"
+            f"  What to do: choose {size_key('*', network)} sizes whose product is {number}, or "
+            "set one of them to -1, which fills."
+        )
+    return tuple(sizes)

@@ -65,14 +65,13 @@ def logical_to_mesh_axes(
     no rule fits is replicated. Axes of `embed` move to `mlp` or `slots` if its shards do not fill
     tiles.
     """
-    known = {name for name, _ in rules}
-    for name in names:
-        if name is not None and name not in known:
-            raise UserError(
-                f"logical axis {name!r} has no entry in logical_axis_rules\n"
-                f"  What to do: add [{name}, []] to it to replicate that dimension, or keep the "
-                "base rules with override_logical_axis_rules=false"
-            )
+    if unknown := {name for name in names if name is not None} - {name for name, _ in rules}:
+        name = min(unknown)
+        raise UserError(
+            f"logical axis {name!r} has no entry in logical_axis_rules\n"
+            f"  What to do: add [{name}, []] to it to replicate that dimension, or keep the base "
+            "rules with override_logical_axis_rules=false"
+        )
     spec: list[tuple[str, ...] | None] = [None] * len(names)
     undecided = [dim for dim, name in enumerate(names) if name is not None]
     taken: set[str] = set()
@@ -127,11 +126,8 @@ def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None
     if in_force is None or in_force[0].size == 1:
         return None
     mesh, rules = in_force
-    split = []
-    for name in names:
-        axes = next(axes for rule_name, axes in rules if rule_name == name)
-        split.append(tuple(axis for axis in axes if mesh.shape[axis] > 1))
-    return mesh, split
+    found = (next(axes for rule_name, axes in rules if rule_name == name) for name in names)
+    return mesh, [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in found]
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
@@ -189,17 +185,12 @@ def merge_batch(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
-def platform() -> str:
-    """Returns the target platform: "cpu", "gpu" or "tpu"."""
-    return _device().platform
-
-
-def device_kind() -> str:
-    """Returns the name of the devices compiled for, such as "TPU v4"."""
-    return _device().device_kind
-
-
-def _device() -> Any:
+def target_device() -> Any:
     """Returns a device of the current mesh, maybe of another machine."""
     in_force = _current.get()
     return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]
+
+
+def platform() -> str:
+    """Returns the target platform: "cpu", "gpu" or "tpu"."""
+    return target_device().platform

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.config.axis_rules import MESH_AXES
@@ -51,22 +50,15 @@ class ShardingPlan:
         self.pipeline = pipeline or PipelineConfig()
         self.offloads_optimizer = offloads_optimizer
         self.replicated = NamedSharding(mesh, PartitionSpec())
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes for the sequences of a batch."""
-        return tuple(next(axes for name, axes in self.rules if name == "activation_batch"))
+        first_rules = dict(reversed(rules))
+        self.batch_axes = tuple(first_rules["activation_batch"])  # mesh axes for sequences
+        self.length_axes = tuple(first_rules["activation_length"])  # mesh axes for their tokens
 
     @property
     def mesh_sizes(self) -> str:
         """Axes with several devices, as in "data 2, fsdp 4"."""
         sizes = [f"{axis} {size}" for axis, size in self.mesh.shape.items() if size > 1]
         return ", ".join(sizes) or "one device"
-
-    @property
-    def length_axes(self) -> tuple[str, ...]:
-        """Mesh axes for the tokens of a sequence."""
-        return tuple(next(axes for name, axes in self.rules if name == "activation_length"))
 
     @property
     def num_length_parts(self) -> int:
@@ -143,40 +135,29 @@ class ShardingPlan:
         spec[chosen] = (*axes[chosen], axis) if axes[chosen] else axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    def batch_sharding(self, batch_size: int, num_dims: int = 2) -> NamedSharding:
+    def batch_sharding(self, batch_size: int) -> NamedSharding:
         """Returns the sharding of a batch: sequences are split, tokens are not."""
-        names = ("activation_batch", *[None] * (num_dims - 1))
-        return self.named_sharding(names, (batch_size, *[1] * (num_dims - 1)))
+        return self.named_sharding(("activation_batch", None), (batch_size, 1))
 
-    def batch_slice(self, process: int | None = None) -> tuple[int, int]:
-        """Returns (part, parts): a process reads one part of each batch.
+    def batch_slice(self) -> tuple[int, int]:
+        """Returns (part, parts): this process reads one part of each batch.
 
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
-        process = jax.process_index() if process is None else process
-        batch_dims = [self.mesh.axis_names.index(axis) for axis in self.batch_axes]
-        held: dict[int, set[tuple[int, ...]]] = {}
-        for place, device in np.ndenumerate(self.mesh.devices):
-            part = tuple(place[dim] for dim in batch_dims)
-            held.setdefault(device.process_index, set()).add(part)
-        return process_batch_slice(held, process)
+        shape, held = (self.num_batch_parts, 1), {}
+        for device, (rows, _) in self.batch_sharding(shape[0]).devices_indices_map(shape).items():
+            held.setdefault(device.process_index, set()).add(rows.start or 0)
+        return process_batch_slice(held, jax.process_index())
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns this process's part of a batch, in NumPy, as global arrays."""
-        sharding = self.batch_sharding(batch_size)
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(
-                sharding, x, (batch_size, *x.shape[1:])
-            ),
-            batch,
+        make = functools.partial(
+            jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
         )
+        return jax.tree.map(lambda x: make(x, (batch_size, *x.shape[1:])), batch)
 
     def abstract_batch(self, shapes: Any) -> Any:
-        def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            sharding = self.batch_sharding(x.shape[0])
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-        return jax.tree.map(with_sharding, shapes)
+        return jax.tree.map(lambda x: x.update(sharding=self.batch_sharding(x.shape[0])), shapes)
 
     def abstract_state(
         self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParamSpec]
@@ -185,11 +166,8 @@ class ShardingPlan:
 
     def with_shardings(self, shapes: Any, parameters: Mapping[str, ParamSpec]) -> Any:
         """Returns shapes of a state with the shardings of `state_shardings`."""
-        return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            shapes,
-            self.state_shardings(shapes, parameters),
-        )
+        shardings = self.state_shardings(shapes, parameters)
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
 
     def init_state(
         self, initialize: Callable[[jax.Array], Any], abstract_state: Any, seed: int
@@ -212,17 +190,10 @@ class ShardingPlan:
 
         return jax.jit(traced, **options)
 
-    def compile_step(
-        self,
-        train_step: Callable,
-        abstract_state: Any,
-        abstract_batch: Any,
-        compiler_options: dict[str, Any] | None = None,
-    ) -> tuple[Callable, float]:
-        """Returns the compiled step (donating its state), and its seconds."""
+    def compile_step(self, train_step: Callable, *arguments: Any) -> tuple[Callable, float]:
+        """Compiles the step of `lower_step`; returns the seconds, too."""
         began = time.perf_counter()
-        lowered = self.lower_step(train_step, abstract_state, abstract_batch, compiler_options)
-        return lowered.compile(), time.perf_counter() - began
+        return self.lower_step(train_step, *arguments).compile(), time.perf_counter() - began
 
     def lower_step(
         self,
@@ -231,6 +202,7 @@ class ShardingPlan:
         abstract_batch: Any,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Lowered:
+        """Lowers the train step, with its state donated."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
         options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
         jitted = self.jit(train_step, out_shardings=shardings, **options)
@@ -255,17 +227,16 @@ def compiler_options(
     return {name: value for name, value in options.items() if name not in given}
 
 
-def process_batch_slice(held: Mapping[int, set[tuple[int, ...]]], process: int) -> tuple[int, int]:
+def process_batch_slice(held: Mapping[int, set[int]], process: int) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences for a process.
 
-    Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
-    returns (0, 1): each reads all sequences and places what it holds. `held` maps processes to
-    coordinates of their sequences along the axes that split a batch.
+    `held` maps processes to their sequences. Must agree with
+    jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
+    reads all sequences and places what it holds.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
-    sizes = {len(parts) for parts in distinct}
     are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))
-    if len(sizes) > 1 or not are_disjoint:
+    if not are_disjoint or len({len(parts) for parts in distinct}) > 1:
         return 0, 1
     return distinct.index(tuple(sorted(held[process]))), len(distinct)
 
@@ -274,26 +245,11 @@ def make_sharding_plan(
     config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
 ) -> ShardingPlan:
     """Returns the plan; raises UserError if the devices do not support it."""
-    offloads = config.optimizer_memory_host_offload
-    if offloads:
-        _check_host_memory(devices[0])
     mesh, axis = make_mesh(config, devices), "data" if config.shard_optimizer_over_data else ""
+    offloads = config.optimizer_memory_host_offload
     return ShardingPlan(
         mesh, config.logical_axis_rules, axis, pipeline, offloads_optimizer=offloads
     )
-
-
-def _check_host_memory(device: Any) -> None:
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY not in kinds:
-        raise UserError(
-            "optimizer_memory_host_offload=true needs memory of the host that devices "
-            f"({device.device_kind}) can fetch from, {HOST_MEMORY}; jax {jax.__version__} has "
-            f"{', '.join(kinds)} for them.\n"
-            "  What to do: set optimizer_memory_host_offload=false; "
-            "shard_optimizer_over_data=true or a larger ici_fsdp_parallelism splits moments over "
-            "devices instead."
-        )
 
 
 def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
@@ -309,17 +265,14 @@ def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: flo
 
 
 def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
-    num_devices = sharding.mesh.size
+    num_devices, multiple = sharding.mesh.size, sharding.batch_divisor
     batch_size = per_device * num_devices
-    parts, multiple = sharding.num_batch_parts, sharding.batch_divisor
-    if batch_size != int(batch_size) or int(batch_size) % multiple:
+    if batch_size % multiple:
         better = max(multiple, round(batch_size / multiple) * multiple) / num_devices
-        stages, microbatches = sharding.mesh.shape["stage"], multiple // parts
-        cut = f", and {microbatches} ways more for {stages} stages" if stages > 1 else ""
         raise UserError(
             f"the batch does not divide: {key}={per_device:g} x {num_devices} devices = "
-            f"{batch_size:g} sequences, to be split over {parts} devices (mesh axes "
-            f"{', '.join(sharding.batch_axes)}){cut}.\n"
+            f"{batch_size:g} sequences, not a multiple of {multiple} (mesh axes "
+            f"{', '.join(sharding.batch_axes)}, stages and microbatches).\n"
             f"  What to do: set {key}={better:g}."
         )
     return int(batch_size)
@@ -327,18 +280,15 @@ def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
 
 def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> None:
     """Raises UserError if the mesh does not divide the sequence lengths."""
-    lengths = {f"max_target_length={longest}": longest}
-    for _, length in config.sequence_length_stages:
-        lengths[f"a stage of {length} in sequence_length_stages"] = length
+    lengths = [longest, *(length for _, length in config.sequence_length_stages)]
     parts = sharding.num_length_parts
-    for name, length in lengths.items():
-        if length % parts:
-            fits = math.gcd(parts, *lengths.values())
-            raise UserError(
-                f"{name} is not a multiple of {parts}, the devices over which sequences are split "
-                f"(mesh axes {', '.join(sharding.length_axes)}).\n"
-                f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
-            )
+    if (fits := math.gcd(parts, *lengths)) != parts:
+        raise UserError(
+            f"max_target_length={longest} and lengths in sequence_length_stages have to be "
+            f"multiples of {parts}, the devices over which sequences are split (mesh axes "
+            f"{', '.join(sharding.length_axes)}).\n"
+            f"  What to do: set ici_context_parallelism={fits} dcn_context_parallelism=1."
+        )
 
 
 def check_sharding(
@@ -347,41 +297,17 @@ def check_sharding(
     """Returns the replicated share; raises UserError above `tolerance`."""
     if math.prod(sharding.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
-    whole = {
-        name: parameters[name].size
-        for name, named in sharding.parameter_shardings(parameters).items()
-        if not any(named.spec)
-    }
-    share = sum(whole.values()) / sum(spec.size for spec in parameters.values())
+    shardings = sharding.parameter_shardings(parameters)
+    whole = {name: x for name, x in parameters.items() if not any(shardings[name].spec)}
+    share = sum(x.size for x in whole.values()) / sum(x.size for x in parameters.values())
     if share > tolerance:
-        largest = sorted(whole, key=lambda name: -whole[name])[:5]
-        lines = [
-            f"    {name} {parameters[name].shape}{_indivisible_dims(parameters[name], sharding)}"
-            for name in largest
-        ]
-        axes_of_largest = [parameters[name].logical_axes for name in largest]
-        differ = any("mlp" in axes and "layers" not in axes for axes in axes_of_largest)
+        largest = sorted(whole, key=lambda name: -whole[name].size)[:5]
         raise UserError(
             f"{share:.1%} of the parameters are replicated on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {sharding.mesh_sizes}; the largest:\n"
-            + "\n".join(lines)
-            + "\n  What to do: choose sizes that the mesh divides"
-            + (" (widths of dynamic_mlp_dim are multiples of mlp_dim_multiple)" if differ else "")
-            + ", another mesh "
-            "(ici_data_parallelism copies on purpose), other logical_axis_rules, or a higher "
+            + "".join(f"    {x} {whole[x].shape} {whole[x].logical_axes}\n" for x in largest)
+            + "  What to do: choose sizes (or an mlp_dim_multiple) that the mesh divides, another "
+            "mesh (ici_data_parallelism copies on purpose), other logical_axis_rules, or a higher "
             "sharding_tolerance."
         )
     return share
-
-
-def _indivisible_dims(spec: ParamSpec, sharding: ShardingPlan) -> str:
-    first_rule: dict[str, Sequence[str]] = {}
-    for name, axes in sharding.rules:
-        first_rule.setdefault(name, axes)
-    words = [
-        f"{name} {size} is not a multiple of {axis} {sharding.mesh.shape[axis]}"
-        for name, size in zip(spec.logical_axes, spec.shape, strict=True)
-        for axis in (first_rule[name] if name else ())
-        if size % sharding.mesh.shape[axis]
-    ]
-    return f": {', '.join(words)}" if words else ""

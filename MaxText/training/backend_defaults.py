@@ -1,5 +1,7 @@
 """Resolves `auto` for the current devices; every choice is printed."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 
 from MaxText.config.model_sections import ModelConfig
@@ -25,10 +27,10 @@ def resolve_auto(
     on_cpu = backend == "cpu"
     lines = []
 
-    def choose(key: str, value, chosen, reason: str):
-        if value != "auto":
+    def choose(key: str, value, chosen, reason: str, replaced: Sequence[str] = ("auto",)):
+        if value == chosen or value not in replaced:
             return value
-        lines.append(f"{key}: auto -> {str(chosen).lower()} ({reason})")
+        lines.append(f"{key}: {value} -> {str(chosen).lower()} ({reason})")
         return chosen
 
     dtype = choose(
@@ -40,7 +42,6 @@ def resolve_auto(
     dimensions = config.shape.dimensions
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
-    aggregation, why = _aggregation_impl(config, backend, dtype, sharding)
     if config.scan_unsupported_reason is not None:
         scanned, reason = False, config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
@@ -64,23 +65,19 @@ def resolve_auto(
     config = _with(config, "numerics", dtype=dtype)
     config = _with(config, "memory", scan_layers=scan, remat_policy=policy)
     if config.dense_connections.dense_conn:
-        requested = config.dense_connections.dense_aggregation_impl
-        if requested != aggregation:
-            lines.append(f"dense_aggregation_impl: {requested} -> {aggregation} ({why})")
-        if aggregation == "kernel" and on_cpu:
-            lines.append(
-                "dense_aggregation_impl=kernel is interpreted on CPU: for tests, not for training"
-            )
-        config = _with(config, "dense_connections", dense_aggregation_impl=aggregation)
-    requested = config.attention.attention
-    if requested in ("autoselected", "flash"):
+        impl = choose(
+            "dense_aggregation_impl",
+            config.dense_connections.dense_aggregation_impl,
+            *_aggregation_impl(config, backend, dtype, sharding),
+            replaced=("auto", "kernel"),
+        )
+        config = _with(config, "dense_connections", dense_aggregation_impl=impl)
+    attention, may_be_flash = config.attention.attention, ("autoselected", "flash")
+    if attention in may_be_flash:
         problem = _flash_problem(config, backend, sharding)
-        chosen = "flash" if problem is None else "blocked"
-        if requested != chosen:
-            reason = problem or "scores stay on the chip"
-            lines.append(f"attention: {requested} -> {chosen} ({reason})")
-        config = _with(config, "attention", attention=chosen)
-    return config, lines
+        chosen, reason = ("blocked", problem) if problem else ("flash", "scores stay on the chip")
+        attention = choose("attention", attention, chosen, reason, may_be_flash)
+    return _with(config, "attention", attention=attention), lines
 
 
 def _with(config: ModelConfig, name: str, **values: object) -> ModelConfig:
@@ -107,17 +104,13 @@ def _aggregation_impl(
     config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
-    dense = config.dense_connections
-    impl, on_cpu = dense.dense_aggregation_impl, backend == "cpu"
-    if not dense.dense_conn or impl not in ("auto", "kernel") or (impl == "kernel" and on_cpu):
-        return impl, "asked for"
-    if on_cpu:
+    dense, dimensions = config.dense_connections, config.shape.dimensions
+    if backend == "cpu":
+        if dense.dense_aggregation_impl == "kernel":
+            return "kernel", "asked for"
         return "sum", "fastest on CPU"
-    dimensions = config.shape.dimensions
-    depths = range(1, dimensions.num_layers + 1)
-    max_sources = max(
-        (len(dense.sources(depth)) for depth in depths if dense.stands_after(depth)), default=0
-    )
+    depths = filter(dense.stands_after, range(1, dimensions.num_layers + 1))
+    max_sources = max((len(dense.sources(depth)) for depth in depths), default=0)
     state_bytes = dimensions.emb_dim * jnp.dtype(dtype).itemsize
     problem = kernel_unsupported_reason(
         dimensions.emb_dim,

@@ -109,15 +109,11 @@ def per_token_losses(
     An objective is a function of its own keys (else of `config`), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
     minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats, so it has a perplexity.
-
-    Raises:
-      UserError: The objective returned something else.
     """
     objective = lookup("objective", config.loss_type)
     found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
-    losses, log_z_BT = found if isinstance(found, tuple) and len(found) == 2 else ({}, None)
-    arrays = [*losses.values(), *([] if log_z_BT is None else [log_z_BT])]
-    if not losses or any(jnp.shape(x) != targets_BT.shape for x in arrays):
+    shapes = {jnp.shape(x) for x in jax.tree.leaves(found)}
+    if not isinstance(found, tuple) or shapes != {targets_BT.shape}:
         raise UserError(
             f"loss_type={config.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
             f"log_z or None), each of them {list(targets_BT.shape)} as the targets"

@@ -41,6 +41,9 @@ def make_optimizer(
         default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
         return _first_match(config.weight_decay_overrides, name, default)
 
+    def decayed(update: jax.Array, parameter: jax.Array, scale: float) -> jax.Array:
+        return update + scale * parameter if scale else update
+
     decays = map_param_names(trained, decay)
     multipliers = map_param_names(
         trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
@@ -50,7 +53,7 @@ def make_optimizer(
     optimizer = optax.chain(
         _clipping(config),
         transform(config.parts.of(transform) or config, trained),  # a custom one gets its own keys
-        _add_decayed_weights(decays),
+        optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, decays)),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
     )
@@ -117,15 +120,6 @@ def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) 
     return next((value for pattern, value in pairs if re.search(pattern, name)), default)
 
 
-def _add_decayed_weights(scales: dict) -> optax.GradientTransformation:
-    """Adds scale * parameter to each update (Loshchilov and Hutter 2019)."""
-
-    def decayed(update: Any, parameter: Any, scale: float) -> Any:
-        return update + scale * parameter if scale else update
-
-    return optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, scales))
-
-
 def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
     """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
     threshold = config.gradient_clipping_threshold
@@ -138,16 +132,26 @@ def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 @register("optimizer", "adamw")
 def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015)."""
-    if not config.adam_bias_correction:
-        return _adam_without_bias_correction(config)
-    return optax.scale_by_adam(
+    """Adam (Kingma and Ba 2015), or uncorrected as in BERT and GPT-Neo."""
+    adam = optax.scale_by_adam(
         b1=config.adam_b1,
         b2=config.adam_b2,
         eps=config.adam_eps,
         eps_root=config.adam_eps_root,
         mu_dtype=config.mu_dtype or None,
     )
+    if config.adam_bias_correction:
+        return adam
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        # The correction divides by 1 - b^count, which is 1 after many updates.
+        many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
+        new: Any
+        updates, new = adam.update(updates, many, params)
+        count = optax.safe_increment(state.count)
+        return updates, state._replace(count=count, mu=new.mu, nu=new.nu)
+
+    return optax.GradientTransformation(adam.init, update)
 
 
 @register("optimizer", "lion")
@@ -181,23 +185,6 @@ def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTrans
         # Updates as large as Adam's, to share its learning rate (Liu et al. 2025, equation 4).
         consistent_rms=0.2,
     )
-
-
-def _adam_without_bias_correction(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Adam as in BERT and GPT-Neo, with the state of scale_by_adam."""
-    adam = optax.scale_by_adam(b1=config.adam_b1, mu_dtype=config.mu_dtype or None)
-
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        mu = optax.tree.update_moment(updates, state.mu, config.adam_b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, config.adam_b2, 2)
-        new_updates = jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(v + config.adam_eps_root) + config.adam_eps), mu, nu
-        )
-        count = optax.safe_increment(state.count)
-        mu, nu = optax.tree.cast_like(mu, state.mu), optax.tree.cast_like(nu, state.nu)
-        return new_updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-
-    return optax.GradientTransformation(adam.init, update)
 
 
 @register("optimizer", "adafactor")

@@ -42,8 +42,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
-    num_microbatches: int,  # parts of a batch whose gradients are accumulated one by one
-    dropout_seed: int,
+    num_microbatches: int = 1,  # parts of a batch whose gradients are accumulated one by one
     guard: GuardConfig = _NO_GUARD,  # as in make_initialize
     repeat_update: bool = True,
     offloads_opt_state: bool = False,  # whether it is kept in host memory
@@ -89,7 +88,8 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         dropout_key = None
         if model.config.is_random:
-            dropout_key = jax.random.fold_in(jax.random.key(dropout_seed), state.step)
+            seed = model.config.initialization.init_weights_seed
+            dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
         total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))

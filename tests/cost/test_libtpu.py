@@ -82,9 +82,9 @@ def all_kernels(weights, factors, sources, so_far, grad_sums):
     given = {"weights": weights, "sources": sources, "factors": factors}
     grads = given | {"grad_sums": grad_sums}
     return (
-        kernels.forward(given, "tpu", norms),
-        kernels.backward(grads, "tpu", norms),
-        kernels.backward(grads | {"accumulated": so_far}, "tpu", norms),
+        kernels.forward(given, norms),
+        kernels.backward(grads, norms),
+        kernels.backward(grads | {"accumulated": so_far}, norms),
     )
 
 with axis_rules(Mesh(np.array([device]), ("data",)), []):

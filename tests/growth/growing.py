@@ -42,7 +42,7 @@ class Program:
         self.model = model
         self._initialize = make_initialize(model, optimizer)
         self._key = jax.random.key(model.config.initialization.init_weights_seed)
-        step = make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0)
+        step = make_train_step(model, optimizer, schedule)
         self.step = jax.jit(step)
 
     @functools.cached_property

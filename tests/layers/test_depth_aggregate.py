@@ -24,8 +24,8 @@ from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 
 FORMS = ("sum", "kernel")
-# The kernel takes 384 dimensions in three chunks, and 32 tokens in two tiles.
-B, T, D, S, C = 2, 16, 384, 3, 4
+# The kernel takes 384 dimensions in three chunks, and 160 tokens in five tiles.
+B, T, D, S, C = 2, 80, 384, 3, 4
 
 
 def given(dtype, seed=0):
@@ -63,10 +63,10 @@ def chained(form, weights, fixed, sources, scales):
     """The same by `mix`, each sum reading what the one before has handed on."""
     if scales is not None:
         sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
-    first = aggregate(weights, sources, form, scales_SD=scales)
+    first, sources = aggregate(weights, sources, form, scales_SD=scales)
     fewer = None if scales is None else scales[: S - 1]
-    second = aggregate(fixed, first.sources[: S - 1], form, scales_SD=fewer)
-    return grad_sums(first.sums, S) + grad_sums(second.sums, S - 1)
+    second, _ = aggregate(fixed, sources[: S - 1], form, scales_SD=fewer)
+    return grad_sums(first, S) + grad_sums(second, S - 1)
 
 
 def differentiated(function, arguments):
@@ -118,7 +118,7 @@ def test_sums_are_float32():
     sources = [one, *[little] * 8]
     weights = jnp.ones((1, 1, 1, len(sources)))
     for form in FORMS:
-        (y_BTD,) = aggregate(weights, sources, form).sums
+        ((y_BTD,), _) = aggregate(weights, sources, form)
         assert np.all(y_BTD == 1.03125), form
 
 
@@ -126,9 +126,9 @@ def test_gradients_are_added_in_the_memory_of_those_before():
     weights, _, sources, _ = given(jnp.float32)
 
     def two(sources):
-        first = aggregate(weights, sources, "kernel")
-        second = aggregate(weights, first.sources, "kernel")
-        return grad_sums(first.sums, 0) + grad_sums(second.sums, 1)
+        first, sources = aggregate(weights, sources, "kernel")
+        second, _ = aggregate(weights, sources, "kernel")
+        return grad_sums(first, 0) + grad_sums(second, 1)
 
     program = str(jax.make_jaxpr(jax.grad(two))(sources))
     # (operand, result) that share memory, of each kernel.
@@ -155,12 +155,12 @@ def test_kernels_lower():
         of_full = full | {"grad_sums": [x[:32] for x in streams]}
         before = [x[:32] for x in old]
         return (
-            depth_aggregate_kernel.forward(given, "tpu"),
-            depth_aggregate_kernel.backward(of, "tpu"),
-            depth_aggregate_kernel.backward(of | {"accumulated": old}, "tpu"),
-            depth_aggregate_kernel.forward(full, "tpu", NORMS),
-            depth_aggregate_kernel.backward(of_full, "tpu", NORMS),
-            depth_aggregate_kernel.backward(of_full | {"accumulated": before}, "tpu", NORMS),
+            depth_aggregate_kernel.forward(given),
+            depth_aggregate_kernel.backward(of),
+            depth_aggregate_kernel.backward(of | {"accumulated": old}),
+            depth_aggregate_kernel.forward(full, NORMS),
+            depth_aggregate_kernel.backward(of_full, NORMS),
+            depth_aggregate_kernel.backward(of_full | {"accumulated": before}, NORMS),
         )
 
     traced = jax.jit(both).trace(weights, states, scales, streams, states)
@@ -185,8 +185,10 @@ def naive_norms(weights, factors, sources, scales):
 
 def kernel_norms(weights, factors, sources, scales):
     sources = [scale_grad_only(x, scale) for x, scale in zip(sources, scales, strict=True)]
-    mixed = aggregate(weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors)
-    return grad_sums(mixed.sums, 0)
+    sums, _ = aggregate(
+        weights, sources, "kernel", scales_SD=scales, norms=NORMS, factors_MD=factors
+    )
+    return grad_sums(sums, 0)
 
 
 def test_kernel_with_norms():
@@ -244,7 +246,7 @@ def test_form_on_each_generation(kind, form):
         ("auto", 64, "tpu", "sum", "emb_dim 64"),
         ("auto", 128, "gpu", "sum", "TPU"),
         ("kernel", 128, "gpu", "sum", "TPU"),
-        ("kernel", 32, "cpu", "kernel", "dense_aggregation_impl=kernel"),
+        ("kernel", 32, "cpu", "kernel", None),
         ("sum", 128, "tpu", "sum", None),
     ],
 )

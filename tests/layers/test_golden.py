@@ -160,7 +160,7 @@ def test_four_train_steps(name, tmp_path):
     config = config_of(golden, BFLOAT16_TABLE)
     model = Model(config.model)
     schedule, optimizer, _ = made_for_training(config, model)
-    step = jax.jit(make_train_step(model, optimizer, schedule, num_microbatches=1, dropout_seed=0))
+    step = jax.jit(make_train_step(model, optimizer, schedule))
     params = golden.ours(tmp_path / "before", golden.parameters)
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     for number in range(4):

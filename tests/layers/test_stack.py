@@ -52,10 +52,10 @@ def loss_of(alike, shared, reads_all, sequential):
 
     def loss(weights, x):
         layers = nnx.merge(graphdef, weights)
-        found = stack.apply_unrolled(
+        outputs, scalars, _ = stack.apply_unrolled(
             layers, blueprint, (x,), apply, policy="full", sequential=sequential
         )
-        return jnp.sum(jnp.sin(found.carry[-1])) + found.scalars["squares"]
+        return jnp.sum(jnp.sin(outputs[-1])) + scalars["squares"]
 
     return nnx.to_pure_dict(weights), loss
 
@@ -112,9 +112,9 @@ def test_layers_are_numbered_through_a_pattern(stacked):
 
     x = jnp.zeros((1, 1, D))
     y, scalars = stack.apply_scanned(layers, blueprint, x, apply, "full")
-    unrolled = stack.apply_unrolled(layers, blueprint, (x,), apply_one)
-    np.testing.assert_allclose(y, unrolled.carry[-1], rtol=1e-6)
-    assert scalars == unrolled.scalars
+    unrolled, unrolled_scalars, _ = stack.apply_unrolled(layers, blueprint, (x,), apply_one)
+    np.testing.assert_allclose(y, unrolled[-1], rtol=1e-6)
+    assert scalars == unrolled_scalars
     assert scalars["numbers"] == sum(i**2 for i in range(8))
     assert scalars["widths"] == (0 if stacked else sum(i * kind for i, kind in enumerate(kinds)))
     together = blueprint.join(blueprint.layer_weights(stack.weights_dict(layers)))

@@ -1,7 +1,6 @@
 """Meshes and partition specs that need no second device."""
 
 import math
-import re
 from types import SimpleNamespace
 
 import jax
@@ -64,16 +63,13 @@ def test_axes_inside_slices_and_across_them():
     [
         ({"dcn_fsdp_parallelism": 3}, 2, "3"),
         ({"dcn_data_parallelism": 4}, 2, "4"),
-        ({"ici_fsdp_parallelism": 3, "ici_tensor_parallelism": 5}, 1, "15 .* machine has 8"),
+        ({"ici_fsdp_parallelism": 3, "ici_tensor_parallelism": 5}, 1, "15 .* there are 8"),
         ({"ici_expert_parallelism": 4, "ici_tensor_parallelism": 4}, 1, "a multiple of 16 devices"),
     ],
 )
 def test_sizes_that_do_not_fit(asked, number, found):
     devices = slices(number, 8 // number)
-    error = refused(found, mesh_sizes, MeshConfig(**asked), devices)
-    advice = str(error).partition("What to do")[2]
-    fits = {key: int(size) for key, size in re.findall(r"((?:dcn|ici)_\w+)=(-?\d+)", advice)}
-    assert math.prod(mesh_sizes(MeshConfig(**fits), devices).dcn) == number
+    refused(found, mesh_sizes, MeshConfig(**asked), devices)
 
 
 def test_processes_stand_for_slices_where_jax_knows_of_none():
@@ -159,16 +155,16 @@ def test_a_batch_that_does_not_divide():
     ("held", "shares"),
     [
         # Data over two processes of two devices each.
-        ([{(0, 0), (0, 1)}, {(1, 0), (1, 1)}], [(0, 2), (1, 2)]),
+        ([{0, 1}, {2, 3}], [(0, 2), (1, 2)]),
         # Tensor parallelism across processes: both hold all rows.
-        ([{(0, 0)}, {(0, 0)}], [(0, 1), (0, 1)]),
-        ([{(0,)}, {(0,)}, {(1,)}, {(1,)}], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ([{0}, {0}], [(0, 1), (0, 1)]),
+        ([{0}, {0}, {1}, {1}], [(0, 2), (0, 2), (1, 2), (1, 2)]),
         # The order of the processes in a torus is not that of their numbers.
-        ([{(2,), (3,)}, {(0,), (1,)}], [(1, 2), (0, 2)]),
-        ([{(0,), (3,)}, {(1,), (2,)}], [(0, 2), (1, 2)]),
+        ([{2, 3}, {0, 1}], [(1, 2), (0, 2)]),
+        ([{0, 3}, {1, 2}], [(0, 2), (1, 2)]),
         # Neither the same nor apart: each reads all.
-        ([{(0,), (1,)}, {(1,), (2,)}, {(2,), (0,)}], [(0, 1), (0, 1), (0, 1)]),
-        ([{(0,), (1,)}, {(2,)}], [(0, 1), (0, 1)]),
+        ([{0, 1}, {1, 2}, {2, 0}], [(0, 1), (0, 1), (0, 1)]),
+        ([{0, 1}, {2}], [(0, 1), (0, 1)]),
     ],
     ids=["data", "tensor", "both", "torus", "not together", "overlapping", "uneven"],
 )

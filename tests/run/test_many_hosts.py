@@ -64,7 +64,7 @@ def requests_of(folder, index: int, count: int, monkeypatch) -> int:
         peak_flops(mock.Mock(device_kind="TPU v5"))
         section = MeshConfig(dcn_data_parallelism=-1, ici_fsdp_parallelism=-1)
         mesh = Mesh(np.array(devices).reshape(mesh_sizes(section, devices).total), MESH_AXES)
-        part, parts = ShardingPlan(mesh, section.logical_axis_rules).batch_slice(index)
+        part, parts = ShardingPlan(mesh, section.logical_axis_rules).batch_slice()
         assert (part, parts) == (index, count)
         opened = open_train(data_keys(folder / "data"), count, part, parts)
         with contextlib.closing(opened) as batches:

@@ -152,9 +152,8 @@ def test_a_skipped_step_changes_nothing_but_the_count():
     schedule = optax.linear_schedule(1e-2, 0.0, 100)
     optimizer = optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(schedule))
     state = jax.jit(steps.make_initialize(model, optimizer, SECTION))(jax.random.key(0))
-    keys = {"num_microbatches": 1, "dropout_seed": 0}
-    step = jax.jit(steps.make_train_step(model, optimizer, schedule, guard=SECTION, **keys))
-    plain = jax.jit(steps.make_train_step(model, optimizer, schedule, **keys))
+    step = jax.jit(steps.make_train_step(model, optimizer, schedule, guard=SECTION))
+    plain = jax.jit(steps.make_train_step(model, optimizer, schedule))
 
     # A sound update is that of a run without the guard.
     bare, expected = plain(dataclasses.replace(state, guard=None), batch)
