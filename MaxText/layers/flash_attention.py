@@ -201,9 +201,10 @@ def _splash_kernel(
 
     causal, window = spec.causal, spec.window
     if window is not None and window < shape[1]:
-        mask = masks.LocalMask(shape, (window - 1, 0 if causal else window), 0)
+        sides = (window - 1, 0 if causal else window)
+        mask = _by_diagonal(masks.LocalMask)(shape, sides, 0)
     else:  # splash attention cannot partition a window that hides nothing
-        mask = (masks.CausalMask if causal else masks.FullMask)(shape)
+        mask = _by_diagonal(masks.CausalMask if causal else masks.FullMask)(shape)
     block = block_size(shape[0] // num_length_parts)
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=block,
@@ -221,6 +222,26 @@ def _splash_kernel(
             interpret=interpret,
         )
         return jax.tree.map(np.asarray, kernel)
+
+
+def _by_diagonal(kind: type) -> Any:
+    """Returns a class of masks, functions of i - j, with cached blocks.
+
+    Uniform blocks have one element. Splash attention evaluates each block several times, which
+    took 16 s of a CPU at 64k tokens.
+    """
+    blocks: dict[tuple[int, int, int], np.ndarray] = {}
+
+    class ByDiagonal(kind):
+        def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+            rows, columns = index
+            place = rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start
+            if place not in blocks:
+                block = super().__getitem__(index)
+                blocks[place] = block[:1, :1] if block.all() == block.any() else block
+            return blocks[place]
+
+    return ByDiagonal
 
 
 def _splash(
