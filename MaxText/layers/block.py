@@ -76,13 +76,13 @@ class Block(nnx.Module):
         with scope("self_attention"):
             if state is not None:
                 output = mixer.decode_step(x_BTD, state, context)
-                out, state = check_output(mixer, output, normed[0])
+                out, state = check_output(mixer, "decode_step", output, normed[0])
                 return out, {}, state
             if context.capacity is not None:
                 output = mixer.prefill(x_BTD, context)
-                out, state = check_output(mixer, output, normed[0])
+                out, state = check_output(mixer, "prefill", output, normed[0])
                 return out, {}, state
-            return *check_output(mixer, mixer(x_BTD, context), normed[0]), None
+            return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
     def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
@@ -90,7 +90,7 @@ class Block(nnx.Module):
     def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         x_BTD = constrain(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
-            return check_output(self.mlp, self.mlp(x_BTD, context), x_BTD)
+            return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""

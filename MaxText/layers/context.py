@@ -5,7 +5,18 @@ from collections.abc import Callable, Mapping
 
 import jax
 
+from MaxText.errors import UserError
 from MaxText.parallelism.logical_sharding import split_batch
+
+
+class Shared(dict[str, jax.Array]):
+    """Arrays shared by mixers across layers."""
+
+    def __missing__(self, name: str) -> jax.Array:
+        raise UserError(
+            f"a mixer reads context.shared[{name!r}], and the connection between layers shares "
+            f"{', '.join(self) or 'nothing'}: set the connection_type that goes with the mixer"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +36,7 @@ class Context:
     lengths_B: jax.Array | None = None  # during prefill: tokens of each prompt, padding follows
     positions_BT: jax.Array | None = None  # during decoding: positions of the new tokens
     # Arrays [B, T, ...] that mixers pass to later layers and may replace (part.Connection).
-    shared: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    shared: dict[str, jax.Array] = dataclasses.field(default_factory=Shared)
 
     @property
     def is_decoding(self) -> bool:
@@ -63,7 +74,7 @@ class Context:
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return dataclasses.replace(self, dropout_key=key, layer=index, shared=dict(shared or {}))
+        return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
 
     def key_for(self, stream: int) -> jax.Array | None:
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, stream)

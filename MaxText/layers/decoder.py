@@ -21,7 +21,7 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Scalars
+from MaxText.layers.part import Scalars, describe
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
@@ -114,8 +114,9 @@ class Decoder(nnx.Module):
             return self._normalized(x_BTD), scalars
         if not self.connections.keeps_shapes:
             raise UserError(
-                f"layers with connection {type(self.connections).__name__} cannot be scanned, as "
-                f"each reads another number of arrays: set scan_layers=false and {NO_STAGES}"
+                f"{describe(self.connections)}: each layer reads another number of arrays, so "
+                "layers cannot be scanned or cut into stages: set scan_layers=false and "
+                f"{NO_STAGES}"
             )
 
         def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
@@ -208,7 +209,8 @@ class Decoder(nnx.Module):
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
-        return self.connections.write(index, rest, y_BTD, context.shared), scalars, state
+        after = self.connections.write(index, rest, y_BTD, context.shared)
+        return self.connections.checked(carry, after), scalars, state
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)

@@ -1,11 +1,17 @@
 """Assembles a train step from a configuration and devices."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 
+from MaxText.config.registry import registrations
 from MaxText.config.schema import Config
+from MaxText.errors import UserError
+from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import (
     ShardingPlan,
@@ -14,6 +20,7 @@ from MaxText.parallelism.mesh import (
     compiler_options,
 )
 from MaxText.training import backend_defaults
+from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
@@ -43,6 +50,8 @@ def setup_train(
     platform = sharding.mesh.devices.flat[0].platform
     model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
     model = Model(model_config)
+    if not all(part.is_built_in for part in registrations()):
+        _trace(model)  # before anything slow
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     optimizer = scale_existing_slot_updates(
@@ -65,3 +74,22 @@ def setup_train(
     options = compiler_options(platform, sharding.mesh.size, model_config.numerics.quantization)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
     return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
+
+
+def _trace(model: Model) -> None:
+    """Checks the parts by tracing the model on one sequence."""
+    config, shape = model.config, (1, model.config.shape.max_target_length)
+    ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
+        batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
+        return model.merge(params)(batch)
+
+    actual = jax.eval_shape(logits, model.abstract, ids_BT)
+    expected = jax.ShapeDtypeStruct((*shape, config.shape.vocab_size), jnp.float32)
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        raise UserError(
+            f"head_type={config.head.name} returned {actual.dtype} {list(actual.shape)}, and "
+            f"has to return float32 {list(expected.shape)}"
+        )
+    jax.eval_shape(functools.partial(per_token_losses, config=config.objective), expected, ids_BT)

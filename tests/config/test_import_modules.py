@@ -179,7 +179,9 @@ def test_what_train_refuses(mine, tmp_path, refused):
         PART.replace("return x_BTD, {}", "return x_BTD[..., ::2], {}")
     )
     found = refused("train.py", *TINY, "import_modules=half.py")
-    assert "Mine returned ((1, 8, 8), {}), and has to return ((1, 8, 16), scalars" in found
+    assert "mixer mine (" in found
+    assert "half.py:10): __call__ returned ([1, 8, 8], dict)" in found
+    assert "has to return ([1, 8, 16], scalars)" in found
     assert not (tmp_path / "maxtext_output" / "run" / "checkpoints").exists()
 
 

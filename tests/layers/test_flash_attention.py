@@ -70,6 +70,17 @@ def check_kernel(spec, arrays, segments, *shardings):
         np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(1.0, np.abs(theirs).max()))
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 100), (False, 200)])
+def test_masks_are_those_of_the_library(causal, window, monkeypatch):
+    spec = AttentionSpec(causal=causal, window=window)
+    kernel = (512, 512), 2, 2, spec, True
+    ours = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
+    flash_attention._splash_kernel.cache_clear()
+    monkeypatch.setattr(flash_attention, "_by_diagonal", lambda kind: kind)
+    theirs = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "scores", "documents"), CASES)
 def test_the_same_outputs_and_gradients(heads, kv_heads, head_dim, scores, documents):
     *arrays, segments = given(heads, kv_heads, head_dim, documents)

@@ -64,6 +64,11 @@ class Grows(TwoStreams):
 
     def end(self, carry):
         return sum(carry)
+
+
+@register("connection", "forgets")
+class Forgets(Grows):
+    keeps_shapes = True
 """
 
 
@@ -118,7 +123,18 @@ def test_connections_whose_shapes_grow_are_unrolled(parts):
     model, params = model_and_weights(**keys, scan_layers=False)
     assert np.isfinite(logits(model, params)).all()
     model, params = model_and_weights(**keys, scan_layers=True)
-    with pytest.raises(UserError, match=r"connection Grows .*scan_layers=false"):
+    with pytest.raises(UserError, match=r"connection grows .*scan_layers=false"):
+        logits(model, params)
+    model, params = model_and_weights(**parts, connection_type="forgets")
+    with pytest.raises(
+        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*keep what begin"
+    ):
+        logits(model, params)
+
+
+def test_a_mixer_without_its_connection():
+    model, params = model_and_weights(**VALUE_RESIDUAL | {"connection_type": "auto"})
+    with pytest.raises(UserError, match=r"shared\[.first_values.\].*nothing.*connection_type"):
         logits(model, params)
 
 

@@ -14,6 +14,7 @@ from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
+from MaxText.training.assembly import setup_train
 from MaxText.training.objective import is_in_nats
 from tests.small_models import random_batch, tiny_config, trainer
 
@@ -129,12 +130,15 @@ def test_what_is_refused(module):
     with pytest.raises(ConfigurationError, match="A: head_rank is not a key of a layer's parts"):
         tiny_config(**KEYS | pattern)
     for old, new, words in (
+        (".astype(jnp.float32)", "[..., 1:]", r"head_type=low_rank returned float32 \[1, 16, 63\]"),
         (", log_z_BT\n", "\n", "loss_type=focal: focal has to return"),
         ("config.focal_gamma * losses_BT}", "2}, 0 * losses_BT.sum(), #", "loss_type=focal: focal"),
     ):
         module.write_text(MINE.replace(old, new))
+        config = tiny_config(**KEYS)
+        sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
         with pytest.raises(UserError, match=words):
-            is_in_nats(tiny_config(**KEYS).model.objective)
+            setup_train(config, sharding)
     module.write_text(MINE.replace("(Head)", "").replace("problem", "other"))
     with pytest.raises(ConfigurationError, match=r"LowRank \(.*mine.py:\d+\) is not derived"):
         tiny_config(**KEYS)
