@@ -189,19 +189,21 @@ def test_sums_that_are_made_again(kept, again):
     [
         {"base_num_decoder_layers": 4, "dense_streams": ["k", "r"], "dense_saved_aggregates": 1},
         {"mudd_prenorm": True, "mudd_postnorm": "residual", "dense_sparsity": "dilated"},
+        {"decoder_block": "muddpythia", "base_emb_dim": 128, "mlp_dim_multiple": 4},  # LayerNorm
     ],
     ids=str,
 )
 def test_a_model_by_kernel_is_that_by_sums(keys):
     """Rows of 16 tokens, so that kernels do the layers' norms."""
     given = {"base_num_decoder_layers": 3, "remat_policy": "full", "max_target_length": 16} | keys
+    block = given.pop("decoder_block", "llama2")
     given |= {"dense_conn": True}
-    model, run = built("llama2", given | {"dense_aggregation_impl": "sum"})
+    model, run = built(block, given | {"dense_aggregation_impl": "sum"})
     parameters = jax.jit(model.initialize)(jax.random.key(3))
     numbers = np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + 0.03 * numbers.normal(size=x.shape).astype("f"), parameters)
     logits, gradients = run(moved)
-    by_kernel, found = built("llama2", given | {"dense_aggregation_impl": "kernel"})[1](moved)
+    by_kernel, found = built(block, given | {"dense_aggregation_impl": "kernel"})[1](moved)
     np.testing.assert_allclose(by_kernel, logits, atol=1e-5)
     found = by_name(found)
     for name, gradient in by_name(gradients).items():
