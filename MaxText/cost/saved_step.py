@@ -59,7 +59,7 @@ def load_compiled(
 ) -> Callable[[Any], Callable | None] | None:
     """Returns a function from batch shapes to the saved step, if any.
 
-    `config` has the score zoom fixed, `model_config` has `auto` resolved. Raises UserError if the
+    `config` is of `resolve_growth`, `model_config` has `auto` resolved. Raises UserError if the
     file is missing, unsigned, or for another configuration, program or machine, before executing
     any of it.
     """
@@ -106,7 +106,7 @@ def _fingerprint(
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
-    `config` has the score zoom fixed; `model_config` has `auto` resolved, which may differ
+    `config` is of `resolve_growth`; `model_config` has `auto` resolved, which may differ
     without cuDNN.
     """
     device = sharding.mesh.devices.flat[0]

@@ -156,7 +156,7 @@ def _score_data(trained: TrainedModel, data_set: _DataSet, log: Log) -> dict[str
     scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, log)
     length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
     limit = config.evaluation.eval_steps
-    windows = "side by side" if stride == -1 else f"every {stride} targets"
+    windows = "no overlap" if stride == -1 else f"every {stride} targets"
     across = ", across documents" if data.cross_document_attention else ""
     log(source_table(scores))
     log(f"windows of {length} tokens, {windows}{across}")

@@ -1,4 +1,4 @@
-"""Resolves growth before a model is built, with the zoom."""
+"""Resolves growth, with its zoom.py, before a model exists."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

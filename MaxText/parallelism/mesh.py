@@ -150,7 +150,7 @@ class ShardingPlan:
         return process_batch_slice(held, jax.process_index())
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
-        """Returns this process's part of a batch, in NumPy, as global arrays."""
+        """Returns global arrays from this process's NumPy part of a batch."""
         make = functools.partial(
             jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
         )

@@ -67,7 +67,7 @@ def test_a_folder_of_hugging_face(root, stride):
     said = "\n".join(lines)
     assert "warning: " not in said
     assert f"{whole['loss']:.4f}" in said
-    assert "windows of 32 tokens, " + ("side by side" if stride < 0 else "every 8 targets") in said
+    assert "windows of 32 tokens, " + ("no overlap" if stride < 0 else "every 8 targets") in said
     assert sorted(os.listdir(root / "hf")) == before
 
 
