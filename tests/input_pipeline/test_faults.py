@@ -99,6 +99,14 @@ def test_a_missing_file_ends_the_run_after_all_tries(kept):
     assert_same(take(iterator, 20), undisturbed(folder, keys))
 
 
+@of_kind("megatron")
+def test_a_failed_read_goes_on_at_the_same_step(kept):
+    folder, _, keys = kept
+    iterator = opened(folder, keys | {"data_retry.attempts": 2})
+    with failing_reads(1, from_step=9):
+        assert_same(take(iterator, 20), undisturbed(folder, keys))
+
+
 @of_kind("megatron", "prepared_bin")
 def test_other_data_of_the_same_name_are_refused(kept):
     folder, files, keys = kept
