@@ -187,5 +187,5 @@ def format_proposals(
     )
     return (
         f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
-        f"To train with the first:\n  {line}"
+        f"To train with the first, add your data:\n  {line}"
     )

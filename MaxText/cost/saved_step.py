@@ -26,7 +26,8 @@ _SHOWN = 8  # differences listed
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
 _KEYS = (
-    "skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "log_layer_norms",
+    "skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "rollback",
+    "log_layer_norms",
 )  # fmt: skip
 
 # Sources that a step is traced from.

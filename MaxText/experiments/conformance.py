@@ -500,7 +500,7 @@ def _step_on_devices(subject: Subject) -> str | None:
         state = sharding.init_state(initialize, abstract, 0)
         before = jax.tree.map(np.asarray, state.params)
         placed = sharding.to_global_batch(jax.tree.map(np.asarray, batch), 8)
-        step, _ = sharding.compile_step(step, abstract, jax.eval_shape(lambda: placed))
+        step, _ = sharding.compile_step(step, abstract, sharding.abstract_batch(placed))
         for _ in range(2):
             state, _ = step(state, placed)
         return {name: after - old for name, after, old in _pairs(state.params, before)}

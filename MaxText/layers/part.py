@@ -31,7 +31,7 @@ __all__ = [
     "Position", "Scalars", "register", "tag",
 ]  # fmt: skip
 
-Scalars = dict[str, jax.Array]  # to sum over layers
+Scalars = dict[str, jax.Array]  # added to the loss
 
 
 class Flops(NamedTuple):

@@ -136,7 +136,7 @@ class RollbackController:
     def snapshot(self, step: int, state: Any, position: Mapping[str, Any]) -> None:
         """Copies a healthy state to host memory when due.
 
-        The host must have seen the metrics of `step`; `position` is that of the next step.
+        The metrics of `step` may be unseen; `position` is that of the next step.
         """
         period = self._config.rollback.snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:

@@ -1,7 +1,7 @@
 """Reports metrics of train steps one step late, for busy devices.
 
-Reading metrics blocks on the device, so they are read after the next step was dispatched. Losses
-are means over the steps since the last report; other metrics are of the newest step.
+Reading metrics blocks on the device, so they are read after the next step was dispatched. Those
+in _AVERAGED are means since the last report; other metrics are of the newest step.
 """
 
 import contextlib

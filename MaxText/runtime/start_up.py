@@ -1,4 +1,4 @@
-"""Setup before JAX starts; does not import JAX."""
+"""Start-up; importing it does not import JAX."""
 
 import collections
 import faulthandler

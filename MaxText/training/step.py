@@ -50,11 +50,11 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
 
-    Losses are means over the targets of the whole global batch, so microbatches change only memory,
-    rounding and dropout.
+    Losses are means over the whole global batch, so microbatches change only memory, rounding and
+    dropout.
 
-    With a guard, `repeat_update` makes TPUs compute accepted updates again, which saves the memory
-    and traffic of new values next to the old ones. It costs the FLOPs of an update: few, except for
+    With a guard, `repeat_update` makes TPUs compute updates again, which saves the memory and
+    traffic of new values next to the old ones. It costs the FLOPs of an update: few, except for
     muon. CPUs copy what passes a barrier and would save nothing.
     """
     objective = model.config.objective

@@ -77,7 +77,7 @@ def assert_all_ok(found, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [PART, "examples/moving_average.py"])
+@pytest.mark.parametrize("part", [PART, "examples/moving_average.py", "examples/my_optimizer.py"])
 def test_the_program(part, users_environment):
     found = run("check_part.py", [part], REPOSITORY, users_environment)
     assert found.returncode == 0, found.stdout + found.stderr
@@ -87,7 +87,7 @@ def test_the_program(part, users_environment):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    ["examples/gated_deltanet.py", "examples/differential_attention.py", "examples/my_optimizer.py",
+    ["examples/gated_deltanet.py", "examples/differential_attention.py",
      "examples/value_residual.py:ValueResidualAttention connection_type=value_residual"],
 )  # fmt: skip
 def test_other_examples_on_one_device(part, monkeypatch, capsys):
