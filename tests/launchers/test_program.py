@@ -91,4 +91,4 @@ def test_a_run(launch, tmp_path, monkeypatch):
     assert (code, errors) == (2, "")
     for shown in ((tmp_path / "logs" / "0.log").read_text(), output):
         assert "ici_fsdp_parallelism=3" in shown
-        assert "has 2" in shown
+        assert "there are 2" in shown
