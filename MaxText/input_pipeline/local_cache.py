@@ -21,6 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME
 from MaxText.storage import file_access
 from MaxText.storage.atomic import sync_file
 from MaxText.storage.errors import FileReadError
@@ -81,7 +82,7 @@ def cached_arrays(
         return Arrays(None, {name: np.concatenate([b[name] for b in first]) for name in first[0]})
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        delete_unused(cache_dir)
+        delete_unused(cache_dir.glob("*-*"))
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
@@ -129,21 +130,29 @@ def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
     )
 
 
-def delete_unused(folder: Path) -> None:
+def delete_unused(folders: Iterable[Path]) -> None:
     """Deletes cache folders not opened for half a year."""
     oldest = time.time() - _MAX_AGE_SECONDS
-    for entry in folder.iterdir():
+    for entry in folders:
         with contextlib.suppress(OSError):
             if entry.is_dir() and entry.stat().st_mtime < oldest:
                 shutil.rmtree(entry)
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path | None:
-    """Copies the files directly in a folder; returns None if there are none."""
+    """Copies the files directly in a folder; returns None if there are none.
+
+    Of files without version tags, the contents identify the copy if there is a manifest.
+    """
     files = file_access.files_in(url)
     if not files:
         return None
-    folder = copies_folder(cache_dir, url, *(f"{file.size} {file.tag}" for file in files))
+    identity = [f"{file.size} {file.tag}" for file in files]
+    for file in files:
+        if _name(file) == MANIFEST_NAME and not file.tag:
+            with file_access.open_stream(file.path) as stream:
+                identity.append(stream.read().decode("utf-8", "replace"))
+    folder = copies_folder(cache_dir, url, *identity)
     copy_files(files, folder)
     return folder
 

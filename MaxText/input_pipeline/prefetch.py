@@ -199,10 +199,11 @@ class Retries:
                     raise
                 problem = (str(error) or type(error).__name__).removesuffix(".")
                 if number >= tries:
+                    hint = "" if isinstance(error, UserError) else "Check the storage. "
                     how_often = "1 try" if number == 1 else f"{number} tries"
                     raise UserError(
                         f"{what} after {how_often} in {time.monotonic() - began:,.1f} s: "
-                        f"{problem}. Check the storage, and run the same command again."
+                        f"{problem}. {hint}Run the same command again to resume."
                     ) from error
                 number += 1
                 delay = min(2 * delay or self.options.delay, _MAX_WAIT_SECONDS)

@@ -113,7 +113,8 @@ def per_token_losses(
     objective = lookup("objective", config.loss_type)
     found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
     shapes = {jnp.shape(x) for x in jax.tree.leaves(found)}
-    if not isinstance(found, tuple) or shapes != {targets_BT.shape}:
+    is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)
+    if not is_pair or not found[0] or shapes != {targets_BT.shape}:
         raise UserError(
             f"loss_type={config.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
             f"log_z or None), each of them {list(targets_BT.shape)} as the targets"

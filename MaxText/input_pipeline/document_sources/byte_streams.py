@@ -22,6 +22,7 @@ else:
     from backports import zstd
 
 _BUFFER_BYTES = 2**18
+_CHUNK_BYTES = 2**14
 
 _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     "gz": gzip.open,
@@ -29,8 +30,8 @@ _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
     "zst": functools.partial(
         zstd.ZstdFile, options={zstd.DecompressionParameter.window_log_max: 31}
     ),
-    "xz": lzma.open,
-    "bz2": bz2.open,
+    "xz": lambda file: _Frames(file, lzma.LZMADecompressor),
+    "bz2": lambda file: _Frames(file, bz2.BZ2Decompressor),
 }
 
 READ_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError, tarfile.TarError, OSError)
@@ -88,6 +89,46 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
 def _with_peek(file: Any) -> io.BufferedReader:
     # Files of fsspec cannot peek.
     return file if hasattr(file, "peek") else io.BufferedReader(file, _BUFFER_BYTES)
+
+
+class _Frames(io.RawIOBase):
+    """Decompresses all concatenated xz or bz2 streams.
+
+    lzma.open and bz2.open would treat damage between two streams as the end.
+    """
+
+    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
+        self._file = file
+        self._begin = begin
+        self._frame: Any = None
+        self._unused = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        while True:
+            chunk, self._unused = self._unused, b""
+            # A decompressor that filled the buffer continues without more input.
+            if not chunk and (self._frame is None or self._frame.needs_input):
+                chunk = self._file.read(_CHUNK_BYTES)
+                if not chunk and self._frame is not None:
+                    raise EOFError("it ends in the middle of its compressed data")
+                if not chunk:
+                    return 0
+            if self._frame is None:
+                # xz allows zero padding between streams; no stream starts with one.
+                chunk = chunk.lstrip(b"\0")
+                if not chunk:
+                    continue
+                self._frame = self._begin()
+            contents = self._frame.decompress(chunk, len(buffer))
+            if self._frame.eof:
+                self._unused = self._frame.unused_data
+                self._frame = None
+            if contents:
+                buffer[: len(contents)] = contents
+                return len(contents)
 
 
 class _StrictHeader(tarfile.TarInfo):

@@ -25,7 +25,7 @@ from MaxText.input_pipeline.document_sources.source_files import (
 )
 from MaxText.input_pipeline.document_sources.tables import table_texts
 from MaxText.input_pipeline.document_sources.text_streams import Skipped, stream_texts
-from MaxText.storage.file_access import file_infos, is_url, open_stream
+from MaxText.storage.file_access import file_infos, is_url, local_path, open_stream
 
 SHARD_BYTES = 2**26
 
@@ -201,6 +201,11 @@ def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
 def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of documents of a file range, with empty ones."""
     file, path = part.file, part.file.path
+    if file.size >= 0 and not is_url(path) and os.path.getsize(local_path(path)) != file.size:
+        raise UserError(
+            f"{path} changed while it was read. Run again when nothing writes to the files of "
+            "prepare_source."
+        )
     if file.format.layout in TABLE_LAYOUTS:
         yield from table_texts(part, text_field)
     elif file.format.layout in RECORD_LAYOUTS:

@@ -168,7 +168,12 @@ def _leftovers(folder: Path, found: Iterable[str]) -> set[str]:
     for parent in {os.path.dirname(name) for name in arrow}:
         listed = _fields(folder / parent / _STATE).get("_data_files")
         if isinstance(listed, list):
-            names = {str(PurePosixPath(parent, file["filename"])) for file in listed}
+            names = {str(PurePosixPath(parent, str(file.get("filename")))) for file in listed}
+            if missing := sorted(names - set(arrow)):
+                raise UserError(
+                    f"{folder / parent / _STATE} lists {missing[0]}, which is missing. Save the "
+                    "data set again."
+                )
             leftovers |= {n for n in arrow if os.path.dirname(n) == parent and n not in names}
     return leftovers
 

@@ -290,8 +290,9 @@ def _text_sha256(request: _Request, known: str = "") -> str:
     """Returns the digest of the text, cached; reads it if not known."""
     path = request.digest_path
     if not known:
-        if path and path.exists():
-            return path.read_text(encoding="ascii")
+        with contextlib.suppress(OSError):
+            if path:
+                return path.read_text(encoding="ascii")
         jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
         known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
     if path:
@@ -354,7 +355,8 @@ def _upload(folder: Path, url: str, last: str) -> None:
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     system, path = file_access.file_system(url)
     try:
-        others = {name[len(path) + 1 :] for name in system.find(path)} - {*files}
+        found = {name[len(path) + 1 :] for name in system.find(path)}
+        others = found - {*files} | found & {last}  # maybe of another machine
         for file in sorted(files, key=lambda file: (file == last, file)):
             if not others:
                 system.put_file(str(folder / file), f"{path}/{file}")

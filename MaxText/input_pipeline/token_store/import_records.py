@@ -104,7 +104,7 @@ class RecordImport:
                 folder.mkdir(parents=True, exist_ok=True)
                 with lock(folder.parent / f".{folder.name}.lock", log):
                     if not header.exists():
-                        delete_unused(folder.parent)
+                        delete_unused(folder.parent.iterdir())
                         self._import(log)
             except UserError:
                 raise

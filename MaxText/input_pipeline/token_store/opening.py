@@ -231,6 +231,11 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         identity = f"chunks of {manifest.dtype}"
         imported = RecordImport(files, read, identity, request.cache_dir).run(request.log)
         store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
+        if len(store) != entry.num_tokens:
+            raise UserError(
+                f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
+                f"says {entry.num_tokens}. Copy the data set again."
+            )
     return TokenData(
         store=store,
         description=describe(manifest),

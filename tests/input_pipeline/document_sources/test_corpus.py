@@ -109,6 +109,8 @@ def test_saved_datasets(tmp_path):
     }  # fmt: skip
     write(tmp_path, saved)
     assert read_texts(tmp_path) == ["0", "1", "2", "3", "4"]
+    (tmp_path / "train/data-1.arrow").unlink()
+    refused(r"data-1\.arrow, which is missing", open_corpus, str(tmp_path), "text")
 
 
 def test_remote_files(tmp_path):
@@ -158,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     path.unlink()
     refused(r"a\.txt .*No such file", list, unit.documents(Skipped()))
     path.mkdir()
-    refused(r"a\.txt .*directory", list, unit.documents(Skipped()))
+    refused(r"a\.txt changed", list, unit.documents(Skipped()))
 
     monkeypatch.setattr(os, "scandir", denying(os.scandir, str(tmp_path)))
     refused(f"{tmp_path} .*Permission denied", open_corpus, str(tmp_path), "text")

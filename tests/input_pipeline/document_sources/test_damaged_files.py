@@ -81,6 +81,11 @@ def test_flipped_bit_in_compressed_files(tmp_path, compression):
     content[len(content) // 2] ^= 16
     (tmp_path / f"a.txt.{compression}").write_bytes(content)
     refused(rf"a\.txt\.{compression} ", read_texts, tmp_path / f"a.txt.{compression}")
+    # A damaged second stream does not end the file.
+    streams = bytearray(COMPRESS[compression](b"one") * 2)
+    streams[len(streams) // 2 + 1] ^= 16
+    (tmp_path / f"a.txt.{compression}").write_bytes(streams)
+    refused(rf"a\.txt\.{compression} ", read_texts, tmp_path / f"a.txt.{compression}")
 
 
 def test_damaged_records_and_headers(tmp_path):
