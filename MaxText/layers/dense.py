@@ -40,8 +40,8 @@ class Dense(nnx.Module):
             param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        dtype, n = self.dtype, self.num_in_dims
+    def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        dtype, n = dtype or self.dtype, self.num_in_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         y = self.dot_general(
             x.astype(dtype),

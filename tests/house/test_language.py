@@ -114,7 +114,7 @@ def test_first_lines_of_docstrings():
                     first = (ast.get_docstring(node) or "").partition("\n")[0]
                     if len(first) > MAX_FIRST_LINE or CLAUSE.search(first):
                         found.append(f"{shown(path)}: {first}")
-    assert not found
+    assert not found, f"over {MAX_FIRST_LINE} characters, or a clause"
 
 
 def test_names_of_classes_are_unique():
