@@ -101,7 +101,7 @@ def test_rows_that_cannot_be_cut():
                          **FOUR, num_pipeline_microbatches=6)  # fmt: skip
     sharding = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     assert sharding.batch_divisor == 2 * 12
-    with pytest.raises(UserError, match=r"(?s)2 devices.*12 .*4 stages.*size=3\."):
+    with pytest.raises(UserError, match=r"(?s) 16 sequences.* 24 .*stages.*size=3\."):
         microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), sharding)
 
 
