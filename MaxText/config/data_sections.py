@@ -85,7 +85,7 @@ class DataConfig(Section):
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
     grain_file_type: FileType = key("auto", only_if=_STORED)
-    """Format of the files; auto detects it by their names."""
+    """Format of the files; auto detects it from their names."""
     data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
     weight], where sampling is chunks, documents_random or documents_fixed."""

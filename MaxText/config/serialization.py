@@ -1,6 +1,6 @@
 """Resolved configurations as flat YAML, and their differences."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
@@ -15,12 +15,17 @@ __all__ = ["diff_configs", "flatten", "renamed", "resolved_yaml", "with_current_
 _LINE = 100
 
 
-def resolved_yaml(config: Config, comment: Callable[[Key], str] = lambda key: "") -> str:
-    """Returns all keys by section, with comments at the ends of lines.
+def resolved_yaml(
+    config: Config,
+    comment: Callable[[Key], str] = lambda key: "",
+    omitted: Collection[str] = (),
+) -> str:
+    """Returns keys but `omitted` by section, with comments at line ends.
 
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
     """
-    return section_lines([f"schema_version: {SCHEMA_VERSION}"], flatten(config), comment)
+    values = {name: value for name, value in flatten(config).items() if name not in omitted}
+    return section_lines([f"schema_version: {SCHEMA_VERSION}"], values, comment)
 
 
 def section_lines(

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten, renamed
+from MaxText.config.serialization import diff_configs, flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
@@ -157,24 +157,17 @@ def load_or_create_plan(
 
 
 def _differences(old: Plan, new: Plan) -> list[str]:
-    def facts(plan: Plan) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(plan.question),
-            "configurations": list(plan.configurations),
-            **{
-                f"{label}: {name}": value
-                for label, keys in plan.configurations.items()
-                if label in old.configurations and label in new.configurations
-                for name, value in renamed(keys).items()
-            },
-        }
-
-    before, after = facts(old), facts(new)
-    return [
-        f"{name}: {to_yaml(before.get(name))} -> {to_yaml(after.get(name))}"
-        for name in dict.fromkeys([*after, *before])
-        if to_yaml(before.get(name)) != to_yaml(after.get(name))
-    ]
+    asked, asks = (
+        {**dataclasses.asdict(plan.question), "configurations": list(plan.configurations)}
+        for plan in (old, new)
+    )
+    pairs = {name: (to_yaml(asked[name]), to_yaml(asks[name])) for name in asks}
+    changes = {name: (before, after) for name, (before, after) in pairs.items() if before != after}
+    for label, keys in new.configurations.items():
+        if label in old.configurations:
+            changed = diff_configs(old.configurations[label], keys)
+            changes |= {f"{label}: {name}": change for name, change in changed.items()}
+    return [f"{name}: {before} -> {after}" for name, (before, after) in changes.items()]
 
 
 def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:

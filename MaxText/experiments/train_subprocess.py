@@ -14,8 +14,7 @@ from MaxText.config.catalog import all_keys
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import registrations
-from MaxText.config.schema import SCHEMA_VERSION
-from MaxText.config.serialization import flatten, section_lines
+from MaxText.config.serialization import flatten, resolved_yaml
 from MaxText.early_signals import handled
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Trial
@@ -137,10 +136,9 @@ def write_config(run: Trial) -> None:
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     # Keys of a module that only other configurations import are unknown to this run.
     others = [one.keys.model_fields for one in registrations() if one.keys and not one.is_built_in]
-    defaults = {name: all_keys()[name].default for fields in others for name in fields}
-    keys = {k: v for k, v in flatten(run.config).items() if k not in defaults or v != defaults[k]}
-    head = f"schema_version: {SCHEMA_VERSION}"
-    run.config_path.write_text(section_lines([head], keys), encoding="utf-8")
+    values, known = flatten(run.config), all_keys()
+    omitted = {n for fields in others for n in fields if values[n] == known[n].default}
+    run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
 
 def _terminate(process: subprocess.Popen) -> None:

@@ -21,7 +21,6 @@ from typing import BinaryIO
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME
 from MaxText.storage import file_access
 from MaxText.storage.atomic import sync_file
 from MaxText.storage.errors import FileReadError
@@ -142,16 +141,15 @@ def delete_unused(folders: Iterable[Path]) -> None:
 def copy_folder(url: str, cache_dir: Path) -> Path | None:
     """Copies the files directly in a folder; returns None if there are none.
 
-    Of files without version tags, the contents identify the copy if there is a manifest.
+    They are small: the contents of those without a version tag identify the copy.
     """
     files = file_access.files_in(url)
     if not files:
         return None
     identity = [f"{file.size} {file.tag}" for file in files]
-    for file in files:
-        if _name(file) == MANIFEST_NAME and not file.tag:
-            with file_access.open_stream(file.path) as stream:
-                identity.append(stream.read().decode("utf-8", "replace"))
+    for file in (file for file in files if not file.tag):
+        with file_access.open_stream(file.path) as stream:
+            identity.append(hashlib.sha256(stream.read()).hexdigest())
     folder = copies_folder(cache_dir, url, *identity)
     copy_files(files, folder)
     return folder

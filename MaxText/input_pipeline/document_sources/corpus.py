@@ -11,6 +11,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
 from MaxText.input_pipeline.document_sources.byte_streams import read_errors_as_user_error
 from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
     Layout,
@@ -33,7 +34,7 @@ SHARD_BYTES = 2**26
 _FEWEST_SHARDS = 64
 _SMALLEST_SHARD_BYTES = 2**22
 
-_SPLITTABLE = {*TABLE_LAYOUTS, Layout.JSON, Layout.ARRAY_RECORD, Layout.TEXT}
+_SPLITTABLE = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
 
 # Prefixes of file and folder names.
 _SPLIT_NAMES = {

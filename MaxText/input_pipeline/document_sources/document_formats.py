@@ -10,7 +10,8 @@ class Layout(enum.Enum):
     """Arrangement of documents in a decompressed file."""
 
     TEXT = "text"
-    JSON = "json"  # one value per line, or one list
+    JSON_LINES = "jsonl"  # one value per line
+    JSON = "json"  # the same, or one list
     TAR = "tar"
     PARQUET = "parquet"
     ARROW = "arrow"
@@ -28,7 +29,8 @@ class FileFormat(NamedTuple):
 
 _LAYOUTS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst"), Layout.TEXT),
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), Layout.JSON),
+    **dict.fromkeys((".jsonl", ".ndjson"), Layout.JSON_LINES),
+    ".json": Layout.JSON,
     **dict.fromkeys((".array_record", ".arrayrecord"), Layout.ARRAY_RECORD),
     **dict.fromkeys((".tfrecord", ".tfrecords"), Layout.TFRECORD),
     ".tar": Layout.TAR,
@@ -42,6 +44,7 @@ _OPENWEBTEXT_PART = re.compile(r"urlsf_subset.*_data\.xz")
 # Numbers may follow the extension: x.tfrecord-00000-of-00010, pile.tfrecord.b500.
 _NUMBERED = re.compile(r"(\.(?:tfrecords?|array_?record))(?:-\d+-of-\d+|\.b\d+)$")
 
+JSON_LAYOUTS = {Layout.JSON_LINES, Layout.JSON}
 TABLE_LAYOUTS = {Layout.PARQUET, Layout.ARROW}
 RECORD_LAYOUTS = {Layout.ARRAY_RECORD, Layout.TFRECORD}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
     NOT_TEXT,
     READ_ENDINGS,
     RECORD_LAYOUTS,
@@ -85,7 +86,7 @@ class FileRange:
     @property
     def name(self) -> str:
         """Name of the file, for `Document.file`."""
-        counts_rows = self.file.format.layout is Layout.JSON and self.start > 0
+        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
         return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
 
     def partition(self, count: int) -> range:

@@ -25,6 +25,7 @@ from MaxText.input_pipeline.document_sources.byte_streams import (
     scan_members,
 )
 from MaxText.input_pipeline.document_sources.document_formats import (
+    JSON_LAYOUTS,
     NOT_TEXT,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
@@ -72,6 +73,7 @@ def json_texts(
     file: io.BufferedReader,
     where: str,
     text_field: str,
+    may_be_list: bool,
     start: int,
     stop: int | None,
     skipped: Skipped,
@@ -79,11 +81,10 @@ def json_texts(
     """Yields (line number or index, text or "" for null) of a JSON file.
 
     Only lines that start in bytes [start, stop) are read, and numbered from the first of these.
-    Blank lines count but are not yielded. A .json file may be one list, which is read entirely by
-    the range it starts in. The file must be seekable if `start` > 0. `skipped` collects malformed
-    lines. Raises UserError beyond its limit.
+    Blank lines count but are not yielded. If `may_be_list`, the file may be one list, which is read
+    entirely by the range it starts in. The file must be seekable if `start` > 0. `skipped` collects
+    malformed lines. Raises UserError beyond its limit.
     """
-    may_be_list = ".jsonl" not in where.rsplit("/", 1)[-1]
     if may_be_list and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         rows = () if start else _parse(file.read(), where, text_field)
         for number, row in enumerate(rows):
@@ -204,8 +205,9 @@ def stream_texts(
         stream = decompressed(file, compression)
         if layout is Layout.TAR:
             yield from enumerate(_member_texts(stream, where, text_field, skipped))
-        elif layout is Layout.JSON:
-            yield from json_texts(stream, where, text_field, start, stop, skipped)
+        elif layout in JSON_LAYOUTS:
+            is_json = layout is Layout.JSON
+            yield from json_texts(stream, where, text_field, is_json, start, stop, skipped)
         elif layout is Layout.STDLIB:
             try:
                 yield 0, stream.read().decode("utf-8-sig")
@@ -227,7 +229,7 @@ def _member_texts(file: BinaryIO, where: str, text_field: str, skipped: Skipped)
         file_format = format_of(name)
         # lm_dataformat ignores the names of these members.
         if where.lower().endswith(".jsonl.zst.tar") and not known_format(name):
-            file_format = FileFormat(Layout.JSON, "zst")
+            file_format = FileFormat(Layout.JSON_LINES, "zst")
         is_text = os.path.splitext(name)[1].lower() not in NOT_TEXT
         if not is_text or file_format.layout in TABLE_LAYOUTS | RECORD_LAYOUTS:
             raise UserError(

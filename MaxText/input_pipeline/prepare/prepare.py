@@ -356,19 +356,19 @@ def _upload(folder: Path, url: str, last: str) -> None:
     system, path = file_access.file_system(url)
     try:
         found = {name[len(path) + 1 :] for name in system.find(path)}
-        others = found - {*files} | found & {last}  # maybe of another machine
+        if others := found - {*files} | found & {last}:  # maybe of another machine
+            raise UserError(
+                f"dataset_path={url} has other files ({min(others)}). Choose another folder."
+            )
         for file in sorted(files, key=lambda file: (file == last, file)):
-            if not others:
-                system.put_file(str(folder / file), f"{path}/{file}")
+            system.put_file(str(folder / file), f"{path}/{file}")
     except Exception as error:  # fsspec backends raise their own errors
+        if isinstance(error, UserError) and not isinstance(error, OSError):
+            raise
         raise UserError(
             f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "
             "run the same command to upload it."
         ) from error
-    if others:
-        raise UserError(
-            f"dataset_path={url} has other files ({min(others)}). Choose another folder."
-        )
 
 
 def tokenize_to_cache(
