@@ -52,10 +52,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(pytestconfig):
-    """The folder of compiled programs: tests build the same small ones again and again."""
+    """The folder of compiled programs: tests build the same small ones again and again.
+
+    None on simulated devices: see MaxText/runtime/compilation_cache.py.
+    """
     import jax
 
-    if not hasattr(pytestconfig, "cache"):
+    if not hasattr(pytestconfig, "cache") or jax.local_device_count() > 1:
         return None  # -p no:cacheprovider
     # Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
     # ignores jax's warning).

@@ -29,11 +29,15 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
     """Enables the compilation cache and returns a log line.
 
     CPU programs go to a folder per processor type, because they use its instructions. `may_make`:
-    "auto" may create base_output_directory. Nothing is cached if the folder cannot be written.
+    "auto" may create base_output_directory. Nothing is cached if the folder cannot be written, or
+    on simulated devices: XLA's in-process collectives can deadlock in a program that was loaded.
     """
     import jax
 
     _count_hits()
+    if platform == "cpu" and jax.local_device_count() > 1:
+        jax.config.update("jax_enable_compilation_cache", False)
+        return "compilation cache: off on simulated devices"
     set_by_user = folder_in_use()
     if not run.jax_cache_dir or (run.jax_cache_dir == "auto" and set_by_user):
         return f"compilation cache: {set_by_user or 'off'}"

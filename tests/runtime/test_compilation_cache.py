@@ -19,6 +19,7 @@ def cache_dir(monkeypatch):
     """Reads jax's setting, and puts it back."""
     names = (
         "jax_compilation_cache_dir",
+        "jax_enable_compilation_cache",
         "jax_persistent_cache_min_compile_time_secs",
         "jax_persistent_cache_min_entry_size_bytes",
     )
@@ -61,6 +62,14 @@ def test_processors_of_different_kinds_have_folders_of_their_own(cache_dir, tmp_
         found.append(cache_dir())
     assert len(set(found)) == 2
     assert {os.path.dirname(folder) for folder in found} == {str(tmp_path / "mine")}
+
+
+def test_simulated_devices_have_none(cache_dir, tmp_path, monkeypatch):
+    """Programs with collectives that are loaded from it can deadlock."""
+    monkeypatch.setattr(jax, "local_device_count", lambda: 2)
+    assert "off on simulated devices" in compilation_cache.enable(run_section(tmp_path), "cpu")
+    assert not jax.config.jax_enable_compilation_cache
+    assert str(tmp_path) in compilation_cache.enable(run_section(tmp_path), "tpu")
 
 
 def test_entries_that_were_cut_short_are_removed(tmp_path):
