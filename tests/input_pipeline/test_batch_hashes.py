@@ -65,8 +65,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hashed")
     for seed, name in enumerate("abc"):
         splits = {"train": random_documents(seed, 90, 50), "validation": random_documents(9, 9, 50)}
-        write_data_set(folder / name, splits, file_format="bin")
-    write_data_set(folder / "chunked", {"train": random_documents(0, 90, 50)})
+        write_data_set(folder / name, splits)
+    train = {"train": random_documents(0, 90, 50)}
+    write_data_set(folder / "chunked", train, file_format="array_record")
     (folder / "m").mkdir()
     token_files.write_megatron(folder / "m" / "m", random_documents(4, 90, 50))
     documents = random_documents(5, 90, 50)
