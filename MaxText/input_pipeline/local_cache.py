@@ -2,9 +2,11 @@
 
     <cache_dir>/copies/<digest>/              tokenizers, manifests, document offsets
     <cache_dir>/<kind>-<digest>/<name>.npy    arrays that grow with the documents of a dataset
+    <cache_dir>/imported, text, text_digests, prepared/    see import_records and prepare
 
 The digest of copies covers the source and its version tags, so a changed file is copied again. All
 processes of a machine share the pages of memory-mapped arrays, and the kernel can reclaim them.
+Entries unused for half a year are deleted when a new one is made.
 """
 
 import contextlib
@@ -28,6 +30,7 @@ from MaxText.storage.file_access import FileInfo
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _MAX_AGE_SECONDS = 180 * 86400
+_KINDS = ("copies", "imported", "text", "text_digests", "prepared")
 
 
 class Arrays:
@@ -66,9 +69,7 @@ def cached_arrays(
     cannot be written.
     """
     folder = cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if folder.is_dir():
-        with contextlib.suppress(OSError):  # the cache may be read-only
-            os.utime(folder)  # see delete_unused
+    if mark_used(folder):
         return Arrays(folder)
     blocks = iter(compute())
     first, num_items = [], 0
@@ -81,7 +82,7 @@ def cached_arrays(
         return Arrays(None, {name: np.concatenate([b[name] for b in first]) for name in first[0]})
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        delete_unused(cache_dir.glob("*-*"))
+        delete_unused(cache_dir)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
@@ -129,13 +130,23 @@ def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
     )
 
 
-def delete_unused(folders: Iterable[Path]) -> None:
-    """Deletes cache folders not opened for half a year."""
+def mark_used(entry: Path) -> bool:
+    """Keeps an entry from delete_unused; returns whether it exists."""
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        os.utime(entry)
+    return entry.exists()
+
+
+def delete_unused(cache_dir: Path) -> None:
+    """Deletes entries without mark_used for half a year, and their leftovers."""
     oldest = time.time() - _MAX_AGE_SECONDS
-    for entry in folders:
-        with contextlib.suppress(OSError):
-            if entry.is_dir() and entry.stat().st_mtime < oldest:
-                shutil.rmtree(entry)
+    for pattern in ("*-*", *(f"{kind}/*" for kind in _KINDS)):
+        for entry in cache_dir.glob(pattern):
+            with contextlib.suppress(OSError):
+                if entry.stat().st_mtime < oldest:
+                    # Renamed at first: half an entry must not look like a whole one.
+                    doomed = entry.rename(entry.with_name(f".{entry.name}.unused"))
+                    shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path | None:
@@ -150,14 +161,12 @@ def copy_folder(url: str, cache_dir: Path) -> Path | None:
     for file in (file for file in files if not file.tag):
         with file_access.open_stream(file.path) as stream:
             identity.append(hashlib.sha256(stream.read()).hexdigest())
-    folder = copies_folder(cache_dir, url, *identity)
+    digest = hashlib.sha256("\n".join([url, *identity]).encode()).hexdigest()[:24]
+    folder = cache_dir / "copies" / digest
+    if not mark_used(folder):
+        delete_unused(cache_dir)
     copy_files(files, folder)
     return folder
-
-
-def copies_folder(cache_dir: Path, *identity: str) -> Path:
-    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
-    return cache_dir / "copies" / digest
 
 
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:

@@ -24,7 +24,12 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
+from MaxText.input_pipeline.local_cache import (
+    cache_write_error,
+    copy_folder,
+    delete_unused,
+    mark_used,
+)
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.job import TokenizationJob
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
@@ -140,7 +145,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 
     `check` returns the manifest if another process completed it.
     """
-    staging, log = folder.with_name(f".{folder.name}.preparing"), request.log
+    staging, log = _staging(folder), request.log
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
@@ -160,6 +165,10 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
         raise write_error(folder, error) from error
     log(f"Wrote {folder}")
     return manifest
+
+
+def _staging(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.preparing")
 
 
 def _make(request: _Request, staging: Path) -> Manifest:
@@ -291,12 +300,13 @@ def _text_sha256(request: _Request, known: str = "") -> str:
     path = request.digest_path
     if not known:
         with contextlib.suppress(OSError):
-            if path:
+            if path and mark_used(path):
                 return path.read_text(encoding="ascii")
         jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
         known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
     if path:
         with contextlib.suppress(OSError):  # the cache may be read-only
+            delete_unused(path.parent.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.atomic_write_text(path, known)
     return known
@@ -338,6 +348,8 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     except OSError as error:
         raise cache_write_error(cache_dir, error) from error
     with atomic.lock(staging.with_suffix(".lock"), request.log):
+        mark_used(staging)
+        delete_unused(cache_dir)
         if file_access.path_type(f"{url}/{request.manifest_name}"):
             kept = copy_folder(url, cache_dir)
             assert kept is not None, url
@@ -394,7 +406,9 @@ def tokenize_to_cache(
     }
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
-    if not (folder / MANIFEST_NAME).exists():
+    if not mark_used(folder):
+        mark_used(_staging(folder))
+        delete_unused(cache_dir)
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         name = found[0].name

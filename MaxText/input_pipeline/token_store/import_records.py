@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,7 +26,12 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
-from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
+from MaxText.input_pipeline.local_cache import (
+    Arrays,
+    cache_write_error,
+    delete_unused,
+    mark_used,
+)
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.input_pipeline.token_store.store import TokenStore, TokenWriter
@@ -77,6 +81,7 @@ class RecordImport:
     eos_id: int = -1  # appended to every record unless negative
     skip: bool = False  # skip bad records, up to `bad_records.maximum`
     max_bad_records: int = 0
+    has_labels: bool = False  # as the first file
     dtype: str = "uint16"  # of the ids, widened as needed
 
     @functools.cached_property
@@ -99,12 +104,13 @@ class RecordImport:
           UserError: Too many bad records, or `cache_dir` cannot be written.
         """
         folder, header = self.folder, self.folder / _HEADER_NAME
+        mark_used(folder)
         if not header.exists():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with lock(folder.parent / f".{folder.name}.lock", log):
                     if not header.exists():
-                        delete_unused(folder.parent.iterdir())
+                        delete_unused(self.cache_dir)
                         self._import(log)
             except UserError:
                 raise
@@ -113,8 +119,7 @@ class RecordImport:
                     raise
                 raise cache_write_error(self.cache_dir, error) from error
         imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
-        with contextlib.suppress(OSError):  # the cache may be read-only
-            os.utime(folder)  # see delete_unused
+        self.check_bad(imported.skipped)
         for message in imported.skipped:
             log(message)
         return imported
@@ -194,6 +199,8 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
                 if isinstance(record, BadRecordError):
                     note(record)
                     continue
+                if job.has_labels != (record.labels is not None):
+                    raise _label_error(job, number)
                 before = ids.count
                 ids.write(record.ids)
                 if record.labels is not None:
@@ -219,6 +226,15 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
     }
     atomic_write_text(summary, json.dumps(entry))
     return entry
+
+
+def _label_error(job: RecordImport, number: int) -> UserError:
+    path, first = job.files[number].path, job.files[0].path
+    found, other = ("no labels", "labels") if job.has_labels else ("labels", "no labels")
+    return UserError(
+        f"{path} has {found}, and {first}, read with it, has {other}. Add or remove the column "
+        "labels, or give a pattern that matches only files of one kind."
+    )
 
 
 def _raise_if_unreadable(problem: BadRecordError) -> None:

@@ -180,16 +180,17 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
 
         folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.log)
         return _open_prepared(request, str(folder), "train")
+    has_labels = False
     # Names from earlier versions, so that their runs can be resumed.
     if kind in ("parquet", "arrow"):
-        identity = _table_identity(request, paths[0], fields or USUAL_FIELDS)
+        identity, has_labels = _table_identity(request, paths[0], fields or USUAL_FIELDS)
     elif kind == "webdataset":
         identity = f"TarTensors(field={field!r})"
     else:
         name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    return _open_records(request, files, kind, read, identity)
+    return _open_records(request, files, kind, read, identity, has_labels)
 
 
 def _is_prepared(request: OpenRequest) -> bool:
@@ -272,7 +273,8 @@ def _find(request: OpenRequest) -> list[FileInfo]:
     return file_access.list_files(location, request.key)
 
 
-def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> str:
+def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> tuple[str, bool]:
+    """Returns the identity of a table's documents, and whether it has labels."""
     with open_table(FileRange.whole(path)) as table:
         column = id_column(table, path, fields)
         has_mask, has_labels = has_mask_and_labels(table)
@@ -282,15 +284,20 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
             f"token_records.eos_id={eos_id}: {path} has labels, which have no place for another "
             "token. Leave token_records.eos_id=-1."
         )
-    return f"TableIds({column!r}, {has_mask}, {has_labels})"
+    return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
 def _open_records(
-    request: OpenRequest, files: list[FileInfo], kind: str, read: Read, identity: str
+    request: OpenRequest,
+    files: list[FileInfo],
+    kind: str,
+    read: Read,
+    identity: str,
+    has_labels: bool,
 ) -> TokenData:
     data, eos_id = request.data, request.data.token_records.eos_id
     skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
-    job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit)
+    job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit, has_labels)
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     offsets = documents["document_offsets"]

@@ -77,7 +77,8 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
         assert data.skipped[0] in lines
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
     keys |= {"bad_records.maximum": 1}
-    refused("bad_records.maximum=1", open_data, path, tmp_path / "c", **keys)
+    for cache in ("c", "cache"):  # of which one has the import
+        refused("bad_records.maximum=1", open_data, path, tmp_path / cache, **keys)
 
 
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
@@ -107,6 +108,7 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     before = (made / "tokens-00000.bin").stat().st_mtime_ns
     for name in ("import.json", "uint16-00001.json"):
         (made / name).unlink()
+    os.utime(made, (0, 0))  # long ago
     assert offsets() == ends
     assert lines
     assert before == (made / "tokens-00000.bin").stat().st_mtime_ns
@@ -141,8 +143,8 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
 
 def test_labels_are_imported_beside_the_ids(tmp_path):
     labels = pyarrow.array([[6, 7, -100], [9, -1, -100]], pyarrow.list_(pyarrow.int64()))
-    path = tmp_path / "x.parquet"
-    token_files.write_parquet(path, [np.array([5, 6, 7]), np.array([8, 9, 0])], labels=labels)
+    path, ids = tmp_path / "x.parquet", [np.array([5, 6, 7]), np.array([8, 9, 0])]
+    token_files.write_parquet(path, ids, labels=labels)
     data = open_data(path, tmp_path)
     assert (data.record_length, tokens_of(data)) == (3, [5, 6, 7, 8, 9, 0])
     assert data.labels is not None
@@ -150,3 +152,6 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
+    for name, problem in (("y", "y.parquet has no labels"), ("w", "x.parquet has labels")):
+        token_files.write_parquet(tmp_path / f"{name}.parquet", ids)
+        refused(problem, open_data, tmp_path / "*.parquet", tmp_path)
