@@ -13,8 +13,6 @@ from MaxText.input_pipeline.prepare.prepare import prepare, tokenize_to_cache
 from tests.input_pipeline.small_data import quiet
 from tests.input_pipeline.token_store import token_files
 
-KEYS = {"tokenizer_type": "byte"}
-
 
 def copied(cache, number):
     system, name = fsspec.filesystem("memory"), f"{cache}/{number}/manifest.json"
@@ -36,16 +34,18 @@ def text(cache, number):
 
 
 def tokenized(cache, number):
-    tokenize_to_cache([str(text(cache, number))], PreparationConfig(**KEYS), cache, quiet)
+    tokenize_to_cache(
+        [str(text(cache, number))], PreparationConfig(tokenizer_type="byte"), cache, quiet
+    )
 
 
 def digested(cache, number):
-    asked = PreparationConfig(prepare_source=str(text(cache, number)), **KEYS)
+    asked = PreparationConfig(prepare_source=str(text(cache, number)), tokenizer_type="byte")
     prepare(asked, str(cache.with_name(f"set{number}")), quiet, cache_dir=str(cache))
 
 
 def uploaded(cache, number):
-    asked = PreparationConfig(prepare_source=str(text(cache, 0)), **KEYS)
+    asked = PreparationConfig(prepare_source=str(text(cache, 0)), tokenizer_type="byte")
     prepare(asked, f"memory://{cache}/uploaded/{number}", quiet, cache_dir=str(cache))
 
 

@@ -31,6 +31,7 @@ from MaxText.input_pipeline.local_cache import (
     cache_write_error,
     delete_unused,
     mark_used,
+    write_arrays,
 )
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
@@ -42,6 +43,7 @@ from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
 _LAYOUT = 1
+_BLOCK = 2**13  # records whose sizes are kept in memory
 _HEADER_NAME = "import.json"
 
 
@@ -148,13 +150,23 @@ class RecordImport:
         """Merges the per-file results; returns the numbers of records and tokens."""
         bad = [message for entry in entries for message in entry["bad"]]
         self.check_bad(bad)
-        sizes = [np.load(self.path("sizes", number)) for number in range(len(entries))]
-        firsts = np.cumsum([0, *(array.size for array in sizes)])
-        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
-        np.save(self.folder / OFFSETS_NAME, ends)
+        firsts, num_tokens = [0], 0
+
+        def offsets() -> Iterator[dict[str, np.ndarray]]:
+            nonlocal num_tokens
+            yield {"document_offsets": np.zeros(1, np.int64)}
+            for number in range(len(entries)):
+                sizes = np.load(self.path("sizes", number), mmap_mode="r")
+                for first in range(0, sizes.size, _BLOCK):
+                    ends = num_tokens + np.cumsum(sizes[first : first + _BLOCK])
+                    yield {"document_offsets": ends}
+                    num_tokens = int(ends[-1])
+                firsts.append(firsts[-1] + sizes.size)
+
+        write_arrays(self.folder, offsets())
         sync_file(self.folder / OFFSETS_NAME)
         names = [file.path.rsplit("/", 1)[-1] for file in self.files]
-        origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
+        origins = [[first, name] for first, name in zip(firsts, names, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
             "dtype": self.dtype,
@@ -165,7 +177,7 @@ class RecordImport:
             "files": [file.path for file in self.files],
         }
         atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
-        return int(firsts[-1]), int(ends[-1])
+        return firsts[-1], num_tokens
 
     def check_bad(self, bad: list[str]) -> None:
         limit = self.max_bad_records
@@ -181,8 +193,19 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
     summary = job.path(job.dtype, number)
     if summary.exists():
         return json.loads(summary.read_text(encoding="utf-8"))
+    entry: dict[str, Any] = {}
+    write_arrays(job.folder, _write_file(job, number, entry))
+    sync_file(job.path("sizes", number))
+    atomic_write_text(summary, json.dumps(entry))
+    return entry
+
+
+def _write_file(
+    job: RecordImport, number: int, entry: dict[str, Any]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Writes ids and labels; yields record sizes, then fills `entry`."""
     dtype, labels = np.dtype(job.dtype), None
-    largest = np.iinfo(dtype).max
+    largest, name = np.iinfo(dtype).max, job.path("sizes", number).stem
     sizes: list[int] = []
     bad: list[str] = []
 
@@ -213,19 +236,15 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
                 if ids.largest > largest:
                     raise _LargeId
                 sizes.append(ids.count - before)
+                if len(sizes) == _BLOCK:
+                    yield {name: np.array(sizes)}
+                    sizes.clear()
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
-    np.save(job.path("sizes", number), np.array(sizes, np.int64))
-    sync_file(job.path("sizes", number))
-    entry = {
-        "num_tokens": ids.count,
-        "largest_id": ids.largest,
-        "has_labels": labels is not None,
-        "bad": bad,
-    }
-    atomic_write_text(summary, json.dumps(entry))
-    return entry
+    entry["num_tokens"], entry["largest_id"] = ids.count, ids.largest
+    entry["has_labels"], entry["bad"] = labels is not None, bad
+    yield {name: np.array(sizes, np.int64)}
 
 
 def _label_error(job: RecordImport, number: int) -> UserError:

@@ -27,6 +27,7 @@ from MaxText.input_pipeline.token_store.store import (
     TokenData,
     TokenStore,
     boundaries_digest,
+    document_sizes,
     foreign_data,
 )
 from MaxText.storage import file_access
@@ -142,7 +143,9 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
         is_even = is_even and bool((inner == sizes[0]).all())
         total += int(block.sum())
     if num_documents and (
-        documents.min() < 0 or documents.max() > num_sequences or (np.diff(documents) < 0).any()
+        documents[0] < 0
+        or documents[-1] > num_sequences
+        or any((block < 0).any() for block in document_sizes(documents))
     ):
         raise UserError(f"{path}: its document entries are out of order: it is damaged. {_AGAIN}")
     whole = num_documents > 1 and documents[0] == 0 and documents[-1] == num_sequences

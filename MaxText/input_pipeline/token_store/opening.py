@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.records import (
@@ -300,16 +298,15 @@ def _open_records(
     job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit, has_labels)
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
-    offsets = documents["document_offsets"]
     labels = imported.store(documents, "labels") if imported.has_labels else None
     labelled = ", with labels" if labels else ""
     # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
-    without = offsets - np.arange(offsets.size) * (eos_id >= 0)
+    boundaries = boundaries_digest(documents["document_offsets"], int(eos_id >= 0))
     return foreign_data(
         imported.store(documents),
         request.where,
         f"{len(files)} {kind} files at {request.location}{labelled}",
-        file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+        file_access.fingerprint(files, [identity, eos_id, boundaries]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,

@@ -34,7 +34,7 @@ from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
-_BLOCK = 2**20  # documents looked at together
+_BLOCK = 2**13  # documents looked at together
 _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
@@ -260,8 +260,14 @@ def foreign_data(
     return TokenData(store, description, fingerprint, record_length=length, **more)
 
 
-def boundaries_digest(document_offsets: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
+def boundaries_digest(document_offsets: np.ndarray, added: int = 0) -> str:
+    """Returns a digest of the offsets without `added` tokens a document."""
+    digest = hashlib.sha256()
+    for first in range(0, len(document_offsets), _BLOCK):
+        block = document_offsets[first : first + _BLOCK]
+        without = block - added * np.arange(first, first + len(block))
+        digest.update(without.astype("<i8", copy=False).data)
+    return digest.hexdigest()[:16]
 
 
 def record_length(offsets: np.ndarray) -> int | None:

@@ -2,16 +2,19 @@
 
 import builtins
 import os
+import tracemalloc
 
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import frame
+from MaxText.input_pipeline.token_store import opening
 from MaxText.input_pipeline.token_store.store import record_length
-from tests.input_pipeline.small_data import denying, write_data_set
+from tests.input_pipeline.small_data import data_keys, denying, open_train, take, write_data_set
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
 from tests.refusals import refused
@@ -208,3 +211,22 @@ def test_the_tokenizer_of_records_lies_beside_them(tmp_path, opened, place, toke
     asked = str(tmp_path / tokenizer) if tokenizer.startswith("elsewhere") else "gpt2"
     data = opened(tmp_path / place.split("/")[0], tokenizer_path=asked)
     assert data.tokenizer_folder == (None if expected is None else tmp_path / expected)
+
+
+@pytest.mark.parametrize("kind", ["prepared", "imported"])
+def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch, kind):
+    ids, peaks = np.array([5]), []
+    for count in (20_000, 100_000):
+        path = tmp_path / f"{count}.tfrecord"
+        if kind == "prepared":
+            write_data_set(path, {"train": [ids] * count}, chunk_length=count)
+        else:
+            token_files.write_tfrecord(path, [ids])
+        many = (TokenDocument(ids) for _ in range(count))
+        monkeypatch.setattr(opening, "read_ids", lambda path, many=many, **keys: many)
+        tracemalloc.start()
+        data = data_keys(path, data_cache_dir=str(tmp_path / "cache"))
+        take(open_train(data), 2)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 80_000  # a byte a document
