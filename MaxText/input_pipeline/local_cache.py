@@ -12,6 +12,7 @@ Entries unused for half a year are deleted when a new one is made.
 import contextlib
 import hashlib
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
@@ -39,21 +40,26 @@ class Arrays:
     def __init__(self, folder: Path | None, arrays: Mapping[str, np.ndarray] | None = None):
         self.folder = folder
         self._arrays = dict(arrays or {})
+        self._maps: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._arrays:
+        array, mapped = self._arrays.get(name), self._maps.get(name)
+        if mapped is not None and mapped.size() < len(mapped):
+            array = None  # reading what was cut off would kill the process
+        if array is None:
             assert self.folder is not None, name
             path = self.folder / f"{name}.npy"
             try:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError) as error:
-                raise UserError(
+                raise (FileReadError if mapped else UserError)(  # the former is tried again
                     f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
                     "data set has to be prepared or copied again."
                 ) from error
+            self._maps[name] = loaded._mmap
             # A plain ndarray view: slicing np.memmap is several times slower.
-            self._arrays[name] = loaded.view(np.ndarray)
-        return self._arrays[name]
+            array = self._arrays[name] = loaded.view(np.ndarray)
+        return array
 
     def __reduce__(self):
         return Arrays, (self.folder, None if self.folder else self._arrays)

@@ -74,6 +74,16 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
 
 
 @of_kind("prepared_bin")
+def test_a_mapped_file_that_is_cut(kept):
+    folder, _, keys = kept
+    expected = undisturbed(folder, keys)
+    iterator = opened(folder, keys, Mend(lambda: restore(), at=2))
+    restore = changed([folder / "train" / "document_offsets.npy"], lambda content: content[:200])
+    assert_same(take(iterator, 20), expected)
+    assert re.findall("document_offsets.npy is damaged", "".join(iterator.retries.drain()))
+
+
+@of_kind("prepared_bin")
 def test_evaluation_retries_too(kept):
     folder, files, keys = kept
     data = data_keys(folder, eval_split="train", **keys)
