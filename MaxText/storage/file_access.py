@@ -167,18 +167,16 @@ def _choices(inside: str) -> list[str]:
 
 
 def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
-    num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names)
-    listings: dict[str, dict[str, FileInfo]] = {}
-    for name in names:
-        folder = name.rpartition("/")[0]
+    match = functools.partial(_match, key=key, literal=literal)
+    if not any(map(is_url, names)):
+        yield from map(match, names)
+        return
+    num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names if is_url(name))
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
         # Lists a remote folder once instead of one request per name: there may be thousands.
-        if is_url(name) and num_in_folder[folder] > 1:
-            if folder not in listings:
-                listings[folder] = {file.path: file for file in files_in(folder)}
-            if name in listings[folder]:
-                yield [listings[folder][name]]
-                continue
-        yield _match(name, key, literal)
+        shared = [folder for folder, count in num_in_folder.items() if count > 1]
+        listed = {file.path: [file] for files in threads.map(files_in, shared) for file in files}
+        yield from threads.map(lambda name: listed.get(name) or match(name), names)
 
 
 def files_in(folder: str) -> list[FileInfo]:

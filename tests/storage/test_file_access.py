@@ -4,6 +4,7 @@ import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from unittest import mock
 
 import fsspec
@@ -125,6 +126,17 @@ def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypat
     assert read(*((file.path, 1, 2) for file in files))[7] == b"\x07\x07"
     assert counted["cat_ranges"].call_count == 1
     system.rm(folder, recursive=True)
+
+
+@pytest.mark.parametrize("pattern", ["{0..3}/x", "{0..3}/*"])
+def test_remote_folders_are_looked_at_together(tmp_path, monkeypatch, pattern):
+    system, folder, together = fsspec.filesystem("memory"), f"memory://{tmp_path}", Barrier(4)
+    for number in range(4):
+        system.pipe(f"{folder}/{number}/x", b"")
+    info = type(system).info
+    waits = lambda *args, **keys: (together.wait(9), info(*args, **keys))[1]  # noqa: E731
+    monkeypatch.setattr(type(system), "info", waits)
+    assert len(file_access.list_files(f"{folder}/{pattern}", "dataset_path")) == 4
 
 
 def test_truncated_and_missing_files(root):
