@@ -21,15 +21,10 @@ from typing import Any
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.local_cache import (
-    cache_write_error,
-    copy_folder,
-    delete_unused,
-    mark_used,
-)
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.job import TokenizationJob
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
@@ -300,13 +295,13 @@ def _text_sha256(request: _Request, known: str = "") -> str:
     path = request.digest_path
     if not known:
         with contextlib.suppress(OSError):
-            if path and mark_used(path):
+            if path and local_cache.mark_used(path):
                 return path.read_text(encoding="ascii")
         jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
         known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
     if path:
         with contextlib.suppress(OSError):  # the cache may be read-only
-            delete_unused(path.parent.parent)
+            local_cache.delete_unused(path.parent.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.atomic_write_text(path, known)
     return known
@@ -346,12 +341,12 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cache_write_error(cache_dir, error) from error
+        raise local_cache.cache_write_error(cache_dir, error) from error
     with atomic.lock(staging.with_suffix(".lock"), request.log):
-        mark_used(staging)
-        delete_unused(cache_dir)
+        local_cache.mark_used(staging)
+        local_cache.delete_unused(cache_dir)
         if file_access.path_type(f"{url}/{request.manifest_name}"):
-            kept = copy_folder(url, cache_dir)
+            kept = local_cache.copy_folder(url, cache_dir)
             assert kept is not None, url
             return _check_existing(request, kept, location=url)
         folder = staging / "data_set"
@@ -406,9 +401,9 @@ def tokenize_to_cache(
     }
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
-    if not mark_used(folder):
-        mark_used(_staging(folder))
-        delete_unused(cache_dir)
+    if not local_cache.mark_used(folder):
+        local_cache.mark_used(_staging(folder))
+        local_cache.delete_unused(cache_dir)
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         name = found[0].name

@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,14 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
-from MaxText.input_pipeline.local_cache import (
-    Arrays,
-    cache_write_error,
-    delete_unused,
-    mark_used,
-    write_arrays,
-)
+from MaxText.input_pipeline.local_cache import Arrays, write_arrays
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
 from MaxText.input_pipeline.token_store.store import TokenStore, TokenWriter
@@ -43,6 +39,7 @@ from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
 _LAYOUT = 1
+_SAMPLE_BYTES = 2**22
 _BLOCK = 2**13  # records whose sizes are kept in memory
 _HEADER_NAME = "import.json"
 
@@ -106,20 +103,20 @@ class RecordImport:
           UserError: Too many bad records, or `cache_dir` cannot be written.
         """
         folder, header = self.folder, self.folder / _HEADER_NAME
-        mark_used(folder)
+        local_cache.mark_used(folder)
         if not header.exists():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with lock(folder.parent / f".{folder.name}.lock", log):
                     if not header.exists():
-                        delete_unused(self.cache_dir)
+                        local_cache.delete_unused(self.cache_dir)
                         self._import(log)
             except UserError:
                 raise
             except OSError as error:
                 if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
                     raise
-                raise cache_write_error(self.cache_dir, error) from error
+                raise local_cache.cache_write_error(self.cache_dir, error) from error
         imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
         self.check_bad(imported.skipped)
         for message in imported.skipped:
@@ -130,11 +127,12 @@ class RecordImport:
         if self.dtype == "uint16" and any(self.folder.glob("uint32-*.json")):
             dataclasses.replace(self, dtype="uint32")._import(log)  # resumes
             return
-        began, width = time.monotonic(), np.dtype(self.dtype).itemsize
-        total = sum(file.size for file in self.files)
+        began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
+        width = np.dtype(self.dtype).itemsize
+        about = total * self._tokens_per_byte() * width
         log(
-            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
-            f"records once, into {self.folder.parent}: {width} bytes a token on disk."
+            f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
+            f"once, into {self.folder.parent}: about {about:,.1f} MB, {width} bytes a token."
         )
         numbers, sizes = range(len(self.files)), [file.size for file in self.files]
         try:
@@ -145,6 +143,21 @@ class RecordImport:
         num_records, num_tokens = self._finish(entries)
         seconds = time.monotonic() - began
         log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
+
+    def _tokens_per_byte(self) -> float:
+        """Estimates it from the beginning of the first file."""
+        file, count = self.files[0], 0
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
+            sample = Path(folder, file.path.rsplit("/", 1)[-1])
+            with file_access.open_stream(file.path) as stream:
+                sample.write_bytes(stream.read(_SAMPLE_BYTES))
+            with contextlib.suppress(BadRecordError):  # at the end of the sample
+                for record in self.read(str(sample)):
+                    if isinstance(record, TokenDocument):
+                        count += record.ids.size + (self.eos_id >= 0)
+            if count:
+                return count / sample.stat().st_size
+        return 0.5  # formats without a readable beginning are compressed to about two bytes a token
 
     def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
         """Merges the per-file results; returns the numbers of records and tokens."""
@@ -223,7 +236,10 @@ def _write_file(
                     note(record)
                     continue
                 if job.has_labels != (record.labels is not None):
-                    raise _label_error(job, number)
+                    raise UserError(
+                        f"{job.files[number].path} and {job.files[0].path} are read together, and "
+                        "only one has labels. Give a pattern that matches files of one kind."
+                    )
                 before = ids.count
                 ids.write(record.ids)
                 if record.labels is not None:
@@ -245,15 +261,6 @@ def _write_file(
     entry["num_tokens"], entry["largest_id"] = ids.count, ids.largest
     entry["has_labels"], entry["bad"] = labels is not None, bad
     yield {name: np.array(sizes, np.int64)}
-
-
-def _label_error(job: RecordImport, number: int) -> UserError:
-    path, first = job.files[number].path, job.files[0].path
-    found, other = ("no labels", "labels") if job.has_labels else ("labels", "no labels")
-    return UserError(
-        f"{path} has {found}, and {first}, read with it, has {other}. Add or remove the column "
-        "labels, or give a pattern that matches only files of one kind."
-    )
 
 
 def _raise_if_unreadable(problem: BadRecordError) -> None:

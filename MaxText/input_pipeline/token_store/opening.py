@@ -27,7 +27,7 @@ from MaxText.input_pipeline.document_sources.tables import (
     open_table,
 )
 from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
-from MaxText.input_pipeline.token_store.import_records import Read, RecordImport
+from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     Split,
@@ -188,7 +188,10 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
         name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    return _open_records(request, files, kind, read, identity, has_labels)
+    eos_id, bad = request.data.token_records.eos_id, request.data.bad_records
+    skip, cache_dir = bad.action == "skip", request.cache_dir
+    job = RecordImport(files, read, identity, cache_dir, eos_id, skip, bad.maximum, has_labels)
+    return _open_records(request, kind, job)
 
 
 def _is_prepared(request: OpenRequest) -> bool:
@@ -285,17 +288,8 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
     return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
-def _open_records(
-    request: OpenRequest,
-    files: list[FileInfo],
-    kind: str,
-    read: Read,
-    identity: str,
-    has_labels: bool,
-) -> TokenData:
-    data, eos_id = request.data, request.data.token_records.eos_id
-    skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
-    job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit, has_labels)
+def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenData:
+    files, eos_id = job.files, job.eos_id
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     labels = imported.store(documents, "labels") if imported.has_labels else None
@@ -306,7 +300,7 @@ def _open_records(
         imported.store(documents),
         request.where,
         f"{len(files)} {kind} files at {request.location}{labelled}",
-        file_access.fingerprint(files, [identity, eos_id, boundaries]),
+        file_access.fingerprint(files, [job.identity, eos_id, boundaries]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
         largest_id=imported.largest_id,

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -126,6 +127,18 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     refused(r"data_cache_dir=.*file", open_data, folder, tmp_path / "file")
 
 
+@pytest.mark.parametrize("kind", RECORDS)
+def test_the_disk_space_is_told_before_an_import(tmp_path, kind):
+    documents = token_files.documents(0, [4000] * 50)
+    if kind == "arrow":
+        documents *= 30  # longer than the sample
+    token_files.write(kind, tmp_path / "d", [documents, documents])
+    lines: list[str] = []
+    data = open_data(tmp_path / "d", tmp_path / "cache", log=lines.append)
+    (about,) = re.findall(r"about ([\d.]+) MB, 2 bytes a token", lines[0])
+    assert float(about) == pytest.approx(2e-6 * len(data.store), rel=0.1)
+
+
 def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
     folder = tmp_path / "d"
     folder.mkdir()
@@ -152,6 +165,6 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
-    for name, problem in (("y", "y.parquet has no labels"), ("w", "x.parquet has labels")):
+    for name in "yw":  # the first and the last of the files
         token_files.write_parquet(tmp_path / f"{name}.parquet", ids)
-        refused(problem, open_data, tmp_path / "*.parquet", tmp_path)
+        refused(f"{name}.parquet.* labels", open_data, tmp_path / f"[x{name}].parquet", tmp_path)

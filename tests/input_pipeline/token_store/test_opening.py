@@ -222,8 +222,8 @@ def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch, kind):
             write_data_set(path, {"train": [ids] * count}, chunk_length=count)
         else:
             token_files.write_tfrecord(path, [ids])
-        many = (TokenDocument(ids) for _ in range(count))
-        monkeypatch.setattr(opening, "read_ids", lambda path, many=many, **keys: many)
+        many = [TokenDocument(ids)] * count
+        monkeypatch.setattr(opening, "read_ids", lambda path, many=many, **keys: iter(many))
         tracemalloc.start()
         data = data_keys(path, data_cache_dir=str(tmp_path / "cache"))
         take(open_train(data), 2)
