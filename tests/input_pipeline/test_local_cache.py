@@ -1,4 +1,4 @@
-"""The cache folder: entries that are kept or deleted, and files that are cut while mapped."""
+"""The cache folder: what is used stays, what nobody used for long goes, whatever its kind."""
 
 import itertools
 import os
@@ -13,67 +13,48 @@ from MaxText.input_pipeline.prepare.prepare import prepare, tokenize_to_cache
 from tests.input_pipeline.small_data import quiet
 from tests.input_pipeline.token_store import token_files
 
-
-def copied(cache, number):
-    system, name = fsspec.filesystem("memory"), f"{cache}/{number}/manifest.json"
-    if not system.exists(name):
-        system.pipe(name, b"{}")
-    local_cache.copy_folder(f"memory://{cache}/{number}", cache)
+KINDS = ("copies", "imported", "text", "text_digests", "plan1")
 
 
-def imported(cache, number):
-    path = cache.with_name(f"{number}.tfrecord")
-    if not path.exists():
-        token_files.write_tfrecord(path, [np.arange(5)])
-    token_files.open_data(path, cache)
+def use(kind, cache, number):
+    """Uses an entry, which is made at the first time."""
+    text, records = (cache.with_name(f"{number}.{ending}") for ending in ("txt", "tfrecord"))
+    remote, system = f"{cache}/{number}", fsspec.filesystem("memory")
+    if not text.exists():
+        text.write_text(f"text {number}")
+        token_files.write_tfrecord(records, [np.arange(5)])
+        system.pipe(f"{remote}/manifest.json", b"{}")
+    asked = PreparationConfig(prepare_source=str(text), tokenizer_type="byte")
+    if kind == "copies":
+        local_cache.copy_folder(f"memory://{remote}", cache)
+    elif kind == "imported":
+        token_files.open_data(records, cache)
+    elif kind == "text":
+        tokenize_to_cache([str(text)], asked, cache, quiet)
+    elif kind == "plan1":
+        local_cache.cached_arrays(cache, kind, str(number), lambda: [{"a": np.arange(9)}])
+    else:
+        target = f"memory://{remote}/set" if kind == "prepared" else f"{cache}-set{number}"
+        prepare(asked, target, quiet, cache_dir=str(cache))
 
 
-def text(cache, number):
-    path = cache.with_name(f"{number}.txt")
-    return path if path.exists() else (path.write_text(f"text {number}"), path)[1]
-
-
-def tokenized(cache, number):
-    tokenize_to_cache(
-        [str(text(cache, number))], PreparationConfig(tokenizer_type="byte"), cache, quiet
-    )
-
-
-def digested(cache, number):
-    asked = PreparationConfig(prepare_source=str(text(cache, number)), tokenizer_type="byte")
-    prepare(asked, str(cache.with_name(f"set{number}")), quiet, cache_dir=str(cache))
-
-
-def uploaded(cache, number):
-    asked = PreparationConfig(prepare_source=str(text(cache, 0)), tokenizer_type="byte")
-    prepare(asked, f"memory://{cache}/uploaded/{number}", quiet, cache_dir=str(cache))
-
-
-def planned(cache, number):
-    local_cache.cached_arrays(cache, "plan1", str(number), lambda: [{"a": np.arange(9)}])
-
-
-MAKERS = (copied, imported, tokenized, digested, uploaded, planned)
-
-
-@pytest.mark.parametrize("adds", MAKERS)
+@pytest.mark.parametrize("adds", [*KINDS, "prepared"])
 def test_entries_unused_for_long_are_deleted(tmp_path, monkeypatch, adds):
     monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
     cache = tmp_path / "cache"
+    for kind, number in itertools.product(KINDS, range(2)):
+        use(kind, cache, number)
+    (cache / "prepared" / "killed").mkdir(parents=True)
 
     def entries():
-        return {*cache.glob("*/*"), *cache.glob("plan1-*")} - {*cache.glob("plan1-*/*")}
+        return {path for kind in ("[!p]*/*", "prepared/*", "plan1-*") for path in cache.glob(kind)}
 
-    kept = [make for make in MAKERS if make is not uploaded]  # which leaves nothing
-    for make, number in itertools.product(kept, range(2)):
-        make(cache, number)
-    (cache / "prepared" / "killed").mkdir(parents=True)
     for entry in entries():
         os.utime(entry, (0, 0))
-    for make in kept:
-        make(cache, 0)
+    for kind in KINDS:
+        use(kind, cache, 0)
     used = {entry for entry in entries() if entry.stat().st_mtime > 1}
     assert (len(used), len(entries())) == (5, 11)
-    adds(cache, 2)
-    assert all(entry.stat().st_mtime > 1 for entry in entries())
+    use(adds, cache, 2)
     assert used <= entries()
+    assert all(entry.stat().st_mtime > 1 for entry in entries())
