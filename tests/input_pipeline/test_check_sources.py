@@ -32,6 +32,7 @@ def test_valid_data(folder):
     ("damage", "arguments", "message"),
     [
         (lambda d: (d / "manifest.json").write_text("{"), [], r"manifest\.json.*damaged"),
+        (lambda d: (d / "manifest.json").write_text('{"schema_version": 99}'), [], "version 99"),
         (lambda d: next(d.rglob("*.bin")).unlink(), [], r"\.bin cannot be read \(No such file"),
         (None, ["vocab_size=10"], "vocab_size=10"),
         (None, ["eval_interval=5"], "validation"),

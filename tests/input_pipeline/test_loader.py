@@ -301,12 +301,6 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     assert not batch.loss_mask_BT[10:].any()
 
 
-def test_manifests_of_later_versions_are_refused(folder, tmp_path):
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest | {"schema_version": 99}))
-    refused("schema_version 99", open_train, data_keys(tmp_path))
-
-
 def test_mistakes(folder, tmp_path, told):
     split = read_manifest(str(folder)).splits["train"]
     largest, tokens = split.largest_id or 0, split.num_tokens

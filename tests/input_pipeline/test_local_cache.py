@@ -25,17 +25,15 @@ def use(kind, cache, number):
         token_files.write_tfrecord(records, [np.arange(5)])
         system.pipe(f"{remote}/manifest.json", b"{}")
     asked = PreparationConfig(prepare_source=str(text), tokenizer_type="byte")
-    if kind == "copies":
-        local_cache.copy_folder(f"memory://{remote}", cache)
-    elif kind == "imported":
-        token_files.open_data(records, cache)
-    elif kind == "text":
-        tokenize_to_cache([str(text)], asked, cache, quiet)
-    elif kind == "plan1":
-        local_cache.cached_arrays(cache, kind, str(number), lambda: [{"a": np.arange(9)}])
-    else:
-        target = f"memory://{remote}/set" if kind == "prepared" else f"{cache}-set{number}"
-        prepare(asked, target, quiet, cache_dir=str(cache))
+    target = f"memory://{remote}/set" if kind == "prepared" else f"{cache}-set{number}"
+    {
+        "copies": lambda: local_cache.copy_folder(f"memory://{remote}", cache),
+        "imported": lambda: token_files.open_data(records, cache),
+        "text": lambda: tokenize_to_cache([str(text)], asked, cache, quiet),
+        "plan1": lambda: local_cache.cached_arrays(
+            cache, kind, remote, lambda: [{"a": np.ones(9)}]
+        ),
+    }.get(kind, lambda: prepare(asked, target, quiet, cache_dir=str(cache)))()
 
 
 @pytest.mark.parametrize("adds", [*KINDS, "prepared"])

@@ -141,7 +141,6 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
         assert data.largest_id == 2**31 - 1
         for name in ("import.json", "uint32-00001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
-    # The disk space that it takes is told before.
     said = re.findall(r"about ([\d.]+) MB, (\d) bytes a token", "".join(lines))
     assert said == [("4.2", "2"), ("8.4", "4"), ("8.4", "4")]
 

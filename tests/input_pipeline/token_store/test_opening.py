@@ -225,8 +225,7 @@ def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch, kind):
         many = [TokenDocument(ids)] * count
         monkeypatch.setattr(opening, "read_ids", lambda path, many=many, **keys: iter(many))
         tracemalloc.start()
-        data = data_keys(path, data_cache_dir=str(tmp_path / "cache"))
-        take(open_train(data), 2)
+        take(open_train(data_keys(path, data_cache_dir=str(tmp_path / "cache"))), 2)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] - peaks[0] < 80_000  # a byte a document
