@@ -31,7 +31,8 @@ from MaxText.storage.file_access import FileInfo
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _MAX_AGE_SECONDS = 180 * 86400
-_KINDS = ("copies", "imported", "text", "text_digests", "prepared")
+_KINDS = ("*-", "copies/*", "imported/*", "text/*", "text_digests/*", "prepared/*")
+_DIGEST = "[0-9a-f]" * 24 + "*"  # files of the user may lie in the folder too
 
 
 class Arrays:
@@ -146,8 +147,8 @@ def mark_used(entry: Path) -> bool:
 def delete_unused(cache_dir: Path) -> None:
     """Deletes entries without mark_used for half a year, and their leftovers."""
     oldest = time.time() - _MAX_AGE_SECONDS
-    for pattern in ("*-*", *(f"{kind}/*" for kind in _KINDS)):
-        for entry in cache_dir.glob(pattern):
+    for kind in _KINDS:
+        for entry in cache_dir.glob(kind + _DIGEST):
             with contextlib.suppress(OSError):
                 if entry.stat().st_mtime < oldest:
                     # Renamed at first: half an entry must not look like a whole one.

@@ -38,21 +38,22 @@ def use(kind, cache, number):
 
 @pytest.mark.parametrize("adds", [*KINDS, "prepared"])
 def test_entries_unused_for_long_are_deleted(tmp_path, monkeypatch, adds):
+    def entries():
+        return {path for kind in ("[!p]*/*", "prepared/*", "plan1-*") for path in cache.glob(kind)}
+
     monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
     cache = tmp_path / "cache"
     for kind, number in itertools.product(KINDS, range(2)):
         use(kind, cache, number)
-    (cache / "prepared" / "killed").mkdir(parents=True)
-
-    def entries():
-        return {path for kind in ("[!p]*/*", "prepared/*", "plan1-*") for path in cache.glob(kind)}
-
-    for entry in entries():
+    (cache / "prepared" / f"{0:024x}").mkdir(parents=True)  # of a process that was killed
+    own = [cache / "text" / "my-own.txt", cache / "my-own-data"]
+    for entry in (*own, *entries()):
+        entry.touch()
         os.utime(entry, (0, 0))
     for kind in KINDS:
         use(kind, cache, 0)
     used = {entry for entry in entries() if entry.stat().st_mtime > 1}
-    assert (len(used), len(entries())) == (5, 11)
+    assert (len(used), len(entries())) == (5, 12)
     use(adds, cache, 2)
-    assert used <= entries()
-    assert all(entry.stat().st_mtime > 1 for entry in entries())
+    assert {*used, own[0]} <= entries()
+    assert {path for path in (*own, *entries()) if path.stat().st_mtime < 1} == {*own}

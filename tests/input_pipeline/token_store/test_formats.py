@@ -141,8 +141,7 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
         assert data.largest_id == 2**31 - 1
         for name in ("import.json", "uint32-00001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
-    said = re.findall(r"about ([\d.]+) MB, (\d) bytes a token", "".join(lines))
-    assert said == [("4.2", "2"), ("8.4", "4"), ("8.4", "4")]
+    assert re.findall(r"about (.*?) MB, (\d)", str(lines)) == [("4.2", "2"), *[("8.4", "4")] * 2]
 
 
 def test_labels_are_imported_beside_the_ids(tmp_path):
