@@ -14,6 +14,7 @@ import pytest
 from MaxText.config.loading import load
 from MaxText.config.program_options import read_options
 from MaxText.conversion import request
+from MaxText.conversion.families import FAMILIES
 from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args
 from tests import programs
@@ -143,6 +144,12 @@ def test_commands_are_run_or_say_why_not(page):
 def test_few_commands_are_not_run():
     not_run = [command for path in FOLLOWED for command in commands(path) if command.reason]
     assert len(not_run) <= MAX_NOT_RUN
+
+
+def test_families_are_listed_in_order():
+    page = REPOSITORY / "docs" / "reference" / "model_families.md"
+    table = page.read_text(encoding="utf-8").partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)[1:] == list(FAMILIES)
 
 
 @pytest.fixture(scope="module")
