@@ -27,8 +27,8 @@ options:
   --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
 
 Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<decoder_block>.yml,
-base_config files, the config file, configs/models/<model_name>.yml, environment variables
-M_<KEY>, key=value arguments.
+base_config files, the config file, configs/models/<model_name>.yml, keys in the file that sets
+model_name, environment variables M_<KEY>, key=value arguments.
 """
 
 

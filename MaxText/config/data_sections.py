@@ -77,8 +77,8 @@ class DataConfig(Section):
     """grain: data at dataset_path. synthetic: random tokens."""
     dataset_path: str = key("")
     """Data to read: a folder that prepare_data.py wrote, or token records (tfrecord, Megatron .bin
-    and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * or {000..127}, or @FILE
-    with one name per line. Local or a URL such as gs://."""
+    and .idx, webdataset .tar, parquet, arrow). Records: folder, file, pattern with * or {000..127},
+    or @FILE with one name per line. Local or a URL such as gs://."""
     grain_train_files: str = key("")
     """Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. Text
     records are tokenized with tokenizer_path."""

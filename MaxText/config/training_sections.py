@@ -414,8 +414,8 @@ class GuardConfig(Section):
     """Window, in accepted steps, for the median and deviation used by the spike guard."""
     skip_step_scaling_factor: Positive = key(6.0, only_if=_SKIPPING)
     """Deviations above the median at which a step is skipped. A deviation is 1.4826 times the
-    median absolute deviation (sigma of normal noise), and at least 3 % of the median loss (or of 1
-    nat, if that is more) or half the median norm."""
+    median absolute deviation. It is at least 3 % of the median loss (or of 1 nat, if that is more)
+    or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
     healthy_after_steps: Natural = key(10, unit="updates")
     """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last

@@ -2,10 +2,12 @@
 
 import ast
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from MaxText.config.catalog import keys_by_section
 from tests.house.sources import REPOSITORY, parsed, python_files, shown
 
 # Retired words and what replaces them. Names in stored files and keys that users type stay.
@@ -77,13 +79,18 @@ CLAUSE = re.compile(
 
 MAX_WORDS_OF_SENTENCE = 30
 MAX_WORDS_OF_PAGE = 1000
-MAX_WORDS = 30_000  # docs/ and README.md, with the generated reference of keys
-GENERATED = REPOSITORY / "docs" / "reference" / "configuration.md"
-PAGES = [
-    page
-    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
-    if page.parent.name != "generated"
-]
+MAX_WORDS = 30_000  # docs/ and README.md, with all generated pages
+GENERATED = "docs/reference/configuration.md"
+
+
+def pages() -> dict[str, str]:
+    """The pages of the documentation: those of the repository and those of the site's build."""
+    written = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    conf = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
+    texts = {shown(page): page.read_text(encoding="utf-8") for page in written}
+    return texts | {
+        f"docs/reference/generated/{name}": text for name, text in conf["pages"]().items()
+    }
 
 
 def texts() -> Iterator[Path]:
@@ -149,20 +156,27 @@ def sentences(page: str) -> Iterator[str]:
 
 def test_sentences_are_short():
     others = ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md")
-    pages = [*PAGES, *(REPOSITORY / name for name in others)]
+    texts = pages() | {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in others}
     found = [
-        f"{shown(page)}: {sentence}"
-        for page in pages
-        if page != GENERATED
-        for sentence in sentences(page.read_text(encoding="utf-8"))
+        (name, sentence)
+        for name, text in texts.items()
+        for sentence in sentences(text)
+        if words(sentence) > MAX_WORDS_OF_SENTENCE
+    ]
+    # In help texts, the values of a key begin sentences in lower case.
+    keys = [key for section in keys_by_section().values() for key in section]
+    found += [
+        (key.name, sentence)
+        for key in [*keys, *(entry for key in keys for entry in key.entries.values())]
+        for sentence in re.split(r"(?<=\.)\s", key.help)
         if words(sentence) > MAX_WORDS_OF_SENTENCE
     ]
     assert not found
 
 
 def test_pages_are_short():
-    of_page = {shown(page): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    of_page = {name: words(text) for name, text in pages().items()}
     print(sum(of_page.values()), "words")
     assert sum(of_page.values()) <= MAX_WORDS
-    of_page.pop(shown(GENERATED))
+    of_page.pop(GENERATED)
     assert not {name: count for name, count in of_page.items() if count > MAX_WORDS_OF_PAGE}
