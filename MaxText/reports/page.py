@@ -226,7 +226,7 @@ def _table(table: PageTable, page: Page) -> str:
         return f"<{tag}{kind}>{chip}{content}</{tag.split()[0]}>"
 
     header = "".join(
-        cell('th scope="col"', kind, text, f'<button type="button">{_breakable(text)}</button>', True)
+        cell('th scope="col"', kind, text, f"<button type=button>{_breakable(text)}</button>", True)
         for text, kind in zip(table.header, kinds, strict=True)
     )
     rows = []

@@ -156,7 +156,8 @@ const table = document.querySelector("table");
 table.querySelectorAll("th button")[2].click();
 table.querySelectorAll("th button")[2].click();
 said.push(table.tBodies[0].textContent.trim()[0]);
-const sizes = [...document.querySelectorAll("table")].find((each) => /KV cache/.test(each.textContent));
+const tables = [...document.querySelectorAll("table")];
+const sizes = tables.find((each) => each.textContent.includes("KV cache"));
 sizes.querySelectorAll("th button")[1].click();
 said.push([...sizes.tBodies[0].rows].map((row) => row.cells[1].textContent));
 const mfu = document.querySelector('[data-name="mfu"]');
@@ -180,7 +181,8 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     copy = with_program(two, PRESSES, tmp_path / "copy.html")
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
-    *states, first, sizes, zoomed, ticks, widths, kept = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    said = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    *states, first, sizes, zoomed, ticks, widths, kept = said
     assert states == [
         ["tokens", "linear", [2, 2, 2, 6]],
         ["time running (minutes)", "linear", [2, 2, 2, 6]],
