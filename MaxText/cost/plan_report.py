@@ -34,13 +34,8 @@ def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool
         *_stages(program),
         *program.choices,
     ]
-    parts = [
-        _filled(lines),
-        _memory(plan),
-        _communication(plan),
-        _time(plan, tokens, price, with_notes),
-    ]
-    return "\n\n".join(parts)
+    tables = [_memory(plan), _communication(plan), _time(plan, tokens, price, with_notes)]
+    return "\n\n".join([_filled(lines), *tables])
 
 
 def _filled(lines: Sequence[str]) -> str:

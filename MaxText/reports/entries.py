@@ -62,13 +62,13 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     return {
         key: {name: config[key] for name, config in configs.items() if key in config}
         for key in sorted(dict.fromkeys(changed), key=main_keys_first)
-        if key != "run_name"  # always differs
+        if key not in ("run_name", "base_output_directory")  # say nothing about the run
     }
 
 
 def settings(run: RunHistory) -> dict[str, Any]:
     """Returns the configuration, with what replaced `auto`."""
-    return run.config | (run.facts.get("resolved_keys") or {})
+    return {**run.config, **(run.facts.get("resolved_keys") or {})}
 
 
 def main_keys_first(key: str) -> int:

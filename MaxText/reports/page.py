@@ -263,7 +263,7 @@ def _text(text: str) -> str:
 
 
 def _breakable(key: str) -> str:
-    """Returns a key as HTML that may wrap after each underscore."""
+    """Returns a key as HTML with line breaks allowed at underscores."""
     return _text(key).replace("_", "_<wbr>")
 
 

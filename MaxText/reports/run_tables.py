@@ -173,7 +173,7 @@ def configuration(
 
 
 def _main_and_changed(run: RunHistory) -> dict[str, str]:
-    """Returns the keys that readers ask for, "float32 (auto, default)"."""
+    """Returns main and changed keys, such as "float32 (auto, default)"."""
     changed = run.facts.get("changed_keys") or {}  # absent in older runs
     resolved = run.facts.get("resolved_keys") or {}
     shown = {}

@@ -172,7 +172,7 @@ class WandbSink(Sink):
             self._recent.clear()
 
     def _loss_chart(self) -> Any:
-        """Returns a chart of both losses; W&B has no series that grow."""
+        """Returns a chart of both losses up to now."""
         import wandb
 
         return wandb.plot.line_series(
