@@ -117,9 +117,8 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
 def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
     """Returns the recorded numbers without their own chart."""
     runs = all_runs(entries).values()
-    rows = [row for run in runs for row in (rows_of(run)[:1] + rows_of(run)[-1:])]
-    tags = dict.fromkeys(tag for row in rows for tag in row if "/" in tag)
-    return [tag for tag in tags if not tag.startswith((*_OWN_CHARTS, "progress/"))]
+    tags = dict.fromkeys(tag for run in runs for row in rows_of(run) for tag in row if "/" in tag)
+    return [tag for tag in tags if tag not in _OWN_CHARTS and not tag.startswith("progress/")]
 
 
 def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:

@@ -12,7 +12,16 @@ from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
-from MaxText.reports.entries import Entry, alike, all_runs, averaged, differing_peaks, shown_parts
+from MaxText.reports.entries import (
+    Entry,
+    alike,
+    all_runs,
+    averaged,
+    differing_peaks,
+    main_keys_first,
+    settings,
+    shown_parts,
+)
 from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
@@ -139,28 +148,42 @@ def _facts(run: RunHistory) -> dict[str, str]:
 def configuration(
     entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[PageSection]:
-    """Returns the keys of one run, or `differences` between runs."""
+    """Returns the keys of one run, or common ones and `differences`."""
     runs = all_runs(entries)
-    if len(runs) > 1:
-        rows = [
-            [
-                key,
-                *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs),
-            ]
-            for key, values in differences.items()
-        ]
-        table = PageTable(["key", *runs], rows)
-        return [PageSection("Configuration differences", table=table)] if rows else []
-    (run,) = runs.values()
-    if not run.config:
+    configs = [settings(run) for run in runs.values() if run.config]
+    if not configs:
         return []
+    first = next(run for run in runs.values() if run.config)
+    facts = {
+        key: words
+        for key, words in _main_and_changed(first).items()
+        if all(config.get(key) == configs[0].get(key) for config in configs)
+    }
+    if len(runs) == 1:
+        everything = "\n".join(f"{key}: {to_yaml(value)}" for key, value in first.config.items())
+        texts = [Verbatim(everything, f"All {len(first.config)} keys", is_open=False)]
+        return [PageSection("Configuration", facts=facts, texts=texts)]
+    rows = [
+        [key, *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs)]
+        for key, values in differences.items()
+    ]
+    common = [PageSection("Configuration of all runs", facts=facts)] if facts else []
+    table = PageTable(["key", *runs], rows)
+    return common + ([PageSection("Configuration differences", table=table)] if rows else [])
+
+
+def _main_and_changed(run: RunHistory) -> dict[str, str]:
+    """Returns main and changed keys, such as "float32 (auto, default)"."""
     changed = run.facts.get("changed_keys") or {}  # absent in older runs
-    known = {key: to_yaml(value) for key, value in run.config.items()}
-    default = " (default)" if changed else ""
-    facts = {key: known[key] + default for key in MAIN_KEYS if key in known} | changed
-    everything = "\n".join(f"{key}: {value}" for key, value in known.items())
-    texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
-    return [PageSection("Configuration", facts=facts, texts=texts)]
+    resolved = run.facts.get("resolved_keys") or {}
+    shown = {}
+    for key, value in settings(run).items():
+        if key not in (*MAIN_KEYS, *changed, *resolved):
+            continue
+        notes = [to_yaml(run.config.get(key))] * (key in resolved)
+        notes += ["default"] * (bool(changed) and key not in changed)
+        shown[key] = to_yaml(value) + (f" ({', '.join(notes)})" if notes else "")
+    return dict(sorted(shown.items(), key=lambda item: main_keys_first(item[0])))
 
 
 def goodput_table(entries: Sequence[Entry]) -> PageTable:

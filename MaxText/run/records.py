@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
@@ -126,11 +127,19 @@ def open_run_logger(
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
         "changed_keys": changed_keys(config),
+        "resolved_keys": _resolved_keys(config, model.config),
     }
     emit_start(events, restored, fields)
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
+
+
+def _resolved_keys(config: Config, resolved: ModelConfig) -> dict[str, Any]:
+    """Returns what replaced `auto`, such as the dtype, by key."""
+    given = flatten(config)
+    chosen = flatten(config.model_copy(update={"model": resolved}))
+    return {key: value for key, value in chosen.items() if value != given[key]}
 
 
 def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:

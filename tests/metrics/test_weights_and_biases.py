@@ -52,7 +52,8 @@ def attempt(folder, first, end, blocks):
     emit("resume" if first else "start", first, num_parameters=1234, lineage=[])
     padding = {f"perf/number_{i}": i / 7 for i in range(60)}
     for step in range(first, end):
-        emit("step", step, **{"learning/loss": 1 / (step + 1), "updates": 1, **padding})
+        losses = dict.fromkeys(("learning/loss", "learning/lm_loss"), 1 / (step + 1))
+        emit("step", step, **losses, updates=1, **padding)
         if step % 10 == 9:
             emit("evaluation", step, **{"eval/avg_loss": 2 / (step + 1)})
     while blocks:
@@ -134,6 +135,11 @@ def test_killed_and_restarted_offline_every_step_is_there(tmp_path, users_enviro
     evaluated = {row["step"]: row["eval/avg_loss"] for _, row in rows if "eval/avg_loss" in row}
     assert evaluated == {step: 2 / (step + 1) for step in range(9, 160, 10)}
     assert "sample" in rows[-1][1]
+    charts = [json.loads(file.read_text()) for file in (tmp_path / "wandb").rglob("loss_*.json")]
+    points = {(x, name[:8]): y for x, name, y in max((one["data"] for one in charts), key=len)}
+    assert len(points) == 2 * 16
+    assert points[9, "validati"] == 0.2
+    assert points[19, "training"] == pytest.approx(sum(1 / n for n in range(11, 21)) / 10)
     (sample,) = (tmp_path / "wandb").rglob("*.html")
     assert "<pre>Once &lt;b&gt;</pre>" in sample.read_text()
     runs = [record.run for part in attempts for record in part if record.HasField("run")]
@@ -181,7 +187,8 @@ def server(monkeypatch):
     server = Server()
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
-    module.__dict__.update(init=server.init, setup=dict, Settings=dict)
+    plot = types.SimpleNamespace(line_series=lambda xs, ys, **_: (xs, ys))
+    module.__dict__.update(init=server.init, setup=dict, Settings=dict, plot=plot)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return server
 
@@ -205,7 +212,13 @@ def record(folder, first_step, *events):
 
 
 def step(number, loss=9.0):
-    return Event("step", 1.8e9 + 100 * number, step=number, fields={"learning/loss": loss})
+    losses = {"learning/loss": loss, "learning/lm_loss": loss}
+    return Event("step", 1.8e9 + 100 * number, step=number, fields=losses)
+
+
+def evaluated(number, loss):
+    at = 1.8e9 + 100 * number + 50
+    return Event("evaluation", at, step=number, fields={"eval/avg_loss": loss})
 
 
 def after(number):
@@ -243,6 +256,14 @@ def test_what_was_handed_over_since_the_flush_before_the_last_is_sent_again(tmp_
     server.rows.clear()
     send(tmp_path, 6, step(6))
     assert [number for number, _ in server.rows] == [1, 2, 3, 4, 5, 6]  # 1 may have been under way
+
+
+def test_training_and_validation_loss_are_one_chart(tmp_path, server):
+    """After a restart too, and without what is repeated."""
+    record(tmp_path, 0, step(0, 9.0), step(1, 7.0), evaluated(1, 6.0), step(2), evaluated(2, 5.5))
+    send(tmp_path, 2, step(2, 5.0), evaluated(2, 4.0), step(3, 3.0), evaluated(3, 2.0))
+    charts = [numbers["loss"] for numbers in server.numbers if "loss" in numbers]
+    assert charts[-1] == ([1, 2, 3], [(8.0, 5.0, 3.0), (6.0, 4.0, 2.0)])
 
 
 @pytest.mark.parametrize("first_step", [5, 7])
