@@ -1,14 +1,12 @@
 """Options, messages and exit codes, in this process and in one of its own."""
 
-import subprocess
-import sys
-
 import pytest
 
 from MaxText.config import config_files
 from MaxText.config.catalog import all_keys
 from MaxText.config.command_line import parse
 from MaxText.config.loading import load
+from tests.programs import ended, started
 
 USAGE = "Trains a model."
 
@@ -110,7 +108,7 @@ def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
     [
         ("raise UserError('no such thing')", 2, "error: no such thing\n"),
         ("raise KeyboardInterrupt", 130, "stopped\n"), ("raise BrokenPipeError", 141, ""),
-        ("print('done')", 0, ""),
+        ("print('done')", 0, "done\n"),
     ],
 )  # fmt: skip
 def test_how_programs_end(body, code, said):
@@ -120,6 +118,5 @@ from MaxText.errors import UserError
 with exit_on_user_error("stopped"):
     {body}
 """
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=config_files.REPOSITORY)
-    assert (done.returncode, done.stderr) == (code, said)
+    with started(program) as process:
+        assert ended(process) == (code, said)

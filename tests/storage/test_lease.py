@@ -10,8 +10,8 @@ import pytest
 
 from MaxText import exit_codes
 from MaxText.storage.lease import Lease
+from tests.programs import ended, started, wait_for
 from tests.refusals import refused
-from tests.runtime.child_programs import ended, started, wait_for
 from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")

@@ -3,7 +3,6 @@
 import gzip
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from MaxText.input_pipeline.document_sources import source_files
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.prepare.prepare import prepare
-from tests.house.sources import REPOSITORY
 from tests.input_pipeline.document_sources.written_corpora import (
     arrow_stream,
     parquet_file,
@@ -27,6 +25,7 @@ from tests.input_pipeline.document_sources.written_corpora import (
 )
 from tests.input_pipeline.small_data import denying
 from tests.input_pipeline.token_store import token_files
+from tests.programs import ended, started
 from tests.refusals import refused
 
 
@@ -171,7 +170,8 @@ def test_imports_no_jax():
         "import sys; from MaxText.input_pipeline.prepare import prepare; "
         "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", check], check=True, cwd=REPOSITORY)
+    with started(check, options=["-u"]) as process:
+        assert ended(process) == (0, "")
 
 
 @pytest.mark.parametrize(
