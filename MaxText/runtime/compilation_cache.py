@@ -62,7 +62,7 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
 
 
 def can_deadlock(platform: str) -> bool:
-    """Whether cached programs can: on simulated devices, in XLA's in-process collectives."""
+    """Whether cached programs can hang in XLA's in-process collectives."""
     import jax
 
     return platform == "cpu" and jax.local_device_count() > 1
