@@ -135,7 +135,7 @@ def test_no_name_hides_another_module():
     assert not ours & others
 
 
-def test_the_configuration_is_checked_without_jax():
+def test_configuration_and_preparation_do_without_jax():
     modules = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         for path in (PACKAGE / "config").glob("*.py")
@@ -147,6 +147,8 @@ def test_the_configuration_is_checked_without_jax():
             *(f"import {module}" for module in modules),
             "MaxText.config.loading.configure('quickstart.yml')",
             "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
+            "import MaxText.input_pipeline.prepare.prepare",
+            "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)",
         ]
     )
     with started(program, options=["-u"]) as process:

@@ -25,7 +25,6 @@ from tests.input_pipeline.document_sources.written_corpora import (
 )
 from tests.input_pipeline.small_data import denying
 from tests.input_pipeline.token_store import token_files
-from tests.programs import ended, started
 from tests.refusals import refused
 
 
@@ -163,15 +162,6 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", denying(os.scandir, str(tmp_path)))
     refused(f"{tmp_path} .*Permission denied", open_corpus, str(tmp_path), "text")
-
-
-def test_imports_no_jax():
-    check = (
-        "import sys; from MaxText.input_pipeline.prepare import prepare; "
-        "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)"
-    )
-    with started(check, options=["-u"]) as process:
-        assert ended(process) == (0, "")
 
 
 @pytest.mark.parametrize(
