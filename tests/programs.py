@@ -1,4 +1,4 @@
-"""Starts the programs as users do."""
+"""Starts the programs as users do, and small ones that run beside a test."""
 
 import atexit
 import contextlib
@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,48 @@ def start(
     command = [sys.executable, *options, str(REPOSITORY / "MaxText" / program), *arguments]
     environment = {**environment, "JAX_PLATFORMS": "cpu"}
     return popen(command, cwd=cwd, env=environment, text=True, **keywords)
+
+
+@contextlib.contextmanager
+def started(
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> "Iterator[subprocess.Popen | Forked]":
+    """A text's process, output and errors in one text pipe; killed at the end of the block.
+
+    With options of Python it is a new interpreter, which has imported nothing and can start itself
+    again.
+    """
+    process = popen(
+        [sys.executable, *options, "-c", textwrap.dedent(program), *arguments],
+        cwd=REPOSITORY, text=True, env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        with process:
+            pass
+
+
+def wait_for(process: "subprocess.Popen | Forked", text: str) -> str:
+    """Reads lines until one has `text`; gives all of them."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"{text!r} does not come: {''.join(lines)}")
+
+
+def ended(process: "subprocess.Popen | Forked") -> tuple[int, str]:
+    """(exit code, the rest of the output) of a process that ends by itself."""
+    output, _ = process.communicate(timeout=LONGEST_SECONDS)
+    return process.returncode, output
 
 
 def popen(command: Sequence[str], **keywords: Any) -> "subprocess.Popen | Forked":

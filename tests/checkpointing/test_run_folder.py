@@ -15,8 +15,8 @@ from MaxText.checkpointing.run_folder import (
 )
 from MaxText.errors import UserError
 from MaxText.storage.atomic import atomic_write_text
+from tests.programs import ended, started, wait_for
 from tests.refusals import refused
-from tests.runtime.child_programs import ended, started, wait_for
 
 
 def test_it_is_created_and_probed(tmp_path):

@@ -1,8 +1,6 @@
 """Whole conversions: folders to runs and back, and to programs."""
 
 import json
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -23,6 +21,7 @@ from tests.conversion.golden_models import hugging_face
 from tests.conversion.running import model_in_run, names, parameters_in_run, run
 from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write
 from tests.growth.growing import logits_of
+from tests.programs import ended, started
 from tests.small_models import random_batch
 
 
@@ -252,7 +251,7 @@ def test_a_family_that_transformers_does_not_have_cannot_be_verified(here):
     assert names(here) == ["hf", "run"]
 
 
-def test_an_exported_program_runs_without_this_package(here, users_environment):
+def test_an_exported_program_runs_without_this_package(here):
     golden = hugging_face("gptneox")
     golden.store(here / "hf", golden.parameters)
     tokens, logits = (golden.arrays[name] for name in ("input_ids", "logits"))
@@ -260,7 +259,8 @@ def test_an_exported_program_runs_without_this_package(here, users_environment):
     assert names(here / "out") == ["forward.stablehlo"]
     np.savez(here / "golden.npz", tokens=tokens, logits=logits)
     program = """
-import sys, numpy as np, jax, jax.export
+import os, sys, numpy as np, jax, jax.export
+os.chdir(sys.argv[1])
 arrays = np.load("../golden.npz")
 tokens = arrays["tokens"]
 forward = jax.export.deserialize(bytearray(open("forward.stablehlo", "rb").read()))
@@ -268,7 +268,6 @@ logits = forward.call(tokens)
 np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=5e-5)
 assert "MaxText" not in sys.modules
 """
-    environment = users_environment | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, "-I", "-c", program], cwd=here / "out", env=environment, check=True
-    )
+    cpu = {"JAX_PLATFORMS": "cpu"}
+    with started(program, str(here / "out"), environment=cpu, options=["-I"]) as process:
+        assert ended(process) == (0, "")

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter
 from importlib.metadata import packages_distributions
@@ -17,6 +16,7 @@ from tests.house.sources import (
     python_files,
     shown,
 )
+from tests.programs import ended, started
 from tests.seeded_faults.__main__ import all_faults
 
 MOST_LINES = 600
@@ -135,7 +135,7 @@ def test_no_name_hides_another_module():
     assert not ours & others
 
 
-def test_the_configuration_is_checked_without_jax():
+def test_configuration_and_preparation_do_without_jax():
     modules = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         for path in (PACKAGE / "config").glob("*.py")
@@ -143,13 +143,16 @@ def test_the_configuration_is_checked_without_jax():
     ]
     program = "\n".join(
         [
-            f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})",
+            "import sys",
             *(f"import {module}" for module in modules),
             "MaxText.config.loading.configure('quickstart.yml')",
             "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
+            "import MaxText.input_pipeline.prepare.prepare",
+            "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)",
         ]
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    with started(program, options=["-u"]) as process:
+        assert ended(process) == (0, "")
 
 
 # Package -> the packages and modules that it may import besides itself and the modules of MaxText

@@ -10,7 +10,7 @@ from MaxText.launchers import supervision
 from MaxText.launchers.local_processes import process_env
 from MaxText.launchers.options import LocalOptions
 from MaxText.launchers.supervision import combined_exit_code, is_restartable
-from tests.runtime.child_programs import ended, started, wait_for
+from tests.programs import ended, started, wait_for
 
 # Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
 WORKER = """

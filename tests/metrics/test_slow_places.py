@@ -14,7 +14,7 @@ from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
 import sys
 import time
 import types
@@ -22,7 +21,7 @@ from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
-from tests.house.sources import REPOSITORY
+from tests.programs import ended, started
 
 
 def offline_files(folder):
@@ -104,19 +103,17 @@ def rows_of(attempts):
 
 
 @pytest.mark.slow
-def test_killed_and_restarted_offline_every_step_is_there(tmp_path, users_environment):
-    environment = users_environment | {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
+def test_killed_and_restarted_offline_every_step_is_there(tmp_path):
+    environment = {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
 
     def done(first, end, blocks):
         """Exit code of an attempt, what it printed, and W&B's rows of steps then."""
         arguments = (str(tmp_path), first, end, blocks)
         program = f"from {__name__} import attempt\nattempt{arguments}"
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+        with started(program, environment=environment) as process:
+            code, printed = ended(process)
         had = {numbers["step"] for _, numbers in rows_of(offline_records(tmp_path))}
-        return ended.returncode, ended.stdout + ended.stderr, had
+        return code, printed, had
 
     code, printed, had = done(0, 20, blocks=1)
     assert (code, printed) == (-signal.SIGKILL, "")

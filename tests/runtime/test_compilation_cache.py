@@ -16,7 +16,7 @@ from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
 @pytest.fixture
 def cache_dir(monkeypatch):
-    """Reads jax's setting, and puts it back."""
+    """Reads jax's setting on one device, and puts it back."""
     names = (
         "jax_compilation_cache_dir",
         "jax_enable_compilation_cache",
@@ -25,6 +25,8 @@ def cache_dir(monkeypatch):
     )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     reset_cache()
     yield lambda: jax.config.jax_compilation_cache_dir
     for name, value in before.items():

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from MaxText.errors import UserError
 from MaxText.runtime import process_start, processes, start_up
 from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend\nmore")])

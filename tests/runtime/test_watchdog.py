@@ -12,7 +12,7 @@ from etils import epath
 from MaxText import exit_codes
 from MaxText.runtime import watchdog as module
 from MaxText.runtime.watchdog import Watchdog, describe, peer_in_long_phase
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 STUCK_IN_DATA = """
     import sys, time

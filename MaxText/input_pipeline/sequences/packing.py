@@ -23,7 +23,8 @@ from MaxText.input_pipeline.token_store.store import TokenData
 # planning over groups; only the last rows of each group stay partly empty.
 GROUP = 1024
 
-_BLOCK = 1024 * GROUP  # documents planned at a time, in whole groups: limits memory to about 200 MB
+# Documents planned at a time, in whole groups: limits memory to about 200 MB.
+_AT_ONCE = 1024 * GROUP
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
@@ -88,15 +89,17 @@ class PackedDocuments(Windows):
         )
 
 
-def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
+def plan_rows(
+    offsets: np.ndarray, length: int, best_fit: bool, at_once: int = _AT_ONCE
+) -> Iterator[dict[str, np.ndarray]]:
     """Yields blocks of `starts` (by item) and `first_item` (by row)."""
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
-    for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
-        block = np.asarray(offsets[first : first + _BLOCK + 1])
+    for first in range(0, max(len(offsets) - 1, 1), at_once):
+        block = np.asarray(offsets[first : first + at_once + 1])
         new = np.diff(block) - 1
         begins = np.concatenate([begins, block[:-1][new > 0]])
         sizes = np.concatenate([sizes, new[new > 0]])
-        is_last = first + _BLOCK >= len(offsets) - 1
+        is_last = first + at_once >= len(offsets) - 1
         count = len(sizes) if is_last else len(sizes) // GROUP * GROUP
         starts, first_item = _plan_groups(begins[:count], sizes[:count], length, best_fit)
         yield {"starts": starts, "first_item": first_item + num_items}

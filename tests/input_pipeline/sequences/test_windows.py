@@ -195,8 +195,7 @@ def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
     def plan(block):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "GROUP", 4)
-            patch.setattr(packing, "_BLOCK", block)
-            blocks = list(packing.plan_rows(offsets, 8, best_fit))
+            blocks = list(packing.plan_rows(offsets, 8, best_fit, block))
         return [np.concatenate([b[name] for b in blocks]).tolist() for name in blocks[0]]
 
     assert plan(8) == plan(1000)
