@@ -249,6 +249,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         unigram_entropy=entry.unigram_entropy,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
+        tokens_sha256=entry.tokens_sha256,
     )
 
 

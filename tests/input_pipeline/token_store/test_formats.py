@@ -3,13 +3,14 @@
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.errors import BadRecordError
+from MaxText.storage.errors import BadRecordError, FileReadError
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
@@ -78,6 +79,29 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
     keys |= {"bad_records.maximum": 1}
     refused("bad_records.maximum=1", open_data, path, tmp_path / "c", **keys)
+
+
+@pytest.mark.parametrize("kind", [*RECORDS, "prepared_bin", "prepared_bin_u4"])
+@pytest.mark.parametrize("at", [0, 0.7, -1])
+def test_a_flipped_bit_is_found(tmp_path, kind, at):
+    documents, _ = write(kind, tmp_path / "d", [[40] * 3, [4000, 3000]])
+    whole, ends = np.concatenate(documents), (np.array([0]), np.array([7120]))
+    path = Path(open_data(tmp_path / "d", tmp_path / "cache").store.files[-1])
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content)) if at > 0 else at] ^= 64
+    path.write_bytes(content)
+    store = open_data(tmp_path / "d", tmp_path / "cache").store
+    with pytest.raises(FileReadError, match=rf"{path} is damaged: .* from byte \d.*Copy it again"):
+        store.read(*ends)
+    # The block is what counts: reads elsewhere give what was written.
+    np.testing.assert_array_equal(store.read(ends[0], ends[0] + 100), whole[:100])
+    for checksums in tmp_path.rglob("*_crc32c.npy"):
+        np.save(checksums, np.load(checksums)[1:])
+        refused(
+            r"_crc32c\.npy belongs to other data", open_data, tmp_path / "d", tmp_path / "cache"
+        )
+        checksums.unlink()  # as in data of earlier versions
+    assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
 
 
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
