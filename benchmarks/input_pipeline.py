@@ -116,7 +116,7 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
 
 
 def windows_of(folder: pathlib.Path) -> tuple[list[np.ndarray], Callable[..., dict[str, Any]]]:
-    """Returns views of a file with all ids, and a function from a row to arrays with masks."""
+    """Returns the ids of each row, and a function to add document masks."""
     path, offsets = folder / "all_ids", np.load(folder / "train" / "document_offsets.npy")
     if not path.exists():
         files = sorted((folder / "train").glob("*.bin"))

@@ -173,7 +173,7 @@ class TokenStore:
                 raise FileReadError(
                     f"{self.files[file]} is damaged: checksums of the {len(block)} bytes from byte "
                     f"{begin:,} differ. Copy it again; if it is in data_cache_dir, delete its "
-                    "folder, and it is made again.",
+                    "folder to import it again.",
                     self.files[file],
                 )
 
@@ -295,6 +295,8 @@ class TokenData:
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""
     tokens_sha256: str = ""  # of all ids as bytes, by the manifest
+    num_text_bytes: int = 0  # UTF-8 bytes of the text; 0 if unknown
+    has_bos: bool = False  # whether a control id precedes each text
 
 
 def foreign_data(
