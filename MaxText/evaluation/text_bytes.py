@@ -164,8 +164,8 @@ class TextBytes:
         """
         if source is None or self._masked or not source.data.num_text_bytes:
             return None, why
-        data = source.data
-        all_targets = len(data.store) - (len(data.store.document_offsets) - 1)
+        data, store = source.data, source.data.store
+        all_targets = len(store) - (len(store.document_offsets) - 1)
         # The first token of each text is a target only if a bos precedes it.
         if data.has_bos and is_whole_split and num_targets >= all_targets:
             return data.num_text_bytes, ""

@@ -307,20 +307,16 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
 
     Reads instead of mapping: past the end of a truncated file, a map would kill the process.
     """
-    contents = [b""] * len(paths)
+    contents: dict[int, bytes] = {}
     remote: dict[str, list[int]] = {}
-    path, descriptor = "", None
-    for number, (wanted, offset, size) in enumerate(zip(paths, offsets, sizes, strict=True)):
-        if wanted is not path:
-            path = wanted
-            descriptor = None if is_url(path) else _descriptor(path)
-        if descriptor is None:
+    for number, (path, offset, size) in enumerate(zip(paths, offsets, sizes, strict=True)):
+        if is_url(path):
             remote.setdefault(path.split("://")[0], []).append(number)
             continue
+        descriptor = _descriptor(path)
         try:
             content = os.pread(descriptor.number, size, offset)
-            while len(content) < size:
-                done = len(content)
+            while (done := len(content)) < size:
                 if not (more := os.pread(descriptor.number, size - done, offset + done)):
                     raise _is_truncated(path, offset + done, size - done)
                 content += more
@@ -328,19 +324,18 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
             raise _unreadable(path, error) from error
         contents[number] = content
     for numbers in remote.values():
-        wanted = [(paths[number], offsets[number], sizes[number]) for number in numbers]
-        for number, content in zip(numbers, _read_remote(wanted), strict=True):
-            contents[number] = content
-    return contents
+        ranges = [(paths[number], offsets[number], sizes[number]) for number in numbers]
+        contents.update(zip(numbers, _read_remote(ranges), strict=True))
+    return [contents[number] for number in range(len(paths))]
 
 
 def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    paths = [path for path, _, _ in ranges]
-    begins, ends = zip(*((offset, offset + size) for _, offset, size in ranges), strict=True)
+    paths, begins, sizes = map(list, zip(*ranges, strict=True))
+    ends = [*map(sum, zip(begins, sizes, strict=True))]
     try:
         system, _ = file_system(paths[0])
-        names = [system._strip_protocol(path) for path in paths]
-        contents = system.cat_ranges(names, [*begins], [*ends], on_error="return")
+        names = [*map(system._strip_protocol, paths)]
+        contents = system.cat_ranges(names, begins, ends, on_error="return")
     except Exception as error:
         if _is_mistake(error):
             raise
