@@ -7,6 +7,7 @@ Legend: B sequences of a batch, T tokens of a sequence, N ids of a block, D docu
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ class TokenStatistics:
     smallest_id: int = ANY_ID
     largest_id: int = -1
     largest_at: int = 0  # position of the first largest id
+    sha256: str = ""  # of the ids as stored, if all were read
 
 
 def measure_tokens(
@@ -57,7 +59,7 @@ def measure_tokens(
 
     Reads about `max_tokens` in all, and at least one block.
     """
-    found = TokenStatistics()
+    found, digest = TokenStatistics(), hashlib.sha256()
     num_blocks = -(-len(store) // BLOCK_TOKENS)
     num_read = min(num_blocks, max(max_tokens // BLOCK_TOKENS, 1))
     for block in np.linspace(0, num_blocks, num_read, endpoint=False, dtype=np.int64).tolist():
@@ -68,8 +70,27 @@ def measure_tokens(
         found.smallest_id = min(found.smallest_id, int(ids_N.min()))
         if (high := int(ids_N.max())) > found.largest_id:
             found.largest_id, found.largest_at = high, start + int(ids_N.argmax())
+        digest.update(ids_N.astype(store.dtype).data)
         progress(ids_N.size)
+    found.sha256 = digest.hexdigest() if num_read == num_blocks else ""
     return found
+
+
+def _compare_checksums(source: OpenDataSource, found: TokenStatistics) -> str:
+    """Returns what protects the tokens; UserError if they changed."""
+    data, location = source.data, source.entry.location
+    if data.store.is_checked:
+        return "CRC-32C of every 4 KiB, compared at each read"
+    if not data.tokens_sha256:
+        return "none"
+    if not found.sha256:
+        return f"not compared; sample={len(data.store)} compares the SHA-256 of the manifest"
+    if found.sha256 != data.tokens_sha256:
+        raise UserError(
+            f"{location} is damaged: the SHA-256 of its tokens is not tokens_sha256 in "
+            "manifest.json. Copy the data set again, or delete it and prepare it again."
+        )
+    return "SHA-256 of the manifest, compared now"
 
 
 class Inspection:
@@ -157,6 +178,7 @@ class Inspection:
             f"  ids: {found.smallest_id} to {found.largest_id}, which is token "
             f"{found.largest_at - offsets[document]} of {store.document_name(document)}\n"
             f"  ids of the tokenizer: {'unknown' if num_ids is None else num_ids}\n"
+            f"Checksums: {_compare_checksums(source, found)}\n"
             f"Documents: {sizes_D.size:,} of {sizes_D.min():,} to {sizes_D.max():,} tokens, median "
             f"{middle:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {high:,}\n"
             f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch"

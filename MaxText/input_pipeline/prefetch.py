@@ -1,7 +1,7 @@
 """Prefetches batches in threads or worker processes; retries reads.
 
-The thread is a daemon of this module: Grain's iterators have no timeout, and its thread pool blocks
-process exit while a read hangs.
+The thread is a daemon of this module: Grain's iterators have no timeout, and closing one joins its
+thread, so a read that hangs could be neither retried nor abandoned.
 """
 
 import contextlib

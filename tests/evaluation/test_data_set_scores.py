@@ -59,7 +59,7 @@ def configured(location, **keys):
 def score(trained, location, rows=4, **keys):
     """Scores of what lies at a location, by source."""
     config = configured(location, **{"per_device_batch_size": rows} | keys)
-    text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
+    text_bytes = TextBytes(config.masking.mlm_training, UserError("no tokenizer"))
     opened = open_eval_sources(config) if location else []
     return score_data_set(trained, opened, text_bytes, config, lambda line: None)
 

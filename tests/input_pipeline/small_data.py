@@ -27,6 +27,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     TokenizerEntry,
     unigram_entropy,
 )
+from MaxText.input_pipeline.token_store.store import checksums_name, file_checksums
 from MaxText.layers.batch import Batch
 
 VOCAB_SIZE = 50_000
@@ -101,6 +102,9 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
         files.append(
             RecordFile(name=path.name, num_bytes=size, num_records=records, num_tokens=of_file.size)
         )
+    if file_format == "bin":
+        checksums = [file_checksums(folder / file.name) for file in files]
+        np.save(folder / f"{checksums_name()}.npy", np.concatenate(checksums))
     np.save(folder / "document_offsets.npy", offsets)
     np.save(folder / "document_rows.npy", np.arange(len(documents), dtype=np.int32))
     (folder / "source_files.json").write_text(json.dumps([[0, "numbers.txt"]]))

@@ -1,5 +1,7 @@
 """inspect_data.py: every number it shows, against plain NumPy."""
 
+import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +131,20 @@ def test_tokens_are_shown_as_text_or_ids(tmp_path):
     assert "  | 115 111" in shown_batch(**keys)
     tokenizer.save(tmp_path)
     assert "  | some tex" in shown_batch(**keys)
+
+
+def test_checksums_are_compared(tmp_path):
+    text_set(tmp_path / "set")
+    lines: list[str] = []
+    opened = functools.partial(inspection, lines.append, dataset_path=str(tmp_path / "set"))
+    opened().show_statistics(ALL)
+    (tmp_path / "set/train/tokens_crc32c.npy").unlink()  # as in sets of earlier versions
+    opened().show_statistics(ALL)
+    shown = re.findall("Checksums: (.*), ", "\n".join(lines))
+    assert shown == ["CRC-32C of every 4 KiB", "SHA-256 of the manifest"]
+    path = tmp_path / "set/train/tokens-00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    refused("set is damaged: .*tokens_sha256", opened().show_statistics, ALL)
 
 
 def test_mistakes(tmp_path):

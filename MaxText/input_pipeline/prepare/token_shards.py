@@ -31,7 +31,11 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.token_store.store import TokenWriter
+from MaxText.input_pipeline.token_store.store import (
+    TokenWriter,
+    checksums_name,
+    file_checksums,
+)
 from MaxText.input_pipeline.tokenization.interface import TextTokenizer
 from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
@@ -223,12 +227,18 @@ def write_documents(
 
     def blocks() -> Iterator[dict[str, np.ndarray]]:
         num_tokens = 0
-        yield {"document_offsets": np.zeros(1, "<i8"), "document_rows": np.empty(0, "<i4")}
+        empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}
+        yield {"document_offsets": np.zeros(1, "<i8"), **empty}
         for number, part in shards:
             with np.load(_documents_path(staging, split, number)) as of_shard:
                 ends, rows = num_tokens + np.cumsum(of_shard["lengths"]), of_shard["rows"]
             offsets_digest.update(ends.data)
-            yield {"document_offsets": ends, "document_rows": rows.astype("<i4")}
+            checksums = file_checksums(_tokens_path(staging, split, number))
+            yield {
+                "document_offsets": ends,
+                "document_rows": rows.astype("<i4"),
+                checksums_name(): checksums,
+            }
             num_tokens += part.num_tokens
 
     write_arrays(folder, blocks())

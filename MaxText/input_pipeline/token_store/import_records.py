@@ -4,6 +4,7 @@
       tokens-00000.bin       ids of a source file: uint16, or uint32 if any file has a larger one
       labels-00000.bin       int32, for files with labels
       uint16-00000.json      summary of a source file; written last, so that an import can resume
+      tokens_crc32c.npy      uint32, CRC-32C of every 4 KiB of each file; also of labels
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
       import.json            overall summary; written last, marks completeness
@@ -31,7 +32,12 @@ from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, write_arrays
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
-from MaxText.input_pipeline.token_store.store import TokenStore, TokenWriter
+from MaxText.input_pipeline.token_store.store import (
+    TokenStore,
+    TokenWriter,
+    checksums_name,
+    file_checksums,
+)
 from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock, sync_file
@@ -62,7 +68,7 @@ class ImportedRecords(NamedTuple):
     def store(self, documents: Arrays, kind: str = "tokens") -> TokenStore:
         paths = [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
         dtype = np.dtype("int32" if kind == "labels" else self.dtype)
-        return TokenStore(paths, self.num_tokens, dtype, documents)
+        return TokenStore(paths, self.num_tokens, dtype, documents, kind)
 
 
 Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]
@@ -178,6 +184,9 @@ class RecordImport:
 
         write_arrays(self.folder, offsets())
         sync_file(self.folder / OFFSETS_NAME)
+        self._merge_checksums("tokens")
+        if any(entry["has_labels"] for entry in entries):
+            self._merge_checksums("labels")
         names = [file.path.rsplit("/", 1)[-1] for file in self.files]
         origins = [[first, name] for first, name in zip(firsts, names, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
@@ -191,6 +200,14 @@ class RecordImport:
         }
         atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
         return firsts[-1], num_tokens
+
+    def _merge_checksums(self, kind: str) -> None:
+        """Joins the checksums of files; none if an earlier version imported one."""
+        name = checksums_name(kind)
+        paths = [self.path(name, number) for number in range(len(self.files))]
+        if all(path.exists() for path in paths):
+            write_arrays(self.folder, ({name: np.load(path)} for path in paths))
+            sync_file(self.folder / f"{name}.npy")
 
     def check_bad(self, bad: list[str]) -> None:
         limit = self.max_bad_records
@@ -209,6 +226,10 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     write_arrays(job.folder, _write_file(job, number, entry))
     sync_file(job.path("sizes", number))
+    for kind in ("tokens", "labels") if entry["has_labels"] else ("tokens",):
+        path = job.path(checksums_name(kind), number)
+        np.save(path, file_checksums(job.path(kind, number)))
+        sync_file(path)
     atomic_write_text(summary, json.dumps(entry))
     return entry
 
@@ -274,5 +295,5 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
 
 
 def _path(folder: Path, kind: str, number: int) -> Path:
-    suffix = {"tokens": "bin", "labels": "bin", "sizes": "npy"}.get(kind, "json")
+    suffix = {"tokens": "bin", "labels": "bin", "uint16": "json", "uint32": "json"}.get(kind, "npy")
     return folder / f"{kind}-{number:05d}.{suffix}"

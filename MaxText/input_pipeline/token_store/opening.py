@@ -251,6 +251,9 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         unigram_entropy=entry.unigram_entropy,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
+        tokens_sha256=entry.tokens_sha256,
+        num_text_bytes=entry.num_text_bytes,
+        has_bos=bool(manifest.options.get("add_bos")),
     )
 
 

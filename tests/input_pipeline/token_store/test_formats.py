@@ -1,16 +1,21 @@
 """Token streams over files of every format: any range, threads, damage, and files that change."""
 
+import functools
 import os
 import pickle
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.errors import BadRecordError
+from MaxText.storage.atomic import lock
+from MaxText.storage.errors import BadRecordError, FileReadError
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
@@ -62,6 +67,31 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
     assert store.document_name(last) in (name, f"document {last}")
 
 
+def test_one_process_imports_and_the_others_wait(tmp_path):
+    """As hosts do that share a folder for data_cache_dir."""
+    write("tfrecord", tmp_path / "d")
+    open_data(tmp_path / "d", tmp_path / "first")
+    (made,) = (path.name for path in (tmp_path / "first/imported").iterdir() if path.is_dir())
+    (shared := tmp_path / "shared/imported").mkdir(parents=True)
+    code = (
+        "import functools, pathlib\n"
+        "from tests.input_pipeline.token_store.token_files import open_data\n"
+        "open_data('d', pathlib.Path('shared'), log=functools.partial(print, flush=True))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    start = functools.partial(
+        subprocess.Popen, [sys.executable, "-c", code], cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with lock(shared / f".{made}.lock", str):
+        others = [start(), start()]
+        for other in others:
+            assert other.stdout.readline().startswith(f"Waiting for process {os.getpid()} on ")
+    lines = [other.communicate()[0].splitlines() for other in others]
+    assert sorted(map(bool, lines)) == [False, True], lines  # what importing says
+    assert [other.returncode for other in others] == [0, 0]
+
+
 def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
     token_files.write_tfrecord(path, documents)
@@ -80,6 +110,29 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     keys |= {"bad_records.maximum": 1}
     for cache in ("c", "cache"):  # of which one has the import
         refused("bad_records.maximum=1", open_data, path, tmp_path / cache, **keys)
+
+
+@pytest.mark.parametrize("kind", [*RECORDS, "prepared_bin", "prepared_bin_u4"])
+@pytest.mark.parametrize("at", [0, 0.7, -1])
+def test_a_flipped_bit_is_found(tmp_path, kind, at):
+    documents, _ = write(kind, tmp_path / "d", [[40] * 3, [4000, 3000]])
+    whole, ends = np.concatenate(documents), (np.array([0]), np.array([7120]))
+    path = Path(open_data(tmp_path / "d", tmp_path / "cache").store.files[-1])
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content)) if at > 0 else at] ^= 64
+    path.write_bytes(content)
+    store = open_data(tmp_path / "d", tmp_path / "cache").store
+    with pytest.raises(FileReadError, match=rf"{path} is damaged: .* from byte \d.*Copy it again"):
+        store.read(*ends)
+    # The block is what counts: reads elsewhere give what was written.
+    np.testing.assert_array_equal(store.read(ends[0], ends[0] + 100), whole[:100])
+    for checksums in tmp_path.rglob("*_crc32c.npy"):
+        np.save(checksums, np.load(checksums)[1:])
+        refused(
+            r"_crc32c\.npy belongs to other data", open_data, tmp_path / "d", tmp_path / "cache"
+        )
+        checksums.unlink()  # as in data of earlier versions
+    assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
 
 
 def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
@@ -119,10 +172,6 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     assert files[2].stat().st_size == size
     os.utime(files[2], ns=(1, 1))
     assert np.diff(offsets())[7:10].tolist() == [4, 0, 0]
-    # Of several that ask at once one works.
-    with ThreadPoolExecutor(4) as threads:
-        made = [*threads.map(lambda _: open_data(folder, tmp_path / "new").store, range(4))]
-    assert len({int(store.document_offsets[-1]) for store in made}) == 1
     (tmp_path / "file").touch()
     refused(r"data_cache_dir=.*file", open_data, folder, tmp_path / "file")
 
