@@ -44,7 +44,7 @@ COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
 _LABELS_OF_TITLE = 3  # more would not fit on a line
-_EQUAL = 0.01  # largest relative deviation from the budget that counts as equal
+_EQUAL = 0.02  # largest relative deviation that counts as equal, as the default tolerance
 
 
 @dataclasses.dataclass(frozen=True)

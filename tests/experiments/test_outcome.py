@@ -121,9 +121,9 @@ def test_a_budget_is_called_equal_only_if_it_was():
     losses[-1] = dataclasses.replace(losses[-1], train_seconds=2.1)
     one_slow = group_results(["a", "b"], losses)
     for groups, asked, line in (
-        (equal, plan("params", b=0.009), ""),
+        (equal, plan("params", b=0.019), ""),
         (equal, plan("params", b=0.3), "b has 30.0% more parameters than the budget"),
-        (equal, plan("flops", a=-0.02), "a has 2.0% fewer FLOPs than the budget"),
+        (equal, plan("flops", a=-0.03), "a has 3.0% fewer FLOPs than the budget"),
         (equal, plan("time", 2.0, b=-0.3), ""),
         (equal, plan("time", 2.19), "a did not train for the budget of 2.2 s: seed 0 2.0 s (-8."),
         (one_slow, plan("time", 2.0), "b did not train for the budget of 2.0 s: seed 2 2.1 s (+5."),
