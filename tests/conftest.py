@@ -37,7 +37,7 @@ def pytest_configure(config):
     set_hypothesis_home_dir(config.cache.mkdir("hypothesis"))
     os.environ["HOME"] = str(config.cache.mkdir("home"))
     if sys.dont_write_bytecode:
-        # Who wants none beside the sources: rewriting asserts is half the time of a collection.
+        # Some want none next to the sources: rewriting asserts is half the time of a collection.
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
         sys.dont_write_bytecode = False
         del os.environ["PYTHONDONTWRITEBYTECODE"]
@@ -52,7 +52,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(pytestconfig):
-    """The folder of compiled programs: tests build the same small ones again and again.
+    """The folder of compiled programs: tests build the same small ones repeatedly.
 
     None on simulated devices: see MaxText/runtime/compilation_cache.py.
     """
@@ -80,7 +80,7 @@ def parts_of_this_module():
 
 @pytest.fixture
 def own_modules(tmp_path, monkeypatch):
-    """Tests import modules that they write to the current folder, each of them anew."""
+    """Tests import modules that they write to the current folder, each of them newly."""
     before = registry.registrations()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(import_modules, "_hashes", {})

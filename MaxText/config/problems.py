@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from MaxText.errors import UserError
 
-_LEAST_SIMILARITY = 0.6
+_MIN_SIMILARITY = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         plain = _plain(candidate)
         order = _similarity(_sorted_words(words), _sorted_words(plain))
         score = max(_similarity(words, plain), order)
-        if score >= _LEAST_SIMILARITY:
+        if score >= _MIN_SIMILARITY:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]
 
@@ -55,10 +55,10 @@ def _plain(name: str) -> str:
 
 
 def _similarity(a: str, b: str) -> float:
-    """Returns the ratio of difflib, or 0 below _LEAST_SIMILARITY."""
+    """Returns the ratio of difflib, or 0 below _MIN_SIMILARITY."""
     matcher = difflib.SequenceMatcher(None, a, b)
     for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio):
-        if (found := ratio()) < _LEAST_SIMILARITY:  # upper bounds first: they cost less
+        if (found := ratio()) < _MIN_SIMILARITY:  # upper bounds first: they cost less
             return 0.0
     return found
 

@@ -30,7 +30,7 @@ _NUMBERS = ("seconds", "data_seconds", "updates", "count")
 _SILENT_SECONDS = 300.0
 _SILENT_ROWS = 5.0
 
-_LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
+_MIN_REPORTS = 9  # minimum number of reports in the mean training loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunHistory:
     @property
     def training_loss(self) -> tuple[float, int] | None:
         """Mean loss of the last 1/25 of the reports (9 at least), and its steps."""
-        last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
+        last = self.steps[-max(len(self.steps) // 25, _MIN_REPORTS) :]
         counted = [
             (row["learning/lm_loss"], row.get("updates") or 1)
             for row in last

@@ -201,7 +201,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """Returns an event in words; empty for usual ones."""
+    """Returns the text of an event; empty for usual ones."""
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):

@@ -20,7 +20,7 @@ from MaxText.config.training_sections import GuardConfig
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
 # outliers everywhere. Norms vary more from batch to batch than losses.
-_LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
+_MIN_DEVIATION_Q = (0.03, 0.5, 0.5)
 _SMALL_LOSS = 1.0  # nats below which relative changes mean little, as in memorized text
 # Nats (or the median itself, if more) that an early loss may be above the median so far. Early
 # losses vary widely, and a wrong skip leads to others: only a diverging run may exceed this.
@@ -96,7 +96,7 @@ def decide(
     count = jnp.minimum(state.num_sound, window)
     median_Q = _median(state.values_QW, count)
     distance_QW = jnp.abs(state.values_QW - median_Q[:, None])
-    min_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
+    min_Q = jnp.array(_MIN_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
     deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_Q)
     is_outlier = jnp.any(values_Q > median_Q + config.skip_step_scaling_factor * deviation_Q)
     # Until a quarter of the window is filled, only an exploding loss is caught.

@@ -59,7 +59,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     assert "XQZ" not in warnings
 
 
-def test_inheritance_is_recursive_and_looks_beside_the_file_first(write):
+def test_inheritance_is_recursive_and_looks_next_to_the_file_first(write):
     write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
     write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
     config = configure(write("base_config: a/middle.yml\neval_steps: 3\n"))

@@ -43,8 +43,8 @@ NEEDED_BY = {
 
 
 def keys_of(line: str) -> set[str]:
-    words = (word.lstrip("-").partition("=") for word in shlex.split(line))
-    typed = {name for name, equals, _ in words if equals}
+    parts = (word.lstrip("-").partition("=") for word in shlex.split(line))
+    typed = {name for name, equals, _ in parts if equals}
     return typed | {name.partition(".")[0] for name in typed}
 
 
@@ -173,7 +173,7 @@ RAW = ["[[a,1]]", "", "{a: b}", "9" * 5000, "\x00"]
 @pytest.mark.parametrize("raw", some_quick(RAW, 8))
 def test_no_value_of_any_key_makes_a_traceback(raw):
     names = sorted(all_keys())
-    # The slow tests draw anew in each run.
+    # The slow tests draw other words in each run.
     for name in names if raw == RAW[0] else random.sample(names, len(names) // 3):
         with contextlib.suppress(UserError):
             load([f"{name}={raw}"])

@@ -120,7 +120,7 @@ def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
     run.exclude(15, 16)
     run.exclude(first, end)
     if exclude_first:
-        assert run.position["excluded"] == []  # nothing was left out so far
+        assert run.position["excluded"] == []  # nothing was excluded so far
         run.resume(saved)
     assert run.position["samples"] == 16
     assert run.position["excluded"] == [[first, end]]

@@ -120,7 +120,7 @@ def test_tokens_are_shown_as_text_or_ids(tmp_path):
     keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 258, **masks}
     first = f"8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'<pad>' * 8}\n"
     assert f"Sequence 0: {first}" in shown_batch(mlm_training=True, **keys)
-    # Records are shown as text by the tokenizer beside them, without one as ids.
+    # Records are shown as text by the tokenizer next to them, without one as ids.
     tokenizer = load_tokenizer("bytes")
     (ids,) = tokenizer.encode(["some text"])
     path = tmp_path / "validation.tfrecord"  # named for evaluation, but the only one

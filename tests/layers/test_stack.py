@@ -83,7 +83,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
         results["values"] = traced.lower().compile()(weights, x)
     assert expected["barriers"] == []
     assert len(found["barriers"]) == NUM_LAYERS
-    # Each holds gradients of weights beside those of hidden states.
+    # Each holds gradients of weights next to those of hidden states.
     assert all({(D, D), x.shape} <= set(shapes) for shapes in found["barriers"])
     assert_close(found["values"], expected["values"], 1e-7)
     _, loss = loss_of(alike, shared, reads_all, sequential=False)

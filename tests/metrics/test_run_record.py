@@ -23,7 +23,7 @@ def test_a_completed_run(completed_run):
     assert {row["event"] for row in record.events} >= {"start", "compile", "checkpoint", "stop"}
 
 
-def test_killed_resumed_and_rewound_each_step_stands_once(eventful_run):
+def test_killed_resumed_and_rolled_back_each_step_stands_once(eventful_run):
     record = read_run(eventful_run)
     assert record.state == "diverged"
     assert [row["step"] for row in record.steps] == list(range(320))
@@ -125,7 +125,7 @@ def test_parts_add_up_to_the_whole_time(completed_run, eventful_run):
 def test_each_part(run):
     run.add("step", 10.0, 0, updates=10, data_seconds=2.0)
     run.add("evaluation", 3.0, 0)
-    run.now += 4  # nobody says what this was
+    run.now += 4  # no event says what this was
     run.add("checkpoint", 1.0, 0)
     run.add("sample", 0.5, 0, text="x")
     run.add("stop", 0.25, 0, reason="completed")
@@ -158,7 +158,7 @@ def test_work_lost_over_two_attempts(run):
     train(run, 0, 10)
     run.kill_and_resume(10, down=50.0)
     train(run, 10, 13)
-    # The newest checkpoint was unreadable: this one goes back behind the second attempt.
+    # The newest checkpoint was unreadable: this one resumes before the second attempt.
     run.kill_and_resume(5, down=70.0)
     goodput = goodput_of(run)
     assert goodput.seconds["lost"] == pytest.approx(8)

@@ -160,11 +160,11 @@ def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     mesh = make_mesh(
         tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
     )
-    ours = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
+    theta = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
     split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
-    compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()
-    np.testing.assert_allclose(compiled(split), ours(scores), rtol=1e-5, atol=1e-6)
+    compiled = jax.jit(theta, out_shardings=split.sharding).lower(split).compile()
+    np.testing.assert_allclose(compiled(split), theta(scores), rtol=1e-5, atol=1e-6)
     text = compiled.as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text

@@ -144,7 +144,7 @@ def completed(folder: Path, **keys) -> Path:
 
 
 def eventful(folder: Path) -> Path:
-    """A run that was killed and resumed, skipped, went back, and diverged."""
+    """A run that was killed and resumed, skipped, rolled back, and diverged."""
     run = RunFiles(folder, floor=3.4, seed=1)
     run.start()
     run.steps(0, 170, every=50)

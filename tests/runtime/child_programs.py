@@ -1,4 +1,4 @@
-"""Small Python programs that run beside a test, and cannot outlive it."""
+"""Small Python programs that run during a test, and cannot outlive it."""
 
 import contextlib
 import os

@@ -18,7 +18,7 @@ from MaxText.runtime.watchdog import Watchdog
 def go_wrong(what: str) -> None:
     time.sleep(0.5)  # until the status file says where
     if what == "raise":
-        raise ValueError("a mistake of ours")
+        raise ValueError("a bug")
     if what == "hang":
         time.sleep(1000)
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)

@@ -314,7 +314,7 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
 
 def test_unusable_targets(corpus, tmp_path, told):
     (tmp_path / "e").mkdir()
-    made(byte_options(corpus), tmp_path / "e")  # an empty folder is no obstacle
+    made(byte_options(corpus), tmp_path / "e")  # an empty folder does not matter
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "thesis.doc").write_text("precious")
     messages = []

@@ -60,7 +60,7 @@ def test_shares_of_a_mixture_are_exact_after_any_number_of_rows(weights):
         counts = np.cumsum(of_source)
         expected = np.arange(1, 10_001) * weight / sum(weights)
         assert np.abs(counts - expected).max() <= index + 1
-        # Each source's rows come in order, none twice and none left out.
+        # Each source's rows come in order, none twice and none missing.
         assert places[of_source, 1].tolist() == list(range(counts[-1]))
     # A far row is found without counting.
     index, place = mixture.locate(10**12)

@@ -185,7 +185,7 @@ def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "pack_group_rows", pytest.fail)
         np.testing.assert_array_equal(tokens(first), expected)
-    # What nobody has used for long goes when something is added.
+    # Whatever was not used for long goes when something is added.
     os.utime(folders[0], (0, 0))
     os.utime(folders[1], (0, 0))
     tokens(random_documents(5, 40, 30))
@@ -246,7 +246,7 @@ def test_labels_are_the_targets():
     assert rows["weights"].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
 
 
-def test_targets_with_id_0_can_be_left_out():
+def test_targets_with_id_0_can_be_excluded():
     data = as_data([np.array([3, 0, 4, 0, 0, 5])])
     for zero_loss, weights in ((True, [1] * 5), (False, [0, 1, 0, 0, 1])):
         options = SequenceOptions(5, zero_loss=zero_loss)

@@ -21,7 +21,7 @@ SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
 def write(kind, folder, sizes=SIZES):
     vocab_size = 70_000 if kind.endswith("u4") else 50_000
     parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
-    if kind.startswith("prepared_"):  # which leaves out what has no tokens
+    if kind.startswith("prepared_"):  # which skips what has no tokens
         parts = [[document for document in part if document.size] for part in parts]
     return [document for part in parts for document in part], token_files.write(kind, folder, parts)
 
@@ -61,7 +61,7 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
     assert store.document_name(last) in (name, f"document {last}")
 
 
-def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
+def test_a_damaged_record_is_an_error_or_skipped(tmp_path):
     path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
     token_files.write_tfrecord(path, documents)
     content = bytearray(path.read_bytes())
@@ -80,7 +80,7 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
     refused("bad_records.maximum=1", open_data, path, tmp_path / "c", **keys)
 
 
-def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
+def test_the_rest_of_a_truncated_file_is_skipped(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
     refused(r"ids0\.tfrecord at byte \d+: .*truncated", open_data, tmp_path / "d", tmp_path / "c")
@@ -139,7 +139,7 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
 
 
-def test_labels_are_imported_beside_the_ids(tmp_path):
+def test_labels_are_imported_next_to_the_ids(tmp_path):
     labels = pyarrow.array([[6, 7, -100], [9, -1, -100]], pyarrow.list_(pyarrow.int64()))
     path = tmp_path / "x.parquet"
     token_files.write_parquet(path, [np.array([5, 6, 7]), np.array([8, 9, 0])], labels=labels)

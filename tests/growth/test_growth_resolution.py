@@ -138,16 +138,16 @@ FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "s
     ],
 )  # fmt: skip
 def test_the_number_of_stored_slots_is_compared(keys, places, right):
-    def settle_with(number):
+    def resolve_with(number):
         path = {"load_parameters_path": "x", "load_parameters_path_slot_number": number}
         return resolve_growth_from(tiny_config(**shape, **path), source)
 
     shape = {"decoder_block": "tokenformer", **SMALL, **keys}
     source = source_of(tiny_config(**shape))
     for number in right:
-        assert settle_with(number).growth is None
+        assert resolve_with(number).growth is None
     with pytest.raises(UserError, match="stored_slot_num=9: ") as caught:
-        settle_with(9)
+        resolve_with(9)
     assert places in str(caught.value)
 
 
@@ -199,7 +199,7 @@ def saved(folder, config, metadata=None):
 
 @pytest.fixture(scope="module")
 def large(small, tmp_path_factory):
-    """A run whose old slots are frozen since it grew: (folder, what was settled)."""
+    """A run whose old slots are frozen since it grew: (folder, its resolved growth)."""
     first = resolved(small, slot_num=8, growth_old_slots_learning_rate=0)
     metadata = {"lineage": [{"folder": PARENT, "growth": first.record}]}
     return saved(tmp_path_factory.mktemp("large"), first.config, metadata), first
