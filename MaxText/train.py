@@ -222,7 +222,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
-            watchdog.enter("finish")
+            watchdog.enter("shutdown")
             write_final_artifacts(
                 run_folder, config, run_logger, train_batches, setup, training.state, sharding,
                 training.eval_loss,

@@ -155,7 +155,7 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
         "progress/tokens": before.tokens,
         "progress/flops": before.flops,
         "step": before.last_step + 1 if before.last_step is not None else 0,
-        "attempt": attempt,
+        "restart": attempt,
     }
 
     def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

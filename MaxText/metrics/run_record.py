@@ -155,7 +155,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     for number, row in enumerate(rows, 1):
         kinds: dict[str, Any] = {name: int | float | None for name in row if "/" in name}
         kinds |= dict.fromkeys(_NUMBERS, int | float | None)
-        kinds |= {"time": int | float, "event": str, "phase": str, "attempt": int}
+        kinds |= {"time": int | float, "event": str, "phase": str, "restart": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int
         values = ((name, row.get(name), kind) for name, kind in kinds.items())
@@ -197,8 +197,8 @@ def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
-    attempt = rows[-1]["attempt"]
-    stops = [row for row in rows if row["event"] == "stop" and row["attempt"] == attempt]
+    attempt = rows[-1]["restart"]
+    stops = [row for row in rows if row["event"] == "stop" and row["restart"] == attempt]
     if stops:
         reason = stops[-1].get("reason")
         return reason if reason in _END_STATES else "error"

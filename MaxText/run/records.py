@@ -53,10 +53,10 @@ class RunLogger:
         if batches is None:
             return
         for message in batches.retries.drain():
-            self.events.emit("retry", step=step, reason=message)
+            self.events.emit("data_retry", step=step, reason=message)
         while batches.skipped:
             reason = batches.skipped.pop(0)
-            self.events.emit("skip", step=step, what="record", reason=reason, count=1)
+            self.events.emit("record_skipped", step=step, reason=reason, count=1)
 
 
 def open_run_logger(

@@ -106,7 +106,7 @@ class RollbackController:
                 names = ("loss", "grad_norm", "update_norm")
                 reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
             at = self._last_skipped
-            self._emit("skip", step=at, what="update", count=skipped, reason=reason)
+            self._emit("step_skipped", step=at, count=skipped, reason=reason)
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
             self._checkpoints.update_health(each, each > self._last_skipped)

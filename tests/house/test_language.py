@@ -30,10 +30,10 @@ RETIRED = {
     r"need not be there|that (is|are) not there|what is there": "absent, existing",
     r"(?<!self-)heal(s|ed|ing)?|may_heal": "recover",
     r"may_pass|is_passing": "is_transient",
-    r"steady_(?!state)\w+": "retrying",
-    r"import meanwhile": "run_periodically",
+    r"steady_(?!state)\w+|(?-i:Steady(?!State)[A-Z]\w+)": "retrying",
+    r"meanwhile(\.py|\(|\.meanwhile)|import meanwhile": "run_periodically",
     r"cut[_ ]short": "truncated",
-    r"(?<!\.)(?<!_)given[_ ]up|give_up": "failed permanently",
+    r"(?<!\.)given[_ ]up|give_up": "failed permanently",
     r"settle[sd]?|settling": "resolve",
     r"verdicts?|is_sound|sound updates?": "decision, accepted steps",
     r"troubles?": "failure, divergence",
@@ -59,11 +59,11 @@ RETIRED = {
     r"for ever|as long as it lasts": "indefinitely",
     r"texts? at once": "batch size",
     r"imports no jax": "nothing: a test checks it",
-    r"places?_[BDLNST]+|num_places": "positions_*",
+    r"(?-i:places?_[A-Z]+)|num_places": "positions_*",
     r"(made|makes?) (again|anew)|computed? again|computes again": "recomputed",
     r"kept for the backward pass": "saved for the backward pass",
     r"\w*(normalis|tokenis|initialis|serialis|optimis(?!m)|materialis)\w*": "American spelling",
-    r"\w*colour\w*|centred?|centring": "American spelling",
+    r"\w*colour\w*|centre\w*|centring": "American spelling",
 }
 # Parts of identifiers are words too.
 ANY_RETIRED = re.compile(rf"(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)

@@ -80,7 +80,7 @@ def test_what_ancestors_have_spent_is_kept_apart(tmp_path):
     assert (record.inherited_tokens, record.inherited_flops) == (3e6, 5)
 
 
-ROW = b'{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0, "seconds": "1"}\n'
+ROW = b'{"time": 1.0, "event": "step", "phase": "train", "restart": 0, "step": 0, "seconds": "1"}\n'
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_each_part(run):
     run.add("checkpoint", 1.0, 0)
     run.add("sample", 0.5, 0, text="x")
     run.add("stop", 0.25, 0, reason="completed")
-    expected = {"useful": 8.0, "data_wait": 2.0, "start_up": 6.0, "compile": 9.0, "other": 4.0}
-    expected |= {"evaluation": 3.0, "checkpoint": 1.0, "lost": 0.0, "finish": 0.75}
+    expected = {"useful": 8.0, "data_wait": 2.0, "startup": 6.0, "compile": 9.0, "other": 4.0}
+    expected |= {"evaluation": 3.0, "checkpoint": 1.0, "lost": 0.0, "shutdown": 0.75}
     assert goodput_of(run).seconds == pytest.approx(expected)
 
 
@@ -167,18 +167,30 @@ def test_work_lost_over_two_attempts(run):
     assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
 
 
-def test_skipped_and_rolled_back_steps_are_lost(run):
+def in_earlier_names(event, phase, restart, restored_step=None, **fields):
+    kind = {"rollback": "rewind", "step_skipped": "skip", "record_skipped": "skip"}.get(
+        event, event
+    )
+    what = {"step_skipped": {"what": "update"}, "record_skipped": {"what": "record"}}.get(event, {})
+    phase = {"startup": "start_up", "shutdown": "finish"}.get(phase, phase)
+    row = {"event": kind, "phase": phase, "attempt": restart, "to": restored_step, **what, **fields}
+    return {name: value for name, value in row.items() if value is not None}
+
+
+@pytest.mark.parametrize("of_earlier_version", [False, True])
+def test_skipped_and_rolled_back_steps_are_lost(run, of_earlier_version):
     # A record that was skipped costs no step.
-    run.add("skip", 0.0, 3, what="record", reason="part.txt:7 is not UTF-8", count=1)
+    run.add("record_skipped", 0.0, 3, reason="part.txt:7 is not UTF-8", count=1)
     run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
     seconds = goodput_of(run).seconds
     assert (seconds["lost"], seconds["useful"]) == (0, pytest.approx(10))
-    run.add("skip", 0.0, 12, reason="gradient norm", count=1)
-    run.add("skip", 0.0, 15, reason="gradient norm", count=1)
+    run.add("step_skipped", 0.0, 12, reason="gradient norm", count=1)
+    run.add("step_skipped", 0.0, 15, reason="gradient norm", count=1)
     run.add("step", 20.0, 19, updates=10, data_seconds=0.0)
     assert goodput_of(run).seconds["lost"] == pytest.approx(2 * 2.0)
-    run.add("rollback", 0.0, 19, reason="loss")
-    run.rows[-1] |= {"event": "rewind", "to": 10}  # as earlier versions wrote it
+    run.add("rollback", 0.0, 19, restored_step=10, reason="loss")
+    if of_earlier_version:
+        run.rows = [in_earlier_names(**row) for row in run.rows]
     seconds = goodput_of(run).seconds
     # All ten are done again, the two among them.
     assert (seconds["lost"], seconds["useful"]) == (pytest.approx(20), pytest.approx(10))

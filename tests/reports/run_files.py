@@ -40,7 +40,7 @@ class RunFiles:
         """Adds an event that took `seconds` from now on."""
         self.now += seconds
         row = {"time": round(self.now, 3), "event": kind, "phase": PHASES[kind]}
-        row |= {"attempt": self.attempt, "step": step, "seconds": seconds}
+        row |= {"restart": self.attempt, "step": step, "seconds": seconds}
         self.rows.append(row | facts)
 
     def start(self, step: int = 0, *, kind: str = "start", num_steps: int = 400, **facts) -> None:
@@ -89,7 +89,7 @@ class RunFiles:
 
     def kill_and_resume(self, step: int, *, down: float, **facts) -> None:
         """The process dies here and another goes on at an earlier step `down` seconds later."""
-        again = [row for row in self.rows if row["phase"] != "start_up"]
+        again = [row for row in self.rows if row["phase"] != "startup"]
         lost = [row for row in again if row["event"] != "compile" and row["step"] >= step]
         seconds: dict[str, float] = {}
         for row in lost:
@@ -151,7 +151,7 @@ def eventful(folder: Path) -> Path:
     run.kill_and_resume(150, down=300.0)
     run.add("config_change", changes={"learning_rate": ["0.003", "0.002"]})
     run.steps(150, 230, every=50)
-    run.add("skip", 0.0, 229, reason="gradient norm 8.1e3 is not usual", count=1)
+    run.add("step_skipped", 0.0, 229, reason="gradient norm 8.1e3 is not usual", count=1)
     run.steps(230, 280, every=50)
     run.add("rollback", 0.0, 279, restored_step=250, reason="loss rose to 9.1")
     run.steps(250, 320, every=50, nan_at=319)

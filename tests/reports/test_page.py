@@ -50,7 +50,7 @@ def many(tmp_path_factory):
     evil.start(run_name=EVIL, device_kind=EVIL, data=data)
     evil.steps(0, 30, every=10)
     evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
-    evil.add("skip", 0.0, 29, reason=EVIL)
+    evil.add("step_skipped", 0.0, 29, reason=EVIL)
     evil.add("stop", 0.1, 29, reason=EVIL)
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
     others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])

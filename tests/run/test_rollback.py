@@ -115,7 +115,7 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     rollback.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
     assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
     (skip,) = rows
-    assert (skip.kind, skip.step, skip.fields["count"]) == ("skip", 7, 2)
+    assert (skip.kind, skip.step, skip.fields["count"]) == ("step_skipped", 7, 2)
     assert rollback.trigger is None
     assert not rollback.is_healthy
     rollback.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))

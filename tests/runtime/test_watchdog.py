@@ -102,7 +102,7 @@ def watching(*arguments):
         ([row(0, 12, "data"), row(1, 13, "step", state="failed: ValueError")], 1),
         ([row(0, 12, "step", state="stuck"), row(1, 12, "data", state="stuck")], 1),
         ([row(0, 12, "step"), {"process": 1}], 1),
-        ([row(0, None, "start_up"), row(1, 0, "step")], 0),
+        ([row(0, None, "startup"), row(1, 0, "step")], 0),
     ],
     ids=["step", "not collective", "longest", "silent", "failed", "stuck", "no file", "start"],
 )
