@@ -101,7 +101,7 @@ def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
     """Opens a dataset; UserError as open_token_data, or for too large ids."""
     location, vocab_size = entry.location, request.vocab_size
     tokens = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
-    largest = tokens.largest_id
+    largest = tokens.max_token_id
     if largest is not None and largest >= vocab_size:
         has = f"; the tokenizer has {tokens.vocab_size} ids" if tokens.vocab_size else ""
         raise UserError(

@@ -46,7 +46,7 @@ class TokenStatistics:
 
     num_read: int = 0
     smallest_id: int = ANY_ID
-    largest_id: int = -1
+    max_token_id: int = -1
     largest_at: int = 0  # position of the first largest id
 
 
@@ -66,8 +66,8 @@ def measure_tokens(
         ids_N = store.read(np.array([start]), np.array([stop]))
         found.num_read += ids_N.size
         found.smallest_id = min(found.smallest_id, int(ids_N.min()))
-        if (high := int(ids_N.max())) > found.largest_id:
-            found.largest_id, found.largest_at = high, start + int(ids_N.argmax())
+        if (high := int(ids_N.max())) > found.max_token_id:
+            found.max_token_id, found.largest_at = high, start + int(ids_N.argmax())
         progress(ids_N.size)
     return found
 
@@ -130,14 +130,14 @@ class Inspection:
 
     def show_statistics(self, max_tokens: int) -> None:
         """Shows statistics of each dataset, from about `max_tokens` tokens."""
-        largest_ids = []
+        max_token_ids = []
         for source in self._batches.opened:
             self._log(f"\n{source.entry.location}")
-            largest_ids.append(self._show_source(source, max_tokens))
+            max_token_ids.append(self._show_source(source, max_tokens))
         if skipped := self._batches.skipped:
             first = "\n  ".join(skipped[:_SHOWN_BAD_RECORDS])
             self._log(f"\nRecords that cannot be read: {len(skipped):,}\n  {first}")
-        self._check_ids(max(largest_ids))
+        self._check_ids(max(max_token_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
         """Shows one dataset; returns the largest id."""
@@ -154,21 +154,21 @@ class Inspection:
         middle, high = np.quantile(sizes_D, (0.5, 0.99), method="inverted_cdf").tolist()
         self._log(
             f"Tokens read: {found.num_read:,} of {len(store):,}\n"
-            f"  ids: {found.smallest_id} to {found.largest_id}, which is token "
+            f"  ids: {found.smallest_id} to {found.max_token_id}, which is token "
             f"{found.largest_at - offsets[document]} of {store.document_name(document)}\n"
             f"  ids of the tokenizer: {'unknown' if num_ids is None else num_ids}\n"
             f"Documents: {sizes_D.size:,} of {sizes_D.min():,} to {sizes_D.max():,} tokens, median "
             f"{middle:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {high:,}\n"
             f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch"
         )
-        return found.largest_id
+        return found.max_token_id
 
-    def _check_ids(self, largest_id: int) -> None:
-        if self._vocab_size is not None and largest_id >= self._vocab_size:
+    def _check_ids(self, max_token_id: int) -> None:
+        if self._vocab_size is not None and max_token_id >= self._vocab_size:
             raise UserError(
-                f"vocab_size={self._vocab_size} is too small: id {largest_id} occurs. Set "
-                f"vocab_size to {largest_id + 1} or more, or check that these are token ids of the "
-                "tokenizer you mean."
+                f"vocab_size={self._vocab_size} is too small: id {max_token_id} occurs. Set "
+                f"vocab_size to {max_token_id + 1} or more, or check that these are token ids of "
+                "the tokenizer you mean."
             )
 
 

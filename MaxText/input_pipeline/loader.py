@@ -216,5 +216,5 @@ def _processing(config: Config, opened: list[OpenDataSource]) -> dict[str, Any]:
         mask_id = next((token for token in mask_ids if token is not None), None)
         masked = MLMMasking(config.masking, vocab_size, mask_id, special)
     # Without labels, opening the data may have checked all ids.
-    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    return {"masked": masked, "largest_id": None if known else vocab_size - 1}
+    known = all(one.data.max_token_id is not None and one.data.labels is None for one in opened)
+    return {"masked": masked, "max_token_id": None if known else vocab_size - 1}

@@ -207,7 +207,8 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
 _KINDS = {"rewind": "rollback", "retry": "data_retry"}
 _PHASES = {"start_up": "startup", "finish": "shutdown"}
 _FIELDS = {
-    "attempt": "restart", "to": "restored_step", "noticed": "detected_step", "began": "onset_step",
+    "attempt": "restart", "unigram_entropy": "unigram_entropy_nats",
+    "to": "restored_step", "noticed": "detected_step", "began": "onset_step",
 }  # fmt: skip
 
 

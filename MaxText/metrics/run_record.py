@@ -128,7 +128,8 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
     steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
     # Earlier versions record a run as completed whatever its loss was.
-    if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
+    entropy = facts.get("unigram_entropy_nats")
+    if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
         state = "diverged"
     return RunHistory(
         folder=path,

@@ -133,7 +133,7 @@ def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np
 
 def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
     """Returns the unigram baseline if it is the same for all runs."""
-    found = {run.facts.get("unigram_entropy") for run in all_runs(entries).values()}
+    found = {run.facts.get("unigram_entropy_nats") for run in all_runs(entries).values()}
     level = found.pop()
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 

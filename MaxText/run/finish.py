@@ -36,7 +36,7 @@ def write_final_artifacts(
     TrainingDivergedError if the training loss diverged.
     """
     line, model = run_logger.terminal.line, setup.model
-    entropy = batches.unigram_entropy if is_in_nats(model.config.objective) else None
+    entropy = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder

@@ -105,7 +105,7 @@ def open_run_logger(
         terminal=terminal,
         callbacks=callbacks,
     )
-    baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
+    baseline = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
     fields = {
         "run_name": run.run_name,
         "num_steps": num_steps,
@@ -122,7 +122,7 @@ def open_run_logger(
         "cost": cost.fields(),
         "lineage": lineage.fields(),
         "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
-        "unigram_entropy": baseline,
+        "unigram_entropy_nats": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
         "changed_keys": changed_keys(config),

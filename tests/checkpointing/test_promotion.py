@@ -153,11 +153,14 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
     def with_guard(value, size=8):
         """As after some steps; of a fresh guard the value is 0."""
         fresh = initial_state(GuardConfig(skip_step_interval=size))
-        guard = dataclasses.replace(fresh, num_sound=jnp.int32(value))
+        guard = dataclasses.replace(fresh, num_accepted=jnp.int32(value))
         return dataclasses.replace(state_after(0), guard=guard)
 
+    earlier = vars(with_guard(7).guard) | {"num_sound": jnp.int32(7), "calm_step": jnp.int32(0)}
+    del earlier["num_accepted"], earlier["last_stable_step"]
     for row, (saved, wanted, expected) in enumerate([
         (with_guard(7), with_guard(7), with_guard(7)),
+        (dataclasses.replace(state_after(0), guard=earlier), with_guard(0), with_guard(7)),
         (with_guard(7), state_after(0), state_after(0)),
         (state_after(0), with_guard(7), with_guard(0)),
         (with_guard(7), with_guard(7, size=9), with_guard(0, size=9)),
@@ -167,7 +170,7 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
         checkpoints.close()
         start, text = resume(open_run(tmp_path / str(row), 0), wanted)
         assert_bit_equal(start.state, on_host(expected))
-        assert "num_sound" not in text
+        assert "num_accepted" not in text
 
 
 # --- Counting, and the file ----------------------------------------------------------------------

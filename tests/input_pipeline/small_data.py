@@ -106,8 +106,9 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
     (folder / "source_files.json").write_text(json.dumps([[0, "numbers.txt"]]))
     return Split(
         files=tuple(files), num_tokens=ids.size, num_documents=len(documents),
-        num_text_bytes=3 * ids.size, unigram_entropy=round(unigram_entropy(np.bincount(ids)), 6),
-        largest_id=int(ids.max()), tokens_sha256=hashlib.sha256(ids).hexdigest(),
+        num_text_bytes=3 * ids.size, max_token_id=int(ids.max()),
+        unigram_entropy_nats=round(unigram_entropy(np.bincount(ids)), 6),
+        tokens_sha256=hashlib.sha256(ids).hexdigest(),
         offsets_sha256=hashlib.sha256(offsets.astype("<i8")).hexdigest(),
     )  # fmt: skip
 

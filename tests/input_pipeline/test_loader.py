@@ -309,7 +309,7 @@ def test_manifests_of_later_versions_are_refused(folder, tmp_path):
 
 def test_mistakes(folder, tmp_path, told):
     split = read_manifest(str(folder)).splits["train"]
-    largest, tokens = split.largest_id or 0, split.num_tokens
+    largest, tokens = split.max_token_id or 0, split.num_tokens
     (tmp_path / "empty").mkdir()
     write_data_set(tmp_path / "single", {"train": numbered_documents([1])})
     data = data_keys(folder)

@@ -48,7 +48,7 @@ class RunFiles:
         known = {
             "run_name": self.folder.name, "num_steps": num_steps, "num_parameters": 10_300_000,
             "num_devices": 4, "num_processes": 1, "device_kind": "TPU v5 lite", "platform": "tpu",
-            "jax": "0.10.2", "unigram_entropy": 7.31, "lineage": [], "cost": COST,
+            "jax": "0.10.2", "unigram_entropy_nats": 7.31, "lineage": [], "cost": COST,
             "source": "scratch" if kind == "start" else f"checkpoint of step {step - 1}",
             "tokens_of_run": num_steps * TOKENS_PER_UPDATE,
             "flops_of_run": num_steps * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,

@@ -260,8 +260,8 @@ def write_documents(
         num_tokens=sum(part.num_tokens for _, part in shards),
         num_documents=first_document,
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
-        unigram_entropy=round(unigram_entropy(counts_V), 6),
-        largest_id=int(np.flatnonzero(counts_V)[-1]),
+        unigram_entropy_nats=round(unigram_entropy(counts_V), 6),
+        max_token_id=int(np.flatnonzero(counts_V)[-1]),
         tokens_sha256=tokens_digest.hexdigest(),
         offsets_sha256=offsets_digest.hexdigest(),
     )

@@ -245,8 +245,8 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         special_ids=tuple(sorted(manifest.tokenizer.special_ids)),
         mask_id=manifest.tokenizer.mask_id,
         vocab_size=manifest.tokenizer.vocab_size,
-        largest_id=entry.largest_id,
-        unigram_entropy=entry.unigram_entropy,
+        max_token_id=entry.max_token_id,
+        unigram_entropy_nats=entry.unigram_entropy_nats,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
     )
@@ -305,7 +305,7 @@ def _open_records(
         file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
-        largest_id=imported.largest_id,
+        max_token_id=imported.largest_id,
         labels=labels,
         skipped=tuple(imported.skipped),
     )

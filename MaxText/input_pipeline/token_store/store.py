@@ -236,8 +236,8 @@ class TokenData:
     special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
     mask_id: int | None = None
     vocab_size: int | None = None
-    largest_id: int | None = None  # None if unknown without reading everything
-    unigram_entropy: float | None = None  # nats per token
+    max_token_id: int | None = None  # None if unknown without reading everything
+    unigram_entropy_nats: float | None = None  # nats per token
     record_length: int | None = None
     labels: TokenStore | None = None
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped

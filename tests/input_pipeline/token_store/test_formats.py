@@ -134,7 +134,7 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
     for _ in range(2):  # the second one goes on after a kill
         data = open_data(folder, tmp_path / "cache")
         np.testing.assert_array_equal(data.store.read(np.array([0]), np.array([whole.size])), whole)
-        assert data.largest_id == 2**31 - 1
+        assert data.max_token_id == 2**31 - 1
         for name in ("import.json", "uint32-00001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
 
