@@ -54,8 +54,8 @@ def restore_state(
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
     """
     wanted, tree, fresh = as_dict(abstract_state), _verified_tree(stored), {}
-    stored_guard, guard = tree.pop(_GUARD, None), getattr(abstract_state, _GUARD, None)
-    wanted.pop(_GUARD, None)
+    stored_guard = tree.pop(_GUARD, None)
+    guard: Any = wanted.pop(_GUARD, None)
     names: dict[str, str] = {}  # field of the guard -> stored name
     if guard is not None:
         is_earlier = "num_sound" in (stored_guard or ())
@@ -67,7 +67,7 @@ def restore_state(
         else:
             fresh = {_GUARD: guard.reset()}
     arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
-    if _GUARD in arrays:
+    if guard is not None and _GUARD in arrays:
         restored = {name: arrays[_GUARD][stored_name] for name, stored_name in names.items()}
         arrays[_GUARD] = dataclasses.replace(guard, **restored)
     return dataclasses.replace(abstract_state, **arrays, **fresh)

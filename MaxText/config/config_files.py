@@ -109,6 +109,16 @@ def preset_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
+# Shipped files under the names of earlier versions, read for one release.
+_RENAMED = {
+    "recipes/fattorib.yml": "reproductions/fattorib.yml",
+    "recipes/wikitext_gpt2.yml": "reproductions/wikitext_gpt2.yml",
+    "comparisons/learned.yml": "comparisons/position_learned.yml",
+    "comparisons/rotary.yml": "comparisons/position_rotary.yml",
+    "comparisons/small.yml": "comparisons/_base.yml",
+}
+
+
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
@@ -120,6 +130,10 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
+        given_names = {earlier: (earlier, Path(earlier).name) for earlier in _RENAMED}
+        candidates += [
+            SHIPPED / _RENAMED[one] for one, names in given_names.items() if str(inside) in names
+        ]
     for candidate in candidates:
         try:
             if candidate.is_file():

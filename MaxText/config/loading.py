@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
 from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
 from MaxText.config.keys import Options
-from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
+from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
 from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
 from MaxText.config.rules import RULES
 from MaxText.config.schema import Config
@@ -185,6 +185,7 @@ def _options(value: Any, key: Key) -> Options:
         raise values.InvalidValueError(f"{values.format_value(value)} is not {{entry: value}}")
     given = {}
     for name, one in value.items():
+        name = current_entry(key.name, name)
         if name not in key.entries:
             close = close_matches(name, key.entries) or key.entries
             raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(close)}")

@@ -80,6 +80,11 @@ REFERENCE_KEYS = {
 _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
+def current_entry(key: str, entry: str) -> str:
+    """Returns the present name of an entry of a key."""
+    return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
+
+
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
     """Returns the meaning of another program's `key=value`, or None."""
     if values.is_null(value):

@@ -41,6 +41,12 @@ def test_older_saved_configurations_load_silently(write, capsys):
     assert capsys.readouterr().err == ""
     current = flatten(configure(run_name="r"))
     assert with_current_names(old, "x").keys() == {"adafactor", "rollback"}
+    growth = {"growth": {"old_slots_learning_rate": 0.5}, "dense_hidden_rounding": "ceil"}
+    path = write("schema_version: 1\ngrowth: {old_slots_learning_rate: 0.5}\nrun_name: r\n")
+    assert configure(path).checkpoint.growth.existing_slots_lr_scale == 0.5
+    assert with_current_names(growth, "x") == {
+        "growth": {"existing_slots_lr_scale": 0.5}, "dynamic_dense_hidden_round": "ceil"
+    }  # fmt: skip
     assert diff_configs(current | {"adafactor_momentum": 0.5}, current).keys() == {"adafactor"}
 
 

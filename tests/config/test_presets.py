@@ -19,7 +19,7 @@ from MaxText.training.backend_defaults import resolve_auto
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
-RECIPES = ["gpt2", "tokenformer", "base_v2", "recipes/fattorib"]
+RECIPES = ["gpt2", "tokenformer", "base_v2", "reproductions/fattorib"]
 BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
 # What is recorded as <name>.yml.
 RECORDED = {

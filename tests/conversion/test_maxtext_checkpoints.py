@@ -145,7 +145,7 @@ def test_another_configuration_than_that_of_the_checkpoint(here):
           "wanted float32[25,2,16]",
           "missing     params/params/decoder/layers/self_attention/query_norm/scale: "
           f"{none} float32[4,2]"}),
-        ("muddformer", [*PREPOST.arguments, "dense_hidden_rounding=none"],
+        ("muddformer", [*PREPOST.arguments, "dynamic_dense_hidden_round=none"],
          {f"missing     params/decoder/mudd_prenorm_2/scale: {none} float32[32]",
           f"other shape params/{connection}: stored float32[32,64], wanted float32[32,8]"}),
         ("tokenformer",

@@ -376,8 +376,9 @@ def test_keys_of_released_models():
     config = {name: value for name, value in config.items() if name not in excluded} | sizes
     keys = config_from_hf(FAMILIES["muddformer"], config, "here", {})
     wanted = {"decoder_block": "muddformer", "rope_table_dtype": "bfloat16", "head_dim": 80,
-              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dynamic_dense_last_layer_expand": 4,
-              "dense_hidden_rounding": "reference", "dense_first_layer_norms": "one"}  # fmt: skip
+              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dense_first_layer_norms": "one",
+              "dynamic_dense_hidden_round": "reference",
+              "dynamic_dense_last_layer_expand": 4}  # fmt: skip
     assert keys.items() >= wanted.items()
     # What transformers takes where nothing is said.
     config = {name: value for name, value in random("llama")[0].items() if name != "rope_theta"}

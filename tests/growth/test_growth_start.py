@@ -159,7 +159,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
         config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
         resolved = resolve_growth(config, [])
         sharding = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
-        rate = resolved.old_slots_learning_rate
+        rate = resolved.existing_slots_lr_scale
         built = setup_train(resolved.config, sharding, resolved.existing_slots, rate)
         params = program(resolved.config).random_state().params
         gradients = jax.tree.map(lambda x: x + number, params)
