@@ -19,12 +19,12 @@ from MaxText.config.data_sections import PreparationConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.token_store.store import TokenStore
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.batch import Batch
 from MaxText.storage.file_access import local_path
@@ -104,7 +104,7 @@ class Inspection:
         self._config = config
         self._log = log
         self._vocab_size = shape.vocab_size if has_model else None
-        self._batches: BatchIterator = make_train_iterator(
+        self._batches: TrainIterator = make_train_iterator(
             unflatten(flatten(config) | keys),
             plan_batches(config.batch, shape.max_target_length, samples),
             log=log,
@@ -174,7 +174,7 @@ class Inspection:
 
 def _load(
     preparation: PreparationConfig, folder: Path | None, log: Callable[[str], None]
-) -> TextTokenizer | None:
+) -> Tokenizer | None:
     """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
         asked = preparation.tokenizer_path
@@ -192,7 +192,7 @@ def batch_lines(
     step: int,
     batch: Batch,
     origins: Sequence[Sequence[tuple[str, int, int]]],
-    tokenizer: TextTokenizer | None,
+    tokenizer: Tokenizer | None,
     pad_id: int,
 ) -> list[str]:
     """Describes a batch, sequence by sequence.
@@ -227,7 +227,7 @@ def batch_lines(
     return lines
 
 
-def show_sequence(tokens_T: np.ndarray, tokenizer: TextTokenizer | None) -> list[str]:
+def show_sequence(tokens_T: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
     """Returns both ends of the text of a sequence, or of its ids."""
     if tokenizer is None:
         return _both_ends([*map(str, tokens_T.tolist())], _SHOWN_IDS, "ids", " ")

@@ -122,7 +122,7 @@ class _HostBatches:
             )
 
 
-class BatchIterator(_HostBatches, Iterator[Batch]):
+class TrainIterator(_HostBatches, Iterator[Batch]):
     """This host's training batches in order, from any step. Not thread-safe.
 
     `identity` holds the data settings that determine the meaning of sample numbers.
@@ -232,7 +232,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             if position.get(name) != self.identity.get(name)
         ]
 
-    def __iter__(self) -> "BatchIterator":
+    def __iter__(self) -> "TrainIterator":
         return self
 
     def __next__(self) -> Batch:

@@ -13,7 +13,7 @@ from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.records import RunLogger
 from MaxText.training.assembly import TrainSetup
@@ -24,7 +24,7 @@ def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
     run_logger: RunLogger,
-    batches: BatchIterator,
+    batches: TrainIterator,
     setup: TrainSetup,
     state: Any,
     sharding: ShardingPlan,

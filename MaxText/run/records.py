@@ -14,7 +14,7 @@ from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_fields, parent_folder, sizes
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
 from MaxText.metrics.loss_trend import LossTrend
@@ -48,7 +48,7 @@ class RunLogger:
         self.events.close()
         self.profiler.close()
 
-    def log_data_events(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
+    def log_data_events(self, batches: TrainIterator | EvalBatches | None, step: int) -> None:
         """Records retried reads and skipped records."""
         if batches is None:
             return
@@ -65,7 +65,7 @@ def open_run_logger(
     restored: RestoreResult,
     setup: TrainSetup,
     batch_schedule: BatchSchedule,
-    batches: BatchIterator,
+    batches: TrainIterator,
     devices: Sequence[Any],
     last_step: int,
     peak: PeakFlops,

@@ -18,7 +18,7 @@ from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
@@ -52,7 +52,7 @@ class RollbackController:
         config: GuardConfig,
         checkpoints: CheckpointManager,
         emit: Callable[..., None],
-        batches: BatchIterator,
+        batches: TrainIterator,
         abstract_state: Any,
         restored: RestoreResult,
     ):

@@ -15,8 +15,8 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import (
     ShardingPlan,
+    assert_params_sufficiently_sharded,
     check_lengths,
-    check_sharding,
     compiler_options,
 )
 from MaxText.training import backend_defaults
@@ -59,7 +59,9 @@ def setup_train(
     )
     initialize = make_initialize(model, optimizer, config.guard)
     check_lengths(model_config.shape.max_target_length, config.batch, sharding)
-    replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
+    replicated = assert_params_sufficiently_sharded(
+        model.parameters, sharding, config.mesh.sharding_tolerance
+    )
     state = sharding.abstract_state(initialize, model.parameters)
     step = make_train_step(
         model,

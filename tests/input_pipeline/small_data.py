@@ -14,7 +14,7 @@ from MaxText.config.catalog import unflatten
 from MaxText.config.data_sections import DataConfig
 from MaxText.config.schema import Config
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.token_store.manifest import (
@@ -130,7 +130,7 @@ def run_config(data, masking=None, **keys) -> Config:
 
 def open_train(
     data, batch: int = 8, host: int = 0, hosts: int = 1, schedule=None, log=quiet, **keys
-) -> BatchIterator:
+) -> TrainIterator:
     schedule = schedule or BatchSchedule.constant(batch, LENGTH)
     config = run_config(data, max_target_length=schedule.window, **keys)
     return make_train_iterator(config, schedule, (host, hosts), log)

@@ -17,7 +17,7 @@ from tests.small_models import assert_close, random_batch, tiny_config
 NUM_LAYERS, D = 3, 4
 
 
-def normal(key, shape, num_in_dims, dtype):
+def normal(key, shape, num_input_dims, dtype):
     return jax.random.normal(key, shape, dtype)
 
 

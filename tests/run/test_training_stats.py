@@ -5,7 +5,7 @@ import pytest
 from MaxText.cost import peak_flops as peaks
 from MaxText.cost.flops import count_flops
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
@@ -14,7 +14,9 @@ from tests.small_models import tiny_config
 
 WINDOW = 16
 # Short sequences first, then whole windows, then more of them.
-STAGES = BatchSchedule((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
+STAGES = BatchSchedule(
+    (ScheduleStage(0, 4, 8), ScheduleStage(3, 4, WINDOW), ScheduleStage(5, 6, WINDOW)), WINDOW
+)
 
 
 def stats(plan, num_devices=2, num_steps=8, **keys):

@@ -64,7 +64,7 @@ class TokenizationJob:
         self._open_staging()
         shards, num_kept = self._tokenize_all()
         if tokenization.keys.validation_fraction > 0 and not self.corpus.splits:
-            self._fill_empty_split(shards)
+            self._ensure_nonempty_splits(shards)
         source = SourceEntry(
             description=self.corpus.description,
             sha256=corpus_digest([shard.sha256 for shard in shards]),
@@ -127,7 +127,7 @@ class TokenizationJob:
         run = run_jobs("Encoding", tokenize_shard, tokenization, jobs, sizes, most, log)
         return run, num_kept
 
-    def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
+    def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
         """Holds out the document with the lowest hash if no other is.
 
         This is only known when all shards are done, and changes one of them.

@@ -38,7 +38,7 @@ from MaxText.input_pipeline.prepare.record_export import (
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
@@ -205,7 +205,7 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: _Request) -> TextTokenizer:
+def _tokenizer(request: _Request) -> Tokenizer:
     preparation, corpus = request.preparation, request.corpus
     if request.trains_tokenizer:
         seed = preparation.prepare_seed
@@ -229,7 +229,7 @@ def _tokenizer(request: _Request) -> TextTokenizer:
     return tokenizer
 
 
-def _given_tokenizer(request: _Request) -> TextTokenizer:
+def _given_tokenizer(request: _Request) -> Tokenizer:
     if request.preparation.exports_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
@@ -242,7 +242,7 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
 
 
 def _control_ids(
-    preparation: PreparationConfig, tokenizer: TextTokenizer
+    preparation: PreparationConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
     entry, add_bos, add_eos = tokenizer.entry, preparation.add_bos, preparation.add_eos

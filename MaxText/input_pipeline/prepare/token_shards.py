@@ -32,7 +32,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     unigram_entropy,
 )
 from MaxText.input_pipeline.token_store.store import TokenWriter
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
@@ -43,7 +43,7 @@ class Tokenization:
     """Everything besides the text with an effect on ids, and the staging."""
 
     staging: Path
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     keys: PreparationConfig
     before: tuple[int, ...] = ()  # control ids before each document
     after: tuple[int, ...] = ()  # control ids after each document

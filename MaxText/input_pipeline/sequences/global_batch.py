@@ -179,7 +179,7 @@ class GlobalBatch:
         if self._masked is not None:
             arrays = self._masked.apply(arrays, rows_B, self._seed, self.schedule.window)
         if stage.length != self.schedule.window:
-            arrays = fold(arrays, stage.length)
+            arrays = split_to_length(arrays, stage.length)
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
@@ -201,7 +201,7 @@ class GlobalBatch:
         )
 
 
-def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+def split_to_length(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
     """Splits sequences [B, T] into [B T / length, length]."""
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:

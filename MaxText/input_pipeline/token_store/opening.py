@@ -40,7 +40,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
-    TokenData,
+    TokenSplit,
     boundaries_digest,
     foreign_data,
     load_offsets,
@@ -147,7 +147,7 @@ def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]
     return chosen
 
 
-def open_token_data(request: OpenRequest) -> TokenData:
+def open_token_data(request: OpenRequest) -> TokenSplit:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
@@ -169,7 +169,7 @@ def open_token_data(request: OpenRequest) -> TokenData:
     return dataclasses.replace(tokens, tokenizer_folder=folder)
 
 
-def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
+def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
     field = request.data.token_records.field
@@ -210,7 +210,7 @@ def _exists(request: OpenRequest, path: str) -> bool:
         ) from error
 
 
-def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
     url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
         copy = copy_folder(url, request.cache_dir)
@@ -236,7 +236,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
                 f"says {entry.num_tokens}. Copy the data set again."
             )
-    return TokenData(
+    return TokenSplit(
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
@@ -287,7 +287,7 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
 
 def _open_records(
     request: OpenRequest, files: list[FileInfo], kind: str, read: Read, identity: str
-) -> TokenData:
+) -> TokenSplit:
     data, eos_id = request.data, request.data.token_records.eos_id
     skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
     job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit)

@@ -216,7 +216,7 @@ def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenData:
+class TokenSplit:
     """An opened split.
 
     Attributes:
@@ -247,7 +247,7 @@ class TokenData:
 
 def foreign_data(
     store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
-) -> TokenData:
+) -> TokenSplit:
     """Returns data of another program; UserError without tokens."""
     if not len(store):
         raise UserError(
@@ -257,7 +257,7 @@ def foreign_data(
     kind = f"rows of {length:,}" if length else "documents"
     num_documents = len(store.document_offsets) - 1
     description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
-    return TokenData(store, description, fingerprint, record_length=length, **more)
+    return TokenSplit(store, description, fingerprint, record_length=length, **more)
 
 
 def boundaries_digest(document_offsets: np.ndarray) -> str:
