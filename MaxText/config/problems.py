@@ -10,24 +10,24 @@ _MIN_SIMILARITY = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    what: str  # key and what is wrong with it, one sentence
-    where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
+class ConfigIssue:
+    message: str  # key and what is wrong with it, one sentence
+    location: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
     # labeled lines that help to fix it: accepted values, nearest names, default; not empty ones
-    facts: Sequence[tuple[str, str]] = ()
+    context: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "facts", tuple(fact for fact in self.facts if fact[1]))
+        object.__setattr__(self, "context", tuple(fact for fact in self.context if fact[1]))
 
     def lines(self) -> list[str]:
-        labeled = [("set", place) for place in self.where] + list(self.facts)
-        return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
+        labeled = [("set", place) for place in self.location] + list(self.context)
+        return [self.message, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
 
 class ConfigurationError(UserError):
     """All problems of a configuration in one message."""
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: Sequence[ConfigIssue]):
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{count} problem{'s' if count > 1 else ''} in the configuration"]

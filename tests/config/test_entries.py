@@ -70,7 +70,7 @@ def test_options_in_every_form(words):
 
 def test_mistakes_in_options_are_found_at_once():
     _, rest = read_options(Options, ["numbr=3", "number=0", "--fats", "lerning_rate=1"])
-    assert [problem.what.partition(":")[0] for problem in rest.problems] == [
+    assert [problem.message.partition(":")[0] for problem in rest.problems] == [
         "numbr", "number", "fats", "from= is missing",
     ]  # fmt: skip
     assert rest.keys == ["lerning_rate=1"]

@@ -56,7 +56,7 @@ def test_one_problem_for_one_mistake(program, snapshot):
             load(shlex.split(line), program)
         (problem,) = caught.value.problems
         # A key of the line is blamed: where it was set is shown.
-        set_at = [place.removeprefix("command line, ") for place in problem.where]
+        set_at = [place.removeprefix("command line, ") for place in problem.location]
         assert keys_of(line) & {place.partition("=")[0].lstrip("-") for place in set_at}, line
         messages[line] = "\n".join(problem.lines())
     assert messages == snapshot
@@ -77,7 +77,7 @@ def test_all_problems_are_listed_at_once(write, monkeypatch, told):
     with pytest.raises(UserError) as caught:
         load([path, *words])
     assert len(caught.value.problems) == 9
-    places = str([problem.where for problem in caught.value.problems])
+    places = str([problem.location for problem in caught.value.problems])
     for place in ("config.yml:1, steps: ten", "config.yml:3", "M_VOCAB_SIZE=many", "dtype=bf16"):
         assert place in places
     told(caught.value)

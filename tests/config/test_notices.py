@@ -106,7 +106,7 @@ def test_the_place_is_that_of_the_key_at_fault(write):
     with pytest.raises(ConfigurationError) as caught:
         configure(path, num_experts=2)
     (problem,) = caught.value.problems
-    assert problem.where[0].partition("config.yml:")[2].startswith("2, num_experts_per_tok: 3")
+    assert problem.location[0].partition("config.yml:")[2].startswith("2, num_experts_per_tok: 3")
     assert "mlp_activations" not in str(caught.value)
 
 

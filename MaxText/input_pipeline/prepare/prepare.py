@@ -78,7 +78,7 @@ class _Request:
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
 
     def find_manifest(self, folder: str | Path) -> str:
-        """Returns the name of that file in a folder; empty without one."""
+        """Returns its name in a folder; empty without one."""
         names = (self.manifest_name, *[_EARLIER_RECORDS_MANIFEST_NAME] * self.is_records)
         return next((name for name in names if file_access.path_type(f"{folder}/{name}")), "")
 
