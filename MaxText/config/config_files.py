@@ -130,10 +130,8 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
-        given_names = {earlier: (earlier, Path(earlier).name) for earlier in _RENAMED}
-        candidates += [
-            SHIPPED / _RENAMED[one] for one, names in given_names.items() if str(inside) in names
-        ]
+        now = [now for old, now in _RENAMED.items() if str(inside) in (old, Path(old).name)]
+        candidates += [SHIPPED / one for one in now]
     for candidate in candidates:
         try:
             if candidate.is_file():
