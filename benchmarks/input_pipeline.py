@@ -195,12 +195,14 @@ def measure_loader(folder: pathlib.Path) -> None:
     loaders: dict[str, Callable[[], Any]] = {
         "Grain MapDataset over a memmap": lambda: grain_over_memmap(flat),
         "Grain, batched ArrayRecord __getitems__": lambda: grain_over_array_record(flat),
-        "ours, document masks": lambda: our_batches(flat),
-        "ours, cross_document_attention": lambda: our_batches(flat, cross_document_attention=True),
-        "ours, packing=false": lambda: our_batches(flat, packing=False),
-        "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
-        "ours, masked language modelling": lambda: our_batches(flat, **masked),
-        "ours, mixture of 20": lambda: our_batches(flat, **mix),
+        "MaxText, document masks": lambda: our_batches(flat),
+        "MaxText, cross_document_attention": lambda: our_batches(
+            flat, cross_document_attention=True
+        ),
+        "MaxText, packing=false": lambda: our_batches(flat, packing=False),
+        "MaxText, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
+        "MaxText, masked language modeling": lambda: our_batches(flat, **masked),
+        "MaxText, mixture of 20": lambda: our_batches(flat, **mix),
     }
     costs: dict[str, Cost] = {}
     for name, opened in loaders.items():

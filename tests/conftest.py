@@ -50,7 +50,7 @@ def pytest_configure(config):
     os.environ["HOME"] = str(home)
     configuration.set_hypothesis_home_dir(home / "hypothesis")
     if sys.dont_write_bytecode and hasattr(config, "cache"):
-        # Who wants none beside the sources: rewriting asserts is half the time of a collection.
+        # Some want none next to the sources: rewriting asserts is half the time of a collection.
         sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(home / "bytecode")
         sys.dont_write_bytecode = False
         del os.environ["PYTHONDONTWRITEBYTECODE"]
@@ -65,7 +65,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache():
-    """The folder of compiled programs: tests build the same small ones again and again.
+    """The folder of compiled programs: tests build the same small ones repeatedly.
 
     Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
     ignores jax's warning).
@@ -93,7 +93,7 @@ def parts_of_this_module():
 
 @pytest.fixture
 def own_modules(tmp_path, monkeypatch):
-    """Tests import modules that they write to the current folder, each of them anew."""
+    """Tests import modules that they write to the current folder, each of them newly."""
     before = registry.registrations()
     import_modules.forget(before)
     monkeypatch.chdir(tmp_path)

@@ -142,12 +142,12 @@ class _Server:
     """The server of this test process; it ends, with all its children, when that does."""
 
     def __init__(self):
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.program_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.program_server", str(child_end.fileno())],
                 cwd=REPOSITORY, env={**os.environ, **_OF_SERVER, **_NO_RESTART},
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                pass_fds=[child_end.fileno()], start_new_session=True,
             )  # fmt: skip
         atexit.register(self.close)
 
@@ -167,11 +167,11 @@ class Forked:
     def __init__(self, command, *, cwd, env=None, stdout=None, stderr=None, text=True):
         self.args, self.returncode, self.stdout, self.stderr = command, None, None, None
         standard = [os.open(os.devnull, os.O_RDONLY), 1, 2]
-        theirs = [standard[0]]
+        descriptors = [standard[0]]
         for number, target in ((1, stdout), (2, stderr)):
             if target == subprocess.PIPE:
                 reading, standard[number] = os.pipe()
-                theirs.append(standard[number])
+                descriptors.append(standard[number])
                 stream = os.fdopen(reading, "r" if text else "rb")
                 setattr(self, ("stdout", "stderr")[number - 1], stream)
             elif target == subprocess.STDOUT:
@@ -187,7 +187,7 @@ class Forked:
             "environment": {**(os.environ if env is None else env), **_OF_SERVER, **_NO_RESTART},
         }
         socket.send_fds(_server().socket, [json.dumps(request).encode()], [*standard, writing])
-        for descriptor in [*theirs, writing]:
+        for descriptor in [*descriptors, writing]:
             os.close(descriptor)
         self.pid = int(self._answers.readline())
 

@@ -277,7 +277,7 @@ class GrowthOptions(Options):
     """Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero for
     new slots. warmed: as reused, with second moments of new slots at the mean of the stored
     slots."""
-    old_slots_learning_rate: float | None = key(None, ge=0)
+    existing_slots_lr_scale: float | None = key(None, ge=0)
     """Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the run,
     or that of load_full_state_path, was trained with."""
     data: Literal["restart", "continue"] = key("restart", only_if=_GROWS)

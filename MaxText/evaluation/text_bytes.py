@@ -21,7 +21,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.sentence_piece import (
     SENTENCE_PIECE_NAME,
@@ -60,7 +60,7 @@ class TokenByteCounts(NamedTuple):
     has_dummy_prefix_V: np.ndarray
 
 
-def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
+def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     """Returns the bytes of each id; InexactByteCountError if undefined."""
     if isinstance(tokenizer, ByteTokenizer):
         bytes_by_id = {byte: bytes([byte]) for byte in range(256)}
@@ -91,7 +91,7 @@ def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 
 
-def _file(tokenizer: TextTokenizer, name: str) -> bytes:
+def _file(tokenizer: Tokenizer, name: str) -> bytes:
     """Returns the contents of a file saved by the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
@@ -135,7 +135,7 @@ class TextBytes:
     Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
     """
 
-    def __init__(self, masked: bool, model_tokenizer: TextTokenizer | UserError):
+    def __init__(self, masked: bool, model_tokenizer: Tokenizer | UserError):
         """Takes the tokenizer of the weights, or the error of opening it.
 
         With `masked`, targets are hidden tokens, which do not form a text.
@@ -171,7 +171,7 @@ class TextBytes:
             return data.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
-    def _tokenizer(self, source: "OpenDataSource") -> TextTokenizer:
+    def _tokenizer(self, source: "OpenDataSource") -> Tokenizer:
         """Returns the tokenizer of a source's ids; raises if there is none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:

@@ -156,7 +156,7 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
         "progress/tokens": before.tokens,
         "progress/flops": before.flops,
         "step": before.last_step + 1 if before.last_step is not None else 0,
-        "attempt": attempt,
+        "restart": attempt,
     }
 
     def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -375,12 +375,13 @@ def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator
     """Warns about validation on more or fewer tokens than the first."""
     tokens = {result.seed: result.validation_tokens for result in first.results}
     for result in group.results:
-        ours, theirs = tokens.get(result.seed), result.validation_tokens
-        if ours and theirs and ours != theirs:
+        first_tokens, other_tokens = tokens.get(result.seed), result.validation_tokens
+        if first_tokens and other_tokens and first_tokens != other_tokens:
             yield (
-                f"{group.label} was validated on {theirs:,.0f} tokens and {first.label} on "
-                f"{ours:,.0f}, so part of the difference comes from the texts. Set eval_steps=-1 "
-                "to use all of the text, and eval_per_device_batch_size for validation only."
+                f"{group.label} was validated on {other_tokens:,.0f} tokens and {first.label} on "
+                f"{first_tokens:,.0f}, so part of the difference comes from the texts. "
+                "Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size for "
+                "validation only."
             )
             return
 

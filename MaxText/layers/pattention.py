@@ -140,10 +140,10 @@ class PattentionProjection(Pattention):
     ):
         sizes = math.prod(inputs), math.prod(outputs)
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
-        self.num_in_dims, self.outputs = len(inputs), outputs
+        self.num_input_dims, self.outputs = len(inputs), outputs
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        leading = x.shape[: x.ndim - self.num_in_dims]
+        leading = x.shape[: x.ndim - self.num_input_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 

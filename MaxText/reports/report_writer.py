@@ -31,7 +31,7 @@ _CURVES_NOTE = (
 
 _MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
 
-_PICTURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
+_FIGURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
 
 
 def write_report(
@@ -101,7 +101,7 @@ def write_report(
     try:
         output.mkdir(parents=True, exist_ok=True)
         loss = next((chart for chart in charts if chart.name == "loss"), None)
-        for axis in _PICTURES:
+        for axis in _FIGURES:
             figure = draw_chart(loss, axes.axis(axis), title) if loss else None
             file = output / f"loss_{axis}.png"
             if figure is None:

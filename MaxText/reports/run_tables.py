@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
-from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
@@ -213,7 +212,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
         for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
             step = formatting.whole(row.get("step"))
-            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["attempt"]), step, words])
+            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, words])
     if not rows:
         return []
     header = ["run", "time", "attempt", "step", "what"]
@@ -224,7 +223,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """Returns an event in words; empty for usual ones."""
+    """Returns the text of an event; empty for usual ones."""
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
@@ -232,14 +231,14 @@ def event_text(row: Mapping[str, Any]) -> str:
     if kind == "config_change":
         changes = (row.get("changes") or {}).items()
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
-    if kind == "skip":
+    if kind in ("step_skipped", "record_skipped"):
         count = row.get("count") or 1
-        what = "step" if is_step_skip(row) else "record"
+        what = kind.removesuffix("_skipped")
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
     if kind == "rollback":
         return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":
-        known = ("time", "event", "phase", "attempt", "step", "seconds")
+        known = ("time", "event", "phase", "restart", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
     if kind == "stop":
         return f"stop: {reason}"

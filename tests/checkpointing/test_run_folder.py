@@ -52,7 +52,7 @@ HOLDER = """
 
 def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
     lock = tmp_path / ".lock"
-    lock.write_bytes(b"\xff{")  # damage is no obstacle
+    lock.write_bytes(b"\xff{")  # damage does not matter
     with started(HOLDER, str(tmp_path)) as holder:
         wait_for(holder, "held")
         assert json.loads(lock.read_text())["process"] == holder.pid

@@ -38,7 +38,7 @@ def test_help_of_a_key(answer, told):
     assert "now:      0.25 (configs/decoder_blocks/gpt_neox.yml:" in text
     told(text)
     assert "steps" in answer("--help", "steps").partition("unit:")[2]
-    # The mistake of a command line does not withhold the help that mends it.
+    # The mistake of a command line does not withhold the help that corrects it.
     assert "now:" not in answer("--help", "steps", "stepz=1")
 
 
@@ -97,7 +97,7 @@ def test_from_maxtext(answer, write, told):
     told(answer("--from-maxtext", path))
 
 
-def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
+def test_a_data_set_without_its_key_gets_a_hint_to_the_key(answer, tmp_path):
     (tmp_path / "corpus").mkdir()
     assert f"dataset_path={tmp_path / 'corpus'}" in answer(str(tmp_path / "corpus"), code=2)
     assert f"dataset_path={tmp_path}" not in answer(str(tmp_path / "none"), code=2)

@@ -44,7 +44,7 @@ def test_an_import_is_verified_when_it_is_read(here):
             read()
 
 
-# The program that lies beside such a folder knows these words alone.
+# The program next to such a folder knows these words alone.
 OLDER = {
     "dense_type": "qkvm",
     "auto_map": {"AutoModelForCausalLM": "somewhere/else--modeling_muddformer.MUDDFormer"},
@@ -128,11 +128,11 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
     write(here / "hf", *random("llama"))
     read, calls = HFWeights.read, []
 
-    def broken(self, ours):
-        calls.append(ours)
+    def broken(self, param_name):
+        calls.append(param_name)
         if first or len(calls) == 4:
             raise error
-        return read(self, ours)
+        return read(self, param_name)
 
     monkeypatch.setattr(HFWeights, "read", broken)
     before = set(threading.enumerate())
@@ -140,7 +140,7 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
         run("from=hf:hf", "to=run")
     assert names(here) == ["hf"]
     assert len(calls) == (1 if first else 4)
-    # The end of the program waits for threads that are no daemons.
+    # The end of the program waits for threads other than daemons.
     new = [one for one in threading.enumerate() if one not in before and not one.daemon]
     for one in new:
         one.join(10)
@@ -236,7 +236,7 @@ def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
     near = {"rtol": 0, "atol": 1e-5 * np.abs(logits["run"]).max()}
     np.testing.assert_allclose(logits["large"], logits["run"], **near)
     np.testing.assert_allclose(logits["again"], logits["run"], **near)
-    # What else keeps a model out of the layout is told with its zoom.
+    # The message about the zoom names the other obstacles to the layout.
     other = checkpoint_config.load(["load_parameters_path=large", "ffn_bias=true"]).config
     with pytest.raises(UserError, match=r"(?s)zoom_dims\.ffn=40\.0, .*ffn_bias=True, "):
         find_family(other, "tokenformer")

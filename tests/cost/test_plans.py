@@ -48,7 +48,7 @@ def test_operations_are_those_of_the_formula(block, keys):
     plan = plan_of("1xH100", block, **keys)
     executed = count_flops(plan.program.model, plan.program.length).executed_per_token
     assert executed is not None
-    # The formula leaves out products that are none of matrices with tokens.
+    # The formula skips products of anything but matrices with tokens.
     assert plan.time.operations == pytest.approx(executed * plan.tokens_per_device, rel=0.02)
 
 
@@ -60,7 +60,7 @@ def test_parameters_and_state_are_exact():
     given = held + plan.memory.optimizer + plan.memory.batch
     assert plan.memory.total - plan.memory.temporaries == pytest.approx(given)
     split = plan_of("4xH100").memory.parameters
-    assert held / 4 <= split < held / 3  # norms lie whole
+    assert held / 4 <= split < held / 3  # norms are replicated
 
 
 def test_keeping_more_takes_more_memory_and_less_work():

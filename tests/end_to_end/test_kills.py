@@ -1,4 +1,4 @@
-"""Runs that are killed or preempted and started again end like a run that nobody disturbed."""
+"""Runs that are killed or preempted and started again end like an undisturbed run."""
 
 import shutil
 import signal

@@ -29,12 +29,18 @@ LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 def test_intervals_equal_those_of_scipy(count):
     first, other = np.random.default_rng(count).normal(4.0, 0.1, (2, count))
     # Only seeds of both count.
-    ours = paired_difference(dict(enumerate(first)) | {98: 7.0}, dict(enumerate(other)) | {99: 1.0})
-    theirs = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
-    assert (ours.count, ours.mean) == (count, pytest.approx(np.mean(other - first)))
-    assert (ours.ci_low, ours.ci_high) == pytest.approx((theirs.low, theirs.high), rel=1e-10)
-    assert ours.p_value == pytest.approx(scipy.stats.ttest_rel(other, first).pvalue, rel=1e-10)
-    assert ours.is_significant == (theirs.low > 0 or theirs.high < 0)
+    difference = paired_difference(
+        dict(enumerate(first)) | {98: 7.0}, dict(enumerate(other)) | {99: 1.0}
+    )
+    interval = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
+    assert (difference.count, difference.mean) == (count, pytest.approx(np.mean(other - first)))
+    assert (difference.ci_low, difference.ci_high) == pytest.approx(
+        (interval.low, interval.high), rel=1e-10
+    )
+    assert difference.p_value == pytest.approx(
+        scipy.stats.ttest_rel(other, first).pvalue, rel=1e-10
+    )
+    assert difference.is_significant == (interval.low > 0 or interval.high < 0)
 
 
 def test_holm_corrects_p_values_for_their_number():

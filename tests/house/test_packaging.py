@@ -41,7 +41,7 @@ def pinned(python: str) -> dict[str, str]:
             name = canonicalize_name(pin.name)
             assert name not in versions, f"{name} is pinned twice for Python {python}"
             (specifier,) = pin.specifier
-            assert specifier.operator == "==", f"{pin} is no exact version"
+            assert specifier.operator == "==", f"{pin} is not an exact version"
             versions[name] = specifier.version
     return versions
 

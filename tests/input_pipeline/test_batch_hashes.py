@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.data_sections import MaskingConfig
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from tests.input_pipeline.small_data import (
     LENGTH,
     data_keys,
@@ -31,7 +31,12 @@ from tests.input_pipeline.token_store import token_files
 HASHES = Path(__file__).with_name("batch_hashes.json")
 MASKED = {"masking": MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})}
 RAMPED = BatchSchedule(
-    (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
+    (
+        ScheduleStage(0, 4, LENGTH // 2),
+        ScheduleStage(2, 8, LENGTH // 2),
+        ScheduleStage(3, 8, LENGTH),
+    ),
+    LENGTH,
 )
 MIX = [("a", 1, "chunks", 1.0), ("b", 2, "documents_random", 2.5), ("c", 1, "documents_fixed", 0.7)]
 

@@ -107,7 +107,7 @@ def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
 
 
 def reader_of(source, **limits):
-    """Batches of a source that is no GlobalBatch."""
+    """Batches of a source other than GlobalBatch."""
     return EvalBatches(source, [], Retries(DataRetryOptions(**limits), quiet))
 
 
@@ -119,7 +119,7 @@ def test_a_hang_that_does_not_end_is_an_error(monkeypatch):
     source.release.set()
 
 
-@pytest.mark.parametrize("error", [KeyError("ours"), UserError("an id is too large")])
+@pytest.mark.parametrize("error", [KeyError("a bug"), UserError("an id is too large")])
 def test_other_errors_than_those_of_storage_are_not_retried(error):
     source = Numbers(size=1, wrong=0, error=error)
     with pytest.raises(type(error)) as caught:

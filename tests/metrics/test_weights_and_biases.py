@@ -197,7 +197,7 @@ def write(sink, events):
 
 
 def send(folder, first_step, *events, **keys):
-    """An attempt that W&B is told these events of."""
+    """An attempt with these events in W&B."""
     monitoring = MonitoringConfig(enable_wandb=True, **keys)
     wandb = WandbSink(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
     write(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy), events)
@@ -235,7 +235,7 @@ def test_a_restart_sends_what_may_be_missing(tmp_path, server):
     send(tmp_path, 6, *map(step, range(6, 9)), **{"wandb.entity": "us"})
     assert [number for number, _ in server.rows] == list(range(9))
     assert (server.arguments["resume"], server.arguments["entity"]) == ("allow", "us")
-    assert server.exit_code == 1  # nobody said that the run was completed
+    assert server.exit_code == 1  # no event says that the run was completed
     # What has arrived is not sent again, except by the run itself.
     server.rows.clear()
     send(tmp_path, 7, *map(step, (7, 8)), Event("stop", 2e9, fields={"reason": "completed"}))

@@ -22,11 +22,11 @@ def page_of(output, *folders, **keys):
 
 
 def without_programs(page):
-    """The page without plotly's program and ours, which hold addresses of their own."""
+    """The page without plotly's program and this project's, which hold addresses of their own."""
     return re.sub(r"<script>.*?</script>", "", page.read_text("utf-8"), flags=re.DOTALL)
 
 
-def pictures_beside(page):
+def figures_next_to(page):
     return sorted(path.stem for path in page.parent.glob("*.png"))
 
 
@@ -42,7 +42,7 @@ def two(tmp_path_factory, completed_run, eventful_run):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Of groups of seeds beside a run with hostile texts."""
+    """Of groups of seeds next to a run with hostile texts."""
     folder = tmp_path_factory.mktemp("many")
     seeds = [completed(folder / f"a_rather_long_name_of_a_run_seed{n}", seed=n) for n in range(2)]
     evil = RunFiles(folder / "evil")
@@ -50,7 +50,7 @@ def many(tmp_path_factory):
     evil.start(run_name=EVIL, device_kind=EVIL, data=data)
     evil.steps(0, 30, every=10)
     evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
-    evil.add("skip", 0.0, 29, reason=EVIL)
+    evil.add("step_skipped", 0.0, 29, reason=EVIL)
     evil.add("stop", 0.1, 29, reason=EVIL)
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
     others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
@@ -61,7 +61,7 @@ def many(tmp_path_factory):
 
 
 def test_all_files_of_a_run(one):
-    assert pictures_beside(one) == ["loss_flops", "loss_time", "loss_tokens"]
+    assert figures_next_to(one) == ["loss_flops", "loss_time", "loss_tokens"]
     assert len(list(one.parent.iterdir())) == 4
     assert len(without_programs(one)) < 1.5e6
 
@@ -81,11 +81,11 @@ def test_nothing_is_loaded_from_anywhere(one):
 
 
 def test_another_report_takes_the_place_of_the_first(tmp_path, run):
-    """Also of its pictures, one of which may have nothing to show any more."""
+    """Also of its figures, one of which may have nothing to show any more."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "loss_time.png").touch()
     page = page_of(tmp_path / "out", run.write(), refresh=30)
-    assert pictures_beside(page) == []
+    assert figures_next_to(page) == []
     assert "No step is recorded yet." in page.read_text()
     assert '<meta http-equiv="refresh" content="30">' in page.read_text()
     with pytest.raises(UserError, match=r"output=.*report\.html"):

@@ -113,7 +113,7 @@ def test_seeds_have_a_mean_and_a_band(tmp_path):
 
 
 @pytest.mark.slow
-def test_pictures_show_any_name(tmp_path):
+def test_figures_show_any_name(tmp_path):
     """Names that matplotlib would read as something else; runs of one name show their folders."""
     names = ["_hidden", "a $x$ b", "50 % <b>", "日本", "first/run", "second/run"]
     folders = [completed(tmp_path / name) for name in names]

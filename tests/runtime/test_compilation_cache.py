@@ -74,7 +74,7 @@ def test_simulated_devices_have_none(cache_dir, tmp_path, monkeypatch):
     assert str(tmp_path) in compilation_cache.enable(run_section(tmp_path), "tpu")
 
 
-def test_entries_that_were_cut_short_are_removed(tmp_path):
+def test_truncated_entries_are_removed(tmp_path):
     whole = zstandard.compress(os.urandom(3000))
     for name, content in {"a": whole, "b": whole[:-1], "c": b"", "d": b"\0" * 900}.items():
         (tmp_path / f"{name}-cache").write_bytes(content)

@@ -21,7 +21,7 @@ def go_wrong(what: str, status: Path, step: int) -> None:
     while json.loads(status.read_text())["step"] != step:  # it says where
         time.sleep(0.01)
     if what == "raise":
-        raise ValueError("a mistake of ours")
+        raise ValueError("a bug")
     if what == "hang":
         time.sleep(1000)
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)

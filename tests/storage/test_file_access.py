@@ -60,7 +60,7 @@ def test_numbers_and_other_special_characters(tmp_path):
         for prefix in ("", "file://"):
             files = file_access.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
             assert below(files, str(tmp_path)) == expected
-    # Digits of other scripts, and superscripts, which are no decimal number.
+    # Digits of other scripts, and superscripts, which are not decimal numbers.
     order = ["t.b0", "t.b500", "t.b1000", "t.b19500", "x1", "x٣", "x²"]
     assert sorted(order[1::2] + order[::2], key=file_access.natural_key) == order
 

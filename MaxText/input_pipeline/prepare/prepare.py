@@ -38,13 +38,14 @@ from MaxText.input_pipeline.prepare.record_export import (
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
 # In record exports: the manifest of the source dataset.
-_RECORDS_MANIFEST_NAME = "prepared_from.json"
+_RECORDS_MANIFEST_NAME = "records_manifest.json"
+_EARLIER_RECORDS_MANIFEST_NAME = "prepared_from.json"  # read for one release
 
 _FORMAT = "prepare_output_format"
 # Sources and tokenizers are compared by content.
@@ -75,6 +76,11 @@ class _Request:
     def manifest_name(self) -> str:
         """Name of the file marking a folder as complete."""
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
+
+    def find_manifest(self, folder: str | Path) -> str:
+        """Returns its name in a folder; empty without one."""
+        names = (self.manifest_name, *[_EARLIER_RECORDS_MANIFEST_NAME] * self.is_records)
+        return next((name for name in names if file_access.path_type(f"{folder}/{name}")), "")
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -123,7 +129,7 @@ def _digest_path(corpus: Corpus, cache_dir: Path | None) -> Path | None:
 
 def _prepare_folder(request: _Request, folder: Path) -> Manifest:
     check = functools.partial(_check_existing, request, folder, location=str(folder))
-    if (folder / request.manifest_name).exists():
+    if request.find_manifest(folder):
         return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -144,7 +150,7 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
-            if (folder / request.manifest_name).exists():
+            if request.find_manifest(folder):
                 return check()
             try:
                 manifest = _make(request, staging)
@@ -203,7 +209,7 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: _Request) -> TextTokenizer:
+def _tokenizer(request: _Request) -> Tokenizer:
     preparation, corpus = request.preparation, request.corpus
     if request.trains_tokenizer:
         seed = preparation.prepare_seed
@@ -227,7 +233,7 @@ def _tokenizer(request: _Request) -> TextTokenizer:
     return tokenizer
 
 
-def _given_tokenizer(request: _Request) -> TextTokenizer:
+def _given_tokenizer(request: _Request) -> Tokenizer:
     if request.preparation.exports_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
@@ -240,7 +246,7 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
 
 
 def _control_ids(
-    preparation: PreparationConfig, tokenizer: TextTokenizer
+    preparation: PreparationConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
     entry, add_bos, add_eos = tokenizer.entry, preparation.add_bos, preparation.add_eos
@@ -268,7 +274,7 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
-    manifest = read_manifest(str(folder), request.manifest_name)
+    manifest = read_manifest(str(folder), request.find_manifest(folder))
     differences = _different_options(request, manifest)
     if request.trains_tokenizer:
         was = manifest.options
@@ -345,7 +351,7 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     with atomic.lock(staging.with_suffix(".lock"), request.log):
         local_cache.mark_used(staging)
         local_cache.delete_unused(cache_dir)
-        if file_access.path_type(f"{url}/{request.manifest_name}"):
+        if request.find_manifest(url):
             kept = local_cache.copy_folder(url, cache_dir)
             assert kept is not None, url
             return _check_existing(request, kept, location=url)

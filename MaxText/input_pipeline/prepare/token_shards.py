@@ -36,7 +36,7 @@ from MaxText.input_pipeline.token_store.store import (
     checksums_name,
     file_checksums,
 )
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
@@ -47,7 +47,7 @@ class Tokenization:
     """Everything besides the text with an effect on ids, and the staging."""
 
     staging: Path
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     keys: PreparationConfig
     before: tuple[int, ...] = ()  # control ids before each document
     after: tuple[int, ...] = ()  # control ids after each document
@@ -270,8 +270,8 @@ def write_documents(
         num_tokens=sum(part.num_tokens for _, part in shards),
         num_documents=first_document,
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
-        unigram_entropy=round(unigram_entropy(counts_V), 6),
-        largest_id=int(np.flatnonzero(counts_V)[-1]),
+        unigram_entropy_nats=round(unigram_entropy(counts_V), 6),
+        max_token_id=int(np.flatnonzero(counts_V)[-1]),
         tokens_sha256=tokens_digest.hexdigest(),
         offsets_sha256=offsets_digest.hexdigest(),
     )

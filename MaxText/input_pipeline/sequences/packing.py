@@ -17,7 +17,7 @@ from MaxText.input_pipeline.sequences.windows import (
     items_of_rows,
     ranges_in_rows,
 )
-from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.token_store.store import TokenSplit
 
 # Packing consecutive documents in groups keeps a row's documents close in the files and vectorizes
 # planning over groups; only the last rows of each group stay partly empty.
@@ -50,7 +50,7 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
     return rows_GI
 
 
-class PackedDocuments(Windows):
+class FirstFitPacking(Windows):
     """Sequences of whole documents; longer ones give windows and a rest.
 
     A range of n tokens fills n - 1 positions, so every token but the first of its document is a
@@ -59,7 +59,7 @@ class PackedDocuments(Windows):
 
     joined = False
 
-    def __init__(self, data: TokenData, options: SequenceOptions, best_fit: bool, cache_dir: Path):
+    def __init__(self, data: TokenSplit, options: SequenceOptions, best_fit: bool, cache_dir: Path):
         super().__init__(data, options)
         self.description = f"whole documents by {'best' if best_fit else 'first'} fit"
         offsets = data.store.document_offsets

@@ -38,7 +38,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
-    TokenData,
+    TokenSplit,
     boundaries_digest,
     foreign_data,
     load_offsets,
@@ -145,7 +145,7 @@ def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]
     return chosen
 
 
-def open_token_data(request: OpenRequest) -> TokenData:
+def open_token_data(request: OpenRequest) -> TokenSplit:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
@@ -167,7 +167,7 @@ def open_token_data(request: OpenRequest) -> TokenData:
     return dataclasses.replace(tokens, tokenizer_folder=folder)
 
 
-def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
+def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
     field = request.data.token_records.field
@@ -212,7 +212,7 @@ def _exists(request: OpenRequest, path: str) -> bool:
         ) from error
 
 
-def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
     url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
         copy = copy_folder(url, request.cache_dir)
@@ -238,7 +238,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
                 f"says {entry.num_tokens}. Copy the data set again."
             )
-    return TokenData(
+    return TokenSplit(
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
@@ -247,8 +247,8 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         special_ids=tuple(sorted(manifest.tokenizer.special_ids)),
         mask_id=manifest.tokenizer.mask_id,
         vocab_size=manifest.tokenizer.vocab_size,
-        largest_id=entry.largest_id,
-        unigram_entropy=entry.unigram_entropy,
+        max_token_id=entry.max_token_id,
+        unigram_entropy_nats=entry.unigram_entropy_nats,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
         tokens_sha256=entry.tokens_sha256,
@@ -291,7 +291,7 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
     return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
-def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenData:
+def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSplit:
     files, eos_id = job.files, job.eos_id
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
@@ -306,7 +306,7 @@ def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenDa
         file_access.fingerprint(files, [job.identity, eos_id, boundaries]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
-        largest_id=imported.largest_id,
+        max_token_id=imported.largest_id,
         labels=labels,
         skipped=tuple(imported.skipped),
     )

@@ -267,7 +267,7 @@ def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenData:
+class TokenSplit:
     """An opened split.
 
     Attributes:
@@ -287,8 +287,8 @@ class TokenData:
     special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
     mask_id: int | None = None
     vocab_size: int | None = None
-    largest_id: int | None = None  # None if unknown without reading everything
-    unigram_entropy: float | None = None  # nats per token
+    max_token_id: int | None = None  # None if unknown without reading everything
+    unigram_entropy_nats: float | None = None  # nats per token
     record_length: int | None = None
     labels: TokenStore | None = None
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
@@ -301,7 +301,7 @@ class TokenData:
 
 def foreign_data(
     store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
-) -> TokenData:
+) -> TokenSplit:
     """Returns data of another program; UserError without tokens."""
     if not len(store):
         raise UserError(
@@ -311,7 +311,7 @@ def foreign_data(
     kind = f"rows of {length:,}" if length else "documents"
     num_documents = len(store.document_offsets) - 1
     description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
-    return TokenData(store, description, fingerprint, record_length=length, **more)
+    return TokenSplit(store, description, fingerprint, record_length=length, **more)
 
 
 def boundaries_digest(document_offsets: np.ndarray, added: int = 0) -> str:

@@ -118,7 +118,7 @@ def test_remote_files(tmp_path):
         "2.jsonl": rows(["b"]), "10.jsonl.gz": gzip.compress(rows(["c", "d"])), "1.txt": b"a",
         "t.parquet": parquet_file(["e", "f", "g"]), "u.arrow": arrow_stream(["h", "i", "j"]),
         "v.array_record": (tmp_path / "v").read_bytes(), "cache-1.arrow": arrow_stream(["never"]),
-        "dataset_info.json": b"{}", "picture.png": b"\x89",
+        "dataset_info.json": b"{}", "figure.png": b"\x89",
     }  # fmt: skip
     for name, content in contents.items():
         system.pipe(f"/corpus/{name}", content)

@@ -29,7 +29,7 @@ source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
 preparation = PreparationConfig(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
 has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
-manifest = "prepared_from.json" if has_records else "manifest.json"
+manifest = "records_manifest.json" if has_records else "manifest.json"
 
 def work(folder, moment):
     if (child := os.fork()):

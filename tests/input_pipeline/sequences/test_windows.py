@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.sequences import packing
 from MaxText.input_pipeline.sequences.order import Concatenation, OrderedWindows, random_words
-from MaxText.input_pipeline.sequences.packing import PackedDocuments, pack_group_rows
+from MaxText.input_pipeline.sequences.packing import FirstFitPacking, pack_group_rows
 from MaxText.input_pipeline.sequences.windows import (
     EMPTY,
     BatchPart,
@@ -23,7 +23,7 @@ from MaxText.input_pipeline.sequences.windows import (
     SlidingWindows,
     fill_batch,
 )
-from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.token_store.store import TokenSplit
 from tests.input_pipeline.small_data import numbered_documents, random_documents
 from tests.refusals import refused
 
@@ -49,10 +49,10 @@ class InMemory:
         return f"document {document}"
 
 
-def as_data(documents, **facts) -> TokenData:
+def as_data(documents, **facts) -> TokenSplit:
     # The fingerprint is what plans are kept under.
     digest = hashlib.sha256(repr([document.tolist() for document in documents]).encode())
-    return TokenData(InMemory(documents), "", digest.hexdigest(), pad_id=PAD, **facts)
+    return TokenSplit(InMemory(documents), "", digest.hexdigest(), pad_id=PAD, **facts)
 
 
 def read(windows, order=None, has_documents=None):
@@ -67,7 +67,7 @@ def read(windows, order=None, has_documents=None):
 def cut(kind, data, length, cache_dir=Path("unused"), stride=1):
     options = SequenceOptions(length, truncate=kind == "truncated")
     if kind in ("first_fit", "best_fit"):
-        return PackedDocuments(data, options, kind == "best_fit", cache_dir)
+        return FirstFitPacking(data, options, kind == "best_fit", cache_dir)
     if kind == "sliding":
         return SlidingWindows(data, options, stride)
     if kind == "stitched":
@@ -202,7 +202,7 @@ def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
 
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
-    windows = PackedDocuments(
+    windows = FirstFitPacking(
         as_data(numbered_documents([5, 6, 4])), SequenceOptions(10, True), best_fit=False,
         cache_dir=tmp_path,
     )  # fmt: skip
@@ -238,7 +238,7 @@ def test_labels_are_the_targets():
     assert rows["weights"].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
 
 
-def test_targets_with_id_0_can_be_left_out():
+def test_targets_with_id_0_can_be_excluded():
     data = as_data([np.array([3, 0, 4, 0, 0, 5])])
     for zero_loss, weights in ((True, [1] * 5), (False, [0, 1, 0, 0, 1])):
         options = SequenceOptions(5, zero_loss=zero_loss)

@@ -27,7 +27,7 @@ SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
 def write(kind, folder, sizes=SIZES):
     vocab_size = 70_000 if kind.endswith("u4") else 50_000
     parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
-    if kind.startswith("prepared_"):  # which leaves out what has no tokens
+    if kind.startswith("prepared_"):  # which skips what has no tokens
         parts = [[document for document in part if document.size] for part in parts]
     return [document for part in parts for document in part], token_files.write(kind, folder, parts)
 
@@ -92,7 +92,7 @@ def test_one_process_imports_and_the_others_wait(tmp_path):
     assert [other.returncode for other in others] == [0, 0]
 
 
-def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
+def test_a_damaged_record_is_an_error_or_skipped(tmp_path):
     path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
     token_files.write_tfrecord(path, documents)
     content = bytearray(path.read_bytes())
@@ -135,7 +135,7 @@ def test_a_flipped_bit_is_found(tmp_path, kind, at):
     assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
 
 
-def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
+def test_the_rest_of_a_truncated_file_is_skipped(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
     refused(r"ids0\.tfrecord at byte \d+: .*truncated", open_data, tmp_path / "d", tmp_path / "c")
@@ -187,13 +187,13 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
     for _ in range(2):  # the second one goes on after a kill
         data = open_data(folder, tmp_path / "cache", log=lines.append)
         np.testing.assert_array_equal(data.store.read(np.array([0]), np.array([whole.size])), whole)
-        assert data.largest_id == 2**31 - 1
+        assert data.max_token_id == 2**31 - 1
         for name in ("import.json", "uint32-00001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
     assert re.findall(r"about (.*?) MB, (\d)", str(lines)) == [("4.2", "2"), *[("8.4", "4")] * 2]
 
 
-def test_labels_are_imported_beside_the_ids(tmp_path):
+def test_labels_are_imported_next_to_the_ids(tmp_path):
     labels = pyarrow.array([[6, 7, -100], [9, -1, -100]], pyarrow.list_(pyarrow.int64()))
     path, ids = tmp_path / "x.parquet", [np.array([5, 6, 7]), np.array([8, 9, 0])]
     token_files.write_parquet(path, ids, labels=labels)

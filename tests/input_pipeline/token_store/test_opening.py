@@ -38,7 +38,7 @@ WRITERS = {name: write for write, names in NAMES.items() for name in names.split
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_format_is_told_by_the_name(tmp_path, opened, name):
+def test_the_name_decides_the_format(tmp_path, opened, name):
     ids, prints = documents(0, [3, 14, 15]), []
     for folder in ("d", "e"):
         (tmp_path / folder).mkdir()
@@ -49,9 +49,9 @@ def test_the_format_is_told_by_the_name(tmp_path, opened, name):
         assert (data.record_length, data.labels) == (None, None)
         prints.append(data.fingerprint)
     assert prints[0] == prints[1]
-    # In a folder, beside what programs leave there.
-    for beside in ("README.md", "dataset_info.json", "state.json", "LICENSE"):
-        (tmp_path / "d" / beside).write_text("{}")
+    # In a folder, next to what programs leave there.
+    for other in ("README.md", "dataset_info.json", "state.json", "LICENSE"):
+        (tmp_path / "d" / other).write_text("{}")
     assert tokens_of(opened(tmp_path / "d")) == tokens_of(data)
 
 
@@ -203,7 +203,7 @@ def test_grain_file_type_overrules_names(tmp_path, opened):
         ("d", "elsewhere/tokenizer.json", "elsewhere/tokenizer.json"),
     ],
 )
-def test_the_tokenizer_of_records_lies_beside_them(tmp_path, opened, place, tokenizer, expected):
+def test_the_tokenizer_of_records_lies_next_to_them(tmp_path, opened, place, tokenizer, expected):
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / tokenizer).parent.mkdir(exist_ok=True)
     (tmp_path / tokenizer).write_text("{}")

@@ -129,7 +129,7 @@ def test_same_ids_with_any_pattern(pattern, behavior, invert):
 
 
 @pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
-def test_same_ids_with_added_tokens_that_look_beside_them(flag):
+def test_same_ids_with_added_tokens_that_look_next_to_them(flag):
     tokenizer = with_merges([("a", "b")])
     tokenizer.add_tokens([AddedToken("<b>", **{flag: True}), AddedToken("<s>", special=True)])
     assert_same_ids(loaded(tokenizer), ["x <b> y <b>z a<b><s> <s>", *SAMPLE])
