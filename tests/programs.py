@@ -1,4 +1,4 @@
-"""Starts the programs as users do, and small ones that run beside a test."""
+"""Starts the programs as users do, and small ones that run next to a test."""
 
 import atexit
 import contextlib

@@ -1,4 +1,4 @@
-"""The cache folder: what is used stays, what nobody used for long goes, whatever its kind."""
+"""The cache folder: what is used stays, what no one used for long goes, whatever its kind."""
 
 import itertools
 import os
