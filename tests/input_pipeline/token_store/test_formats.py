@@ -202,8 +202,20 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert data.labels is not None
     read = data.labels.read(np.array([0]), np.array([6]))
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
+    next(tmp_path.glob("imported/*/labels-00000.bin")).unlink()  # as of an earlier version
+    refused("only some files have labels. Delete it", open_data, path, tmp_path)
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
     for name in "yw":  # the first and the last of the files
         token_files.write_parquet(tmp_path / f"{name}.parquet", ids)
         refused(f"{name}.parquet.* labels", open_data, tmp_path / f"[x{name}].parquet", tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tfrecord", 1), ("parquet", 3)])
+def test_an_import_says_its_size_before(tmp_path, kind, size):
+    ids, path, lines = np.arange(36_000).reshape(-1, size) % 1000, tmp_path / f"x.{kind}", []
+    labels = {"labels": pyarrow.array(ids.tolist()), "row_group_size": 999}
+    RECORDS[kind](path, ids, **(labels if kind == "parquet" else {}))
+    open_data(path, tmp_path, log=lines.append)
+    size = sum(file.stat().st_size for file in tmp_path.glob("imported/*/*"))
+    assert float(re.findall(r"about (.*?) MB", lines[0])[0]) == pytest.approx(size / 1e6, abs=0.06)
