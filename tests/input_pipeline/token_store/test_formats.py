@@ -1,6 +1,5 @@
 """Token streams over files of every format: any range, threads, damage, and files that change."""
 
-import functools
 import os
 import pickle
 import re
@@ -79,12 +78,10 @@ def test_one_process_imports_and_the_others_wait(tmp_path):
         "open_data('d', pathlib.Path('shared'), log=functools.partial(print, flush=True))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    start = functools.partial(
-        subprocess.Popen, [sys.executable, "-c", code], cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code]
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     with lock(shared / f".{made}.lock", str):
-        others = [start(), start()]
+        others = [subprocess.Popen(command, **options) for _ in range(2)]
         for other in others:
             assert other.stdout.readline().startswith(f"Waiting for process {os.getpid()} on ")
     lines = [other.communicate()[0].splitlines() for other in others]
