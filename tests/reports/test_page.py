@@ -160,6 +160,10 @@ const tables = [...document.querySelectorAll("table")];
 const sizes = tables.find((each) => each.textContent.includes("KV cache"));
 sizes.querySelectorAll("th button")[1].click();
 said.push([...sizes.tBodies[0].rows].map((row) => row.cells[1].textContent));
+const parts = tables.find((each) => each.textContent.includes("feed-forward"));
+const [share] = [...parts.querySelectorAll("th")].filter((each) => each.textContent === "share").slice(-1);
+share.firstElementChild.click();
+said.push([...parts.tBodies[0].rows].map((row) => row.cells[share.cellIndex].textContent));
 const mfu = document.querySelector('[data-name="mfu"]');
 Plotly.relayout(plot, { "xaxis.range[0]": 1, "xaxis.range[1]": 2 }).then(() => {
   const [curves] = document.querySelectorAll(".charts");
@@ -182,7 +186,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
     said = json.loads(re.search(r"said: (\[.*\]);", document)[1])
-    *states, first, sizes, zoomed, ticks, widths, kept = said
+    *states, first, sizes, shares, zoomed, ticks, widths, kept = said
     assert states == [
         ["tokens", "linear", [2, 2, 2, 6]],
         ["time running (minutes)", "linear", [2, 2, 2, 6]],
@@ -195,6 +199,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     assert zoomed == [[1, 2]] * 4
     assert first == "b"  # by validation loss, descending
     assert sizes == sorted(sizes, key=lambda size: (size[-3:] == "MiB", float(size[:-4])))
+    assert shares == sorted(shares, key=lambda share: float(share.rstrip(" %")))
     assert len(set(ticks)) == len(ticks) > 3  # of a small MFU
     assert widths[0] == widths[1] == 500
     assert widths[2] > 200
