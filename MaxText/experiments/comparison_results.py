@@ -413,8 +413,8 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
                 f"seed {seed} {seconds:,.1f} s ({seconds / budget - 1:+.1%})"
                 for seed, seconds in off.items()
             )
-            line = f"{group.label} did not train for the budget of {budget:,.1f} s"
-            lines.append(f"{line}: {', '.join(each)}.")
+            what = f"{group.label} did not train for the budget of {budget:,.1f} s"
+            lines.append(f"{what}: {', '.join(each)}.")
             if any(_differ(seconds, goal) for seconds in trained.values()):
                 lines[-1] += (
                     " Times differ where the machine changed its speed since steps were timed."

@@ -248,13 +248,10 @@ def _table(table: PageTable, page: Page) -> str:
 
 
 def _printed_width(table: PageTable, kinds: Sequence[str]) -> int:
-    """Returns the least width in pixels that breaks no word, roughly."""
+    """Returns the least width in pixels with whole words, roughly."""
     header = [text.replace("_", "_ ") for text in table.header]
-    columns = zip(header, *table.rows, strict=True)
-    words = (
-        () if "long" in kind else " ".join(column).split()
-        for kind, column in zip(kinds, columns, strict=True)
-    )
+    columns = zip(kinds, header, *table.rows, strict=True)
+    words = ([] if "long" in kind else " ".join(texts).split() for kind, *texts in columns)
     return sum(8 + 5 * max(map(len, each), default=0) for each in words)
 
 

@@ -36,8 +36,7 @@ _AXIS = "step"  # column used as the axis of charts
 _TRAINING, _VALIDATION = "learning/lm_loss", "eval/avg_loss"  # in one chart
 _NO_LOSSES = (0.0, 0)  # sum and number of training losses since an evaluation
 
-_MAX_POINTS = 500  # of the chart, which each evaluation uploads anew
-
+_MAX_POINTS = 500  # of the chart, which each evaluation uploads
 _RESERVED = 1000  # row numbers taken at a time; those that a killed run leaves are a gap
 
 _CONNECT_SECONDS = 45.0
