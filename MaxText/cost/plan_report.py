@@ -1,6 +1,7 @@
 """Text of a plan."""
 
 import shlex
+import string
 import textwrap
 from collections.abc import Sequence
 
@@ -200,7 +201,10 @@ def format_proposals(
 
 def _shell_lines(words: Sequence[str]) -> str:
     """Returns a command on lines of the screen's width."""
-    whole = [shlex.quote(word).replace(" ", "\0") for word in words]  # breaks between words only
+    # Breaks between words only.
+    hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
+    shown = {letter: space for space, letter in hidden.items()}
+    whole = [shlex.quote(word).translate(hidden) for word in words]
     lines = textwrap.wrap(
         " ".join(whole),
         _WIDTH - len(" \\"),
@@ -209,4 +213,4 @@ def _shell_lines(words: Sequence[str]) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return " \\\n".join(lines).replace("\0", " ")
+    return " \\\n".join(lines).translate(shown)
