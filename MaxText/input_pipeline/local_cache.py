@@ -158,10 +158,10 @@ def delete_unused(cache_dir: Path) -> None:
     """Deletes entries without mark_used for half a year, and their leftovers."""
     oldest = time.time() - _MAX_AGE_SECONDS
     for parent, name in _ENTRIES.items():
-        ours = re.compile(rf"\.*({name})(\.unused)*")
+        pattern = re.compile(rf"\.*({name})(\.unused)*")
         for entry in (cache_dir / parent).glob("*"):
             with contextlib.suppress(OSError):
-                if ours.fullmatch(entry.name) and entry.stat().st_mtime < oldest:
+                if pattern.fullmatch(entry.name) and entry.stat().st_mtime < oldest:
                     # Renamed at first: half an entry must not look like a whole one.
                     doomed = entry.rename(entry.with_name(f".{entry.name}.unused"))
                     shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
