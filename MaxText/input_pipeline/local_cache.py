@@ -29,7 +29,7 @@ from MaxText.storage.atomic import sync_file
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
-_MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
+MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _MAX_AGE_SECONDS = 180 * 86400
 _KINDS = ("*-", "copies/*", "imported/*", "text/*", "text_digests/*", "prepared/*")
 _DIGEST = "[0-9a-f]" * 24 + "*"  # files of the user may lie in the folder too
@@ -83,7 +83,7 @@ def cached_arrays(
     for block in blocks:
         first.append(block)
         num_items += sum(array.size for array in block.values())
-        if num_items >= _MIN_ITEMS:
+        if num_items >= MIN_ITEMS:
             break
     else:
         return Arrays(None, {name: np.concatenate([b[name] for b in first]) for name in first[0]})

@@ -41,7 +41,7 @@ def test_entries_unused_for_long_are_deleted(tmp_path, monkeypatch, adds):
     def entries():
         return {path for kind in ("[!p]*/*", "prepared/*", "plan1-*") for path in cache.glob(kind)}
 
-    monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
+    monkeypatch.setattr(local_cache, "MIN_ITEMS", 1)
     cache = tmp_path / "cache"
     for kind, number in itertools.product(KINDS, range(2)):
         use(kind, cache, number)
