@@ -251,8 +251,8 @@ def _printed_width(table: PageTable, kinds: Sequence[str]) -> int:
     """Returns the least width in pixels with whole words, roughly."""
     header = [text.replace("_", "_ ") for text in table.header]
     columns = zip(kinds, header, *table.rows, strict=True)
-    words = ([] if "long" in kind else " ".join(texts).split() for kind, *texts in columns)
-    return sum(8 + 5 * max(map(len, each), default=0) for each in words)
+    wholes = ([] if "long" in kind else " ".join(texts).split() for kind, *texts in columns)
+    return sum(8 + 5 * max(map(len, words), default=0) for words in wholes)
 
 
 def _chip(color: int) -> str:

@@ -91,7 +91,7 @@ def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
 
 @pytest.mark.parametrize(("facts", "dtype"), [({}, "auto"), ({"resolved_keys": {}}, "float32")])
 def test_runs_show_what_replaced_auto_only_if_all_did_so(tmp_path, facts, dtype):
-    """Not beside a run of a version that does not know it, or a run where it was set."""
+    """Not next to a run of a version that does not know it, or a run where it was set."""
     folders = []
     known = {"changed_keys": {"steps": "5"}, "resolved_keys": {"dtype": "float32"}}
     for name, said, given in (("a", known, "auto"), ("b", facts, dtype)):
