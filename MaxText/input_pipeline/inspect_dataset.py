@@ -61,7 +61,7 @@ def measure_tokens(
     """
     found, digest = TokenStatistics(), hashlib.sha256()
     num_blocks = -(-len(store) // BLOCK_TOKENS)
-    num_read = min(num_blocks, max(max_tokens // BLOCK_TOKENS, 1))
+    num_read = num_blocks if max_tokens >= len(store) else max(max_tokens // BLOCK_TOKENS, 1)
     for block in np.linspace(0, num_blocks, num_read, endpoint=False, dtype=np.int64).tolist():
         start = block * BLOCK_TOKENS
         stop = min(start + BLOCK_TOKENS, len(store))

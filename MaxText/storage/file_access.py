@@ -305,11 +305,12 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
 
     Reads instead of mapping: past the end of a truncated file, a map would kill the process.
     """
-    contents: dict[int, bytes] = {}
+    contents: list[bytes] = []
     remote: dict[str, list[int]] = {}
     for number, (path, offset, size) in enumerate(zip(paths, offsets, sizes, strict=True)):
         if is_url(path):
             remote.setdefault(path.split("://")[0], []).append(number)
+            contents.append(b"")
             continue
         descriptor = _descriptor(path)
         try:
@@ -320,11 +321,12 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
                 content += more
         except OSError as error:
             raise _unreadable(path, error) from error
-        contents[number] = content
+        contents.append(content)
     for numbers in remote.values():
         ranges = [(paths[number], offsets[number], sizes[number]) for number in numbers]
-        contents.update(zip(numbers, _read_remote(ranges), strict=True))
-    return [contents[number] for number in range(len(paths))]
+        for number, content in zip(numbers, _read_remote(ranges), strict=True):
+            contents[number] = content
+    return contents
 
 
 def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:

@@ -37,14 +37,15 @@ _CHECKED = {
     "a.tfrecord": token_files.write_tfrecord,
     "a.tfrecord.gz": token_files.write_compressed_tfrecord,
     "a.array_record": token_files.write_array_record, "a.idx": _megatron,
-    "train/tokens-00000.array_record": _prepared, "manifest.json": _prepared,
+    "train/tokens-00000.array_record": _prepared, "train/tokens-00000.bin": _prepared,
+    "manifest.json": _prepared,
     "a.parquet": token_files.write_parquet, "torch.tar": token_files.write_torch_tar,
 }  # fmt: skip
 # Ids that were changed into other ids cannot be told from those that were written.
 _UNCHECKED = {
     "a.bin": _megatron, "stream.arrow": token_files.write_arrow,
     "file.arrow": lambda path, documents: token_files.write_arrow(path, documents, False),
-    "a.tar": token_files.write_tar, "train/tokens-00000.bin": _prepared,
+    "a.tar": token_files.write_tar,
 }  # fmt: skip
 
 

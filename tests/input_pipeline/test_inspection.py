@@ -56,6 +56,8 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     # Blocks 0, 3, and 6 of ten.
     assert (found.num_read, found.smallest_id, found.max_token_id) == (300, 1, 700)
     assert measure_tokens(store, 1, quiet).num_read == 100
+    monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", 400)
+    assert measure_tokens(store, 1000, quiet).num_read == 1000  # 2.5 blocks
 
 
 def test_rows_are_shown_from_both_ends_and_visibly():
@@ -137,13 +139,28 @@ def test_checksums_are_compared(tmp_path):
     lines: list[str] = []
     opened = functools.partial(inspection, lines.append, dataset_path=str(tmp_path / "set"))
     opened().show_statistics(ALL)
-    (tmp_path / "set/train/tokens_crc32c.npy").unlink()  # as in sets of earlier versions
+    (tmp_path / "set/train/tokens_running_crc32c.npy").unlink()  # as in sets of earlier versions
     opened().show_statistics(ALL)
     shown = re.findall("Checksums: (.*), ", "\n".join(lines))
     assert shown == ["CRC-32C of every 4 KiB", "SHA-256 of the manifest"]
     path = tmp_path / "set/train/tokens-00000.bin"
     path.write_bytes(path.read_bytes()[:-1] + b"\0")
     refused("set is damaged: .*tokens_sha256", opened().show_statistics, ALL)
+
+
+def test_an_import_need_not_have_the_bytes_of_the_manifest(tmp_path):
+    """Small ids of a large vocabulary take two bytes."""
+    keys = {"vocab_size": 70_000, "file_format": "array_record"}
+    write_data_set(tmp_path / "set", {"train": [np.arange(1, 3000)]}, **keys)
+    lines: list[str] = []
+    keys = {"dataset_path": str(tmp_path / "set"), "data_cache_dir": str(tmp_path / "cache")}
+    opened = functools.partial(inspection, lines.append, **keys)
+    opened().show_statistics(ALL)
+    for checksums in tmp_path.glob("cache/imported/*/*_crc32c.npy"):
+        checksums.unlink()  # as in imports of earlier versions
+    opened().show_statistics(ALL)
+    shown = re.findall("Checksums: (.*)", "\n".join(lines))
+    assert shown == ["CRC-32C of every 4 KiB, compared at each read", "none"]
 
 
 def test_mistakes(tmp_path):

@@ -4,7 +4,7 @@
       tokens-00000.bin       ids of a source file: uint16, or uint32 if any file has a larger one
       labels-00000.bin       int32, for files with labels
       uint16-00000.json      summary of a source file; written last, so that an import can resume
-      tokens_crc32c.npy      uint32, CRC-32C of every 4 KiB of each file; also of labels
+      tokens_running_crc32c.npy    checksums as in store.py; also of labels
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
       import.json            overall summary; written last, marks completeness
@@ -67,7 +67,8 @@ class ImportedRecords(NamedTuple):
     def store(self, documents: Arrays, kind: str = "tokens") -> TokenStore:
         paths = [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
         dtype = np.dtype("int32" if kind == "labels" else self.dtype)
-        return TokenStore(paths, self.num_tokens, dtype, documents, kind)
+        checksums = self.folder / f"{checksums_name(kind)}.npy"
+        return TokenStore(paths, self.num_tokens, dtype, documents, checksums)
 
 
 Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]

@@ -4,7 +4,7 @@
       manifest.json                  this file
       tokenizer.json                 or tokenizer.model, a tiktoken file or settings
       <split>/tokens-000000.bin ...  concatenated ids, or chunks of them as .array_record
-      <split>/tokens_crc32c.npy      CRC-32C of every 4 KiB of each bin file, where it exists
+      <split>/tokens_running_crc32c.npy    checksums of bin files as in store.py, where they exist
       <split>/document_offsets.npy   first token of each document, then the end
       <split>/document_rows.npy      row of each document in its source file
       <split>/source_files.json      [[first document, name of its file], ...]

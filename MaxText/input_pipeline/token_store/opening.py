@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.records import (
@@ -251,7 +253,8 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
         unigram_entropy_nats=entry.unigram_entropy_nats,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
-        tokens_sha256=entry.tokens_sha256,
+        # An import may store fewer bytes a token.
+        tokens_sha256=entry.tokens_sha256 if store.dtype == np.dtype(manifest.dtype) else "",
         num_text_bytes=entry.num_text_bytes,
         has_bos=bool(manifest.options.get("add_bos")),
     )

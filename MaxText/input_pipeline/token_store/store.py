@@ -1,7 +1,8 @@
 """The token store: random access to flat files of token ids.
 
 Every dataset is read through it: prepared as `bin`, Megatron's .bin, or imported records. Files of
-the first and the last kind have a CRC-32C of every 4 KiB, which each read compares.
+the first and the last kind have CRC-32Cs of their first 0, 4096, 8192, ... and all bytes. Each read
+compares them: the one before a range, extended by its bytes, is the one after it.
 
 Legend: P ranges, D documents.
 """
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from google_crc32c import value as crc32c
+from google_crc32c import extend as extend_crc
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import Arrays
@@ -38,7 +39,7 @@ from MaxText.storage.file_access import FileInfo
 # Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
 _BLOCK = 2**13  # documents looked at together
-_CHECKED_BYTES = 4096  # of a checksum: a page of the disk cache
+_CHECKED_BYTES = 4096  # between checksums: a page of the disk cache
 _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
@@ -55,31 +56,34 @@ class TokenStore:
         num_tokens: Sequence[int],
         dtype: np.dtype,
         documents: Arrays,
-        kind: str = "tokens",
+        checksums: Path | None = None,
     ):
         """Initializes without opening `files`, given in token order.
 
-        `documents` holds `document_offsets`, and its folder may name their source files and hold
-        the checksums of `files`, which are of this `kind`.
+        `documents` holds `document_offsets`, and its folder may name their source files. The .npy
+        file `checksums` may be absent.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
         file_access.invalidate_cache(self.files)  # files may have been replaced
         self.dtype = dtype
         self._documents = documents
-        self._first = [*itertools.accumulate(num_tokens, initial=0)]  # token of each file
-        num_blocks = (-(-size * dtype.itemsize // _CHECKED_BYTES) for size in num_tokens)
-        self._first_block = [*itertools.accumulate(num_blocks, initial=0)]
-        self._checksums = checksums_name(kind)
-        folder = documents.folder
-        self.is_checked = folder is not None and (folder / f"{self._checksums}.npy").exists()
-        if self.is_checked and len(documents[self._checksums]) != self._first_block[-1]:
-            raise UserError(
-                f"{folder}/{self._checksums}.npy belongs to other data. Copy the data set again."
-            )
+        self._first = np.cumsum([0, *num_tokens])  # token of each file
+        self.is_checked = checksums is not None and checksums.exists()
+        if checksums is not None and self.is_checked:
+            self._num_bytes = np.diff(self._first) * dtype.itemsize
+            self._first_sum = np.cumsum([0, *(1 - -self._num_bytes // _CHECKED_BYTES)])
+            self._checksums, self._checksums_name = Arrays(checksums.parent), checksums.stem
+            try:
+                num_found = len(self._checksums[self._checksums_name])
+            # A damaged header can raise anything.
+            except Exception as error:
+                raise damaged(checksums, error) from error
+            if num_found != self._first_sum[-1]:
+                raise UserError(f"{checksums} belongs to other data. Copy the data set again.")
 
     def __len__(self) -> int:
-        return self._first[-1]
+        return int(self._first[-1])
 
     @property
     def document_offsets(self) -> np.ndarray:
@@ -140,42 +144,46 @@ class TokenStore:
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
     def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        width, step = self.dtype.itemsize, _CHECKED_BYTES if self.is_checked else 1
-        files, begins, sizes, crops = [], [], [], []  # of whole blocks, to be cropped
-        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
-            while start < stop:
-                file = bisect.bisect_right(self._first, start) - 1
-                first, next_first = self._first[file], self._first[file + 1]
-                low, high = (start - first) * width, (min(stop, next_first) - first) * width
-                begin = low - low % step
-                files.append(file)
-                begins.append(begin)
-                sizes.append(min(high + -high % step, (next_first - first) * width) - begin)
-                crops.append(slice(low - begin, high - begin))
-                start = min(stop, next_first)
-        blocks = file_access.read_ranges([self.files[file] for file in files], begins, sizes)
-        if self.is_checked:
-            self._compare_checksums(files, begins, blocks)
-        parts = [block[crop] for block, crop in zip(blocks, crops, strict=True)]
-        return np.frombuffer(b"".join(parts), self.dtype)
+        first = self._first
+        files = np.searchsorted(first, starts, side="right") - 1
+        num_files = np.searchsorted(first, stops) - files
+        if (num_files != 1).any():  # splits ranges at the ends of files, without empty pieces
+            num_files = np.maximum(num_files, 0)
+            before = np.cumsum(num_files) - num_files
+            files = np.repeat(files - before, num_files) + np.arange(num_files.sum())
+            starts = np.maximum(np.repeat(starts, num_files), first[files])
+            stops = np.minimum(np.repeat(stops, num_files), first[files + 1])
+            has_tokens = starts < stops
+            files, starts, stops = files[has_tokens], starts[has_tokens], stops[has_tokens]
+        width = self.dtype.itemsize
+        lows, highs = (starts - first[files]) * width, (stops - first[files]) * width
+        read = self._read_checked if self.is_checked else self._read_plain
+        return np.frombuffer(b"".join(read(files, lows, highs)), self.dtype)
 
-    def _compare_checksums(
-        self, files: Sequence[int], begins: Sequence[int], blocks: Sequence[bytes]
-    ) -> None:
-        checksums = self._documents[self._checksums]
-        for file, begin, block in zip(files, begins, blocks, strict=True):
-            found = [
-                crc32c(block[at : at + _CHECKED_BYTES])
-                for at in range(0, len(block), _CHECKED_BYTES)
-            ]
-            first = self._first_block[file] + begin // _CHECKED_BYTES
-            if found != checksums[first : first + len(found)].tolist():
-                raise FileReadError(
-                    f"{self.files[file]} is damaged: checksums of the {len(block)} bytes from byte "
-                    f"{begin:,} differ. Copy it again; if it is in data_cache_dir, delete its "
-                    "folder to import it again.",
-                    self.files[file],
-                )
+    def _read_plain(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
+        """Reads byte ranges of files by number."""
+        paths = [self.files[file] for file in files.tolist()]
+        return file_access.read_ranges(paths, lows.tolist(), (highs - lows).tolist())
+
+    def _read_checked(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
+        """Reads whole blocks, compares checksums, and crops the ranges."""
+        first, last = lows // _CHECKED_BYTES, -(-highs // _CHECKED_BYTES)
+        begins = first * _CHECKED_BYTES
+        ends = np.minimum(last * _CHECKED_BYTES, self._num_bytes[files])
+        blocks = self._read_plain(files, begins, ends)
+        known, of_file = self._checksums[self._checksums_name], self._first_sum[files]
+        found = [*map(extend_crc, known[of_file + first].tolist(), blocks)]
+        if found != (expected := known[of_file + last].tolist()):
+            at = int(np.argmax(np.not_equal(found, expected)))
+            path = self.files[files[at]]
+            raise FileReadError(
+                f"{path} is damaged: checksums of the {len(blocks[at])} bytes from byte "
+                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete its "
+                "folder to import it again.",
+                path,
+            )
+        crops = zip(blocks, (lows - begins).tolist(), (highs - begins).tolist(), strict=True)
+        return [block[low:high] for block, low, high in crops]
 
 
 @functools.lru_cache(maxsize=8)
@@ -187,15 +195,15 @@ def _read_source_files(folder: Path) -> tuple[list[int], list[str]]:
 
 
 def checksums_name(kind: str = "tokens") -> str:
-    """Returns the name of the array of checksums of token files."""
-    return f"{kind}_crc32c"
+    """Returns the name of the array of `file_checksums` of token files."""
+    return f"{kind}_running_crc32c"
 
 
 def file_checksums(path: Path) -> np.ndarray:
-    """Returns the CRC-32C of every 4 KiB of a file (uint32)."""
+    """Returns CRC-32Cs of the first 0, 4096, 8192, ... and all bytes (uint32)."""
     with path.open("rb") as file:
         blocks = iter(functools.partial(file.read, _CHECKED_BYTES), b"")
-        return np.fromiter(map(crc32c, blocks), "<u4")
+        return np.fromiter(itertools.accumulate(blocks, extend_crc, initial=0), "<u4")
 
 
 class TokenWriter:
@@ -255,6 +263,7 @@ def open_flat(
         [file.num_records for file in entry.files],
         np.dtype(manifest.dtype).newbyteorder("<"),
         load_offsets(folder / split, entry.num_documents, entry.num_tokens),
+        folder / split / f"{checksums_name()}.npy",
     )
     store.check_sizes(found)
     return store

@@ -109,7 +109,9 @@ def test_a_damaged_record_is_an_error_or_skipped(tmp_path):
         refused("bad_records.maximum=1", open_data, path, tmp_path / cache, **keys)
 
 
-@pytest.mark.parametrize("kind", [*RECORDS, "prepared_bin", "prepared_bin_u4"])
+@pytest.mark.parametrize(
+    "kind", [*RECORDS, "prepared_bin", "prepared_bin_u4", "prepared_array_record"]
+)
 @pytest.mark.parametrize("at", [0, 0.7, -1])
 def test_a_flipped_bit_is_found(tmp_path, kind, at):
     documents, _ = write(kind, tmp_path / "d", [[40] * 3, [4000, 3000]])
@@ -124,10 +126,12 @@ def test_a_flipped_bit_is_found(tmp_path, kind, at):
     # The block is what counts: reads elsewhere give what was written.
     np.testing.assert_array_equal(store.read(ends[0], ends[0] + 100), whole[:100])
     for checksums in tmp_path.rglob("*_crc32c.npy"):
+        without_brace = checksums.read_bytes().replace(b"}", b"{", 1)
         np.save(checksums, np.load(checksums)[1:])
-        refused(
-            r"_crc32c\.npy belongs to other data", open_data, tmp_path / "d", tmp_path / "cache"
-        )
+        problem = r"_crc32c\.npy belongs to other data"
+        refused(problem, open_data, tmp_path / "d", tmp_path / "cache")
+        checksums.write_bytes(without_brace)
+        refused(r"_crc32c\.npy is damaged", open_data, tmp_path / "d", tmp_path / "cache")
         checksums.unlink()  # as in data of earlier versions
     assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
 
