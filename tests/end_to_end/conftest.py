@@ -40,10 +40,6 @@ class Runs(fault_injection.FaultInjection):
         path = self.folder(run_name) / "events.jsonl"
         return path.exists() and path.read_text().count(f'"event": "{kind}"') >= times
 
-    def arrays(self, run_name, step):
-        arrays = fault_injection.arrays_of(self.folder(run_name), step)
-        return {name: array.tobytes() for name, array in arrays.items()}
-
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, compilation_cache):

@@ -1,15 +1,12 @@
 """Training on data of every kind: mixtures, stages, masked tokens, records of the Pile."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 
-from MaxText.config.loading import load
 from tests.input_pipeline.small_data import random_documents, write_data_set
 from tests.input_pipeline.token_store.token_files import write_tfrecord
-from tests.programs import run as run_program
 
 VOCAB_SIZE = 300
 KEYS = (
@@ -47,19 +44,6 @@ def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
 
 
 @pytest.mark.slow
-def test_a_pass_ends_with_its_last_window_also_after_another_batch(runs, folder):
-    keys = [*KEYS.split(), f"dataset_path={folder}/a", "num_epoch=1"]
-    runs.complete("pass", *keys)
-    manifest = json.loads((folder / "a/manifest.json").read_text())
-    windows = -(-(manifest["splits"]["train"]["num_tokens"] - 1) // 32)
-    assert windows > 32
-    larger = [*keys, "steps=100", "per_device_batch_size=16"]
-    runs.complete("pass", *larger)
-    assert len(runs.rows("pass")) == 8 + -(-(windows - 32) // 16)
-    assert "num_epoch=1" in runs.complete("pass", *larger)
-
-
-@pytest.mark.slow
 def test_masked_tokens_are_learned(runs, folder):
     output = runs.complete(
         "masked", *KEYS.split(), f"dataset_path={folder}/a", "mlm_training=true", "mlm.mask_id=127",
@@ -93,35 +77,3 @@ def test_pile_records_are_read_in_their_order(runs):
         line = next(line for line in output.splitlines() if f"completed step: {step}," in line)
         assert f"total_weights: {counted}," in line
     assert f"total_weights={(records['valid'][:, 1:] != 0).sum()}," in output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["MUDDLlama2Medium", "Llama2Medium"])
-def test_published_commands_of_muddformer(name, tmp_path, users_environment):
-    """Up to paths, steps and sizes."""
-    text = np.arange(100_000) % 7 + 1  # repeats itself
-    (tmp_path / "pile").mkdir()
-    for number, file in enumerate(("pile.tfrecord.b0", "pile.tfrecord.b3", "valid.tfrecord.b0")):
-        rows = text[1000 * number :][: 12 * 33].reshape(12, 33)
-        write_tfrecord(tmp_path / "pile" / file, rows)
-    arguments = (
-        f"MaxText/configs/base_v2.yml run_name={tmp_path}/run dataset_path={tmp_path}/pile "
-        f"model_name={name} hardware=cpu compile_topology_num_slices=1 vocab_size=128 "
-        "base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 "
-        "base_num_decoder_layers=2 max_target_length=32 per_device_batch_size=4 "
-        "eval_per_device_batch_size=4 steps=6 learning_rate_schedule_steps=6 learning_rate=0.01 "
-        "warmup_steps_fraction=0 log_config=false enable_tensorboard=false loss_curve=false "
-        f"jax_cache_dir={tmp_path}/cache data_cache_dir={tmp_path}/data_cache "
-    ) + ("mlp_dim_multiple=8" if name.startswith("MUDD") else "")
-    result = run_program("train.py", arguments.split(), tmp_path, users_environment)
-    assert result.returncode == 0, result.stderr
-    assert "Completed eval after train step 5" in result.stdout
-    loaded = load(arguments.split()).config
-    assert load([str(tmp_path / "run/config.yml")]).config == loaded
-    assert loaded.run.model_name == name
-    assert loaded.model.dense_connections.dense_conn is (name == "MUDDLlama2Medium")
-    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} >= {"0", "5"}
-    rows = [json.loads(row) for row in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    losses = [row["learning/lm_loss"] for row in rows if "learning/lm_loss" in row]
-    assert abs(losses[0] - math.log(128)) < 0.2
-    assert losses[-1] < losses[0] - 0.3

@@ -52,23 +52,6 @@ def test_a_finished_run_is_left_as_it_is(runs, whole):
     assert contents(copy) | {".lock": b""} == before | {".lock": b""}
 
 
-@pytest.mark.slow
-def test_parameters_of_another_run_start_a_new_one(runs, whole):
-    runs.complete("warm", f"load_parameters_path={whole[0]}", "steps=2", "eval_interval=-1")
-    (parent,) = runs.events("warm", "start")[0]["lineage"]
-    assert (parent["run_name"], parent["step"], parent["how"]) == ("whole", 59, "parameters")
-    assert parent["tokens"] == STEPS * 4 * 64
-    first, middle = runs.rows("warm")[0], runs.rows("whole")[STEPS // 2]
-    assert first["learning/loss"] < middle["learning/loss"] + 0.3
-
-
-@pytest.mark.slow
-def test_full_state_of_another_run_goes_on_at_its_step(runs, whole):
-    runs.complete("more", f"load_full_state_path={whole[0]}/checkpoints/55")
-    assert [row["step"] for row in runs.rows("more")] == [56, 57, 58, 59]
-    assert runs.arrays("more", 59) == runs.arrays("whole", 59)
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -86,13 +69,3 @@ def test_a_mistake_gives_one_message_and_exit_code_2(runs, arguments, named):
     output = runs.complete("mistake", *words, code=2)
     assert output.count("error: ") == 1
     assert named in output.partition("error: ")[2]
-
-
-@pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run(runs):
-    output = runs.complete(
-        "diverged", "learning_rate=1e30", "gradient_clipping_threshold=0", "adam_eps=0",
-        "warmup_steps_fraction=0", "skip_step_on_spikes=false", "steps=20", code=1,
-    )  # fmt: skip
-    assert "abort_on_" in output
-    assert runs.rows("diverged", "events.jsonl")[-1]["reason"] == "diverged"

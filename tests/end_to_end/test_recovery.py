@@ -65,19 +65,6 @@ def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged,
 
 
 @pytest.mark.slow
-def test_rollback_to_a_copy_in_memory(runs, damaged, rolled_back):
-    runs.complete("from_memory", *damaged, "rollback.snapshot_period=5")
-    (rollback,) = runs.events("from_memory", "rollback")
-    assert (rollback["source"], rollback["restored_step"]) == ("copy of step 24 in memory", 25)
-    (other,) = of_kind(rolled_back[0], "rollback")
-    assert rollback["samples"] == [4 * 25, other["samples"][1]]
-    runs.complete("excluded_less", *damaged, f"excluded_samples=[{rollback['samples']}]")
-    assert (
-        fault_injection.differences(runs.folder("from_memory"), runs.folder("excluded_less")) == []
-    )
-
-
-@pytest.mark.slow
 def test_killed_before_the_next_checkpoint_it_excludes_the_same_data(runs, damaged):
     # Between the first step and the last one nothing is saved.
     keys = [*damaged, "checkpoint_period=100", "rollback.snapshot_period=5"]

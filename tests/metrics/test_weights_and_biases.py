@@ -53,8 +53,6 @@ def attempt(folder, first, end, blocks):
     for step in range(first, end):
         losses = dict.fromkeys(("learning/loss", "learning/lm_loss"), 1 / (step + 1))
         emit("step", step, **losses, updates=1, **padding)
-        if step % 10 == 9:
-            emit("evaluation", step, **{"eval/avg_loss": 2 / (step + 1)})
     while blocks:
         time.sleep(0.01)
         if size() >= before + blocks * 2**15:
@@ -115,13 +113,10 @@ def test_killed_and_restarted_offline_every_step_is_there(tmp_path):
         had = {numbers["step"] for _, numbers in rows_of(offline_records(tmp_path))}
         return code, printed, had
 
-    code, printed, had = done(0, 20, blocks=1)
+    code, printed, had = done(0, 150, blocks=5)
     assert (code, printed) == (-signal.SIGKILL, "")
-    assert 0 < len(had) < 20  # so the next attempt has to send some of them again
-    code, _, had = done(20, 150, blocks=5)
-    assert code == -signal.SIGKILL
-    assert 22 < max(had) < 149  # so the next attempt does some of them again
-    assert done(22, 160, blocks=0) == (0, "", set(range(160)))
+    assert 22 < max(had) < 149  # so the next attempt sends some again that it does not do again
+    assert done(149, 160, blocks=0) == (0, "", set(range(160)))
 
     attempts = offline_records(tmp_path)
     rows = rows_of(attempts)
@@ -129,14 +124,7 @@ def test_killed_and_restarted_offline_every_step_is_there(tmp_path):
     assert numbers == sorted(set(numbers))  # as `wandb sync` needs them
     losses = {row["step"]: row["learning/loss"] for _, row in rows if "learning/loss" in row}
     assert losses == {step: 1 / (step + 1) for step in range(160)}
-    evaluated = {row["step"]: row["eval/avg_loss"] for _, row in rows if "eval/avg_loss" in row}
-    assert evaluated == {step: 2 / (step + 1) for step in range(9, 160, 10)}
     assert "sample" in rows[-1][1]
-    charts = [json.loads(file.read_text()) for file in (tmp_path / "wandb").rglob("loss_*.json")]
-    points = {(x, name[:8]): y for x, name, y in max((one["data"] for one in charts), key=len)}
-    assert len(points) == 2 * 16
-    assert points[9, "validati"] == 0.2
-    assert points[19, "training"] == pytest.approx(sum(1 / n for n in range(11, 21)) / 10)
     (sample,) = (tmp_path / "wandb").rglob("*.html")
     assert "<pre>Once &lt;b&gt;</pre>" in sample.read_text()
     runs = [record.run for part in attempts for record in part if record.HasField("run")]

@@ -1,6 +1,5 @@
 """Layers on stages of a pipeline: the same numbers as one device that has all of them."""
 
-import json
 import math
 
 import jax
@@ -9,9 +8,14 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import make_sharding_plan, microbatch_size
-from tests.multi_device.same_results import assert_same, loss_and_gradients, train
-from tests.programs import run as start
-from tests.small_models import TINY, VALUE_RESIDUAL, tiny_config
+from tests.multi_device.same_results import (
+    assert_read_as,
+    assert_same,
+    loss_and_gradients,
+    planned,
+    train,
+)
+from tests.small_models import VALUE_RESIDUAL, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -82,18 +86,20 @@ def test_equal_losses_and_gradients(name):
         assert leaf.addressable_shards[0].data.shape[0] * stages == leaf.shape[0]
 
 
-def test_accumulation_and_dropout():
+def test_accumulation_dropout_and_another_number_of_stages(tmp_path):
     # A pipeline draws for its microbatches what accumulation draws for its own, and both cut rows
     # alike.
-    keys = {"dropout_rates.residual": 0.2, "ici_fsdp_parallelism": 1}
+    keys = {"dropout_rates.residual": 0.2, "ici_fsdp_parallelism": 1, "base_num_decoder_layers": 4}
     expected, _ = train(jax.devices()[:1], num_microbatches=4, **keys)
-    numbers, state = train(jax.devices()[:2], **keys, **TWO, num_pipeline_microbatches=4)
+    parts = TWO | {"num_pipeline_microbatches": 4, "num_pipeline_repeats": 2}
+    numbers, state = train(jax.devices()[:2], **keys, **parts)
     np.testing.assert_allclose(numbers, expected, rtol=1e-5)
     kernel = state.params["layers"]["mlp"]["wo"]["kernel"]
     assert kernel.sharding.spec[0] == "stage"
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.shape == kernel.shape]
     assert all(x.sharding == kernel.sharding for x in moments)
     assert len(moments) >= 2
+    assert_read_as(state, planned(jax.devices()[:4], **keys, **FOUR).state, tmp_path)
 
 
 def test_rows_that_cannot_be_cut():
@@ -103,24 +109,3 @@ def test_rows_that_cannot_be_cut():
     assert sharding.batch_divisor == 2 * 12
     with pytest.raises(UserError, match=r"(?s) 16 sequences.* 24 .*stages.*size=3\."):
         microbatch_size(config.batch.model_copy(update={"per_device_batch_size": 2}), sharding)
-
-
-def test_a_run_goes_on_with_other_stages(users_environment, tmp_path):
-    def run(name, steps, *arguments):
-        keys = {key: value for key, value in TINY.items() if key != "scan_layers"} | {
-            "base_num_decoder_layers": 4, "base_output_directory": "out", "eval_interval": -1,
-            "learning_rate_schedule_steps": 6, "enable_tensorboard": "false",
-            "run_name": name, "steps": steps,
-        }  # fmt: skip
-        given = [*(f"{key}={value}" for key, value in keys.items()), *arguments]
-        ended = start("train.py", given, tmp_path, users_environment)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        rows = (tmp_path / "out" / name / "metrics.jsonl").read_text().splitlines()
-        found = {row["step"]: row["learning/loss"] for row in map(json.loads, rows)}
-        return [found[step] for step in range(steps)]
-
-    whole = run("whole", 4)
-    stages = ["ici_pipeline_parallelism=4", "num_pipeline_microbatches=8"]
-    run("parts", 2, *stages, "ici_data_parallelism=2")
-    parts = run("parts", 4, "ici_pipeline_parallelism=2", "num_pipeline_repeats=2")
-    np.testing.assert_allclose(parts, whole, rtol=1e-5)

@@ -53,36 +53,6 @@ def test_allocator_setting(library, present, expected, monkeypatch):
         assert sorted(environment["GLIBC_TUNABLES"].split(":")) == sorted(expected)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's")
-def test_large_blocks_are_given_back():
-    """Of the process that the program becomes: what was touched of 1 GiB goes with it."""
-    program = """
-        import ctypes, resource, sys
-        from MaxText.runtime import process_start
-        process_start.reexec_with_malloc_tuning()
-        library = ctypes.CDLL(None)
-        library.malloc.restype = ctypes.c_void_p
-        library.free.argtypes = [ctypes.c_void_p]
-        def resident():
-            return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-        def used_and_left(size, touched=60 << 20):
-            before = resident()
-            block = library.malloc(ctypes.c_size_t(size))
-            small = library.malloc(ctypes.c_size_t(10_000))  # would keep a heap from shrinking
-            ctypes.memset(ctypes.c_void_p(block), 1, touched)
-            used = resident() - before
-            library.free(block)
-            return used / touched, (resident() - before) / touched
-        print(*used_and_left(60 << 20), *used_and_left(1025 << 20))
-    """
-    with started(program, environment={"GLIBC_TUNABLES": ""}, options=["-u"]) as process:
-        _, output = ended(process)
-    *stays, left = map(float, output.split())
-    assert min(stays) > 0.9
-    version = tuple(map(int, platform.libc_ver()[1].split(".")[:2]))
-    assert (left < 0.1) == (version >= (2, 35))
-
-
 @pytest.fixture
 def initialize(monkeypatch):
     """Takes the place of jax.distributed.initialize, to which variables name no others."""

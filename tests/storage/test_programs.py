@@ -146,22 +146,6 @@ def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
 
 
 @pytest.mark.slow
-def test_a_bucket_that_fails_for_a_while_costs_a_save_at_most(place):
-    faults = [
-        Fault(503, "POST /upload.*name=runs.*checkpoints.*6", times=3),
-        Fault(429, "POST /upload.*tensorboard", times=2),
-        Fault(0, "POST /upload.*jsonl", times=2),
-        Fault(503, "GET /storage/v1/b/[^/]*/o/runs.*checkpoints%2F9$", times=40),
-    ]
-    with place.emulator.failing(*faults):
-        assert "completed step: 11" in place.train(place.bucket, "run_name=a")
-    done, folders = place.steps("a")
-    assert 11 in done
-    assert folders == done
-    assert sorted(place.losses("a")) == [*range(12)]
-
-
-@pytest.mark.slow
 def test_a_bucket_that_never_answers(place):
     with place.emulator.failing(Fault(503)):
         said = place.train(place.bucket, "run_name=a", code=exit_codes.USER_ERROR)

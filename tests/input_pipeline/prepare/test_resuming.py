@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from subprocess import PIPE
 
 import pytest
 
@@ -134,38 +133,6 @@ def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
     made(byte_options(tmp_path / "text"), tmp_path / "whole")
     assert contents(tmp_path / "d") == contents(tmp_path / "whole")
     assert not (tmp_path / ".d.preparing").exists()
-
-
-INTERRUPTED = """
-import os, runpy, signal, sys
-from MaxText.input_pipeline.prepare import job
-signal.signal(signal.SIGINT, signal.default_int_handler)
-encode = job.tokenize_shard
-def encode_then_stop(*arguments):
-    encode(*arguments)
-    os.kill(os.getpid(), signal.SIGINT)
-job.tokenize_shard = encode_then_stop
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-
-
-def test_program_is_interrupted_and_resumes(tmp_path, users_environment):
-    write_texts(tmp_path / "text", count=3)
-    keys = ["prepare_source=text", "dataset_path=d", "tokenizer_path=bytes"]
-    script = REPOSITORY / "MaxText" / "prepare_data.py"
-    with start(tmp_path, INTERRUPTED, script, *keys, stdout=PIPE, stderr=PIPE) as process:
-        _, stderr = process.communicate()
-    assert process.returncode == 130, stderr
-    assert len(stderr.splitlines()) == 1
-    done = programs.run("prepare_data.py", keys, tmp_path, users_environment)
-    assert done.returncode == 0, done.stderr
-    assert "Resuming: 1 of 1 shards" in done.stdout
-    assert "encoded" not in done.stdout
-    keys[0] = "prepare_source=absent.txt"
-    mistake = programs.run("prepare_data.py", keys, tmp_path, users_environment)
-    assert mistake.returncode == 2
-    assert mistake.stderr.startswith("error: ")
-    assert "absent.txt" in mistake.stderr
 
 
 @pytest.fixture
