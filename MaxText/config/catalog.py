@@ -137,7 +137,7 @@ def _key(
 def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
     if issubclass(section, Parts):
         for part in section.with_keys():
-            yield from _walk(part.keys, (*path, part.name))  # type: ignore[arg-type]
+            yield from _walk(part.keys, (*path, part.section))  # type: ignore[arg-type]
         return
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -188,8 +188,7 @@ def is_of_layer(key: Key) -> bool:
     if key.name in _ALSO_OF_LAYERS:
         return True
     if key.section[:2] == ("model", "parts"):
-        own = [part for part in Parts.with_keys() if part.kind in _PARTS_OF_LAYERS]
-        return any(part.name == key.section[2] for part in own)
+        return key.section[2].partition(".")[0] in _PARTS_OF_LAYERS
     return (
         key.section[:1] == ("model",)
         and key.section[1] in _OF_LAYERS

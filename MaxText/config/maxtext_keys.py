@@ -95,6 +95,16 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
     return None
 
 
+def other_meaning(name: str) -> str:
+    """Returns what a name already stands for here; empty if nothing."""
+    if name in ALIASES:
+        return f"it is another name of {ALIASES[name]}"
+    reason = find_unsupported(name, (name,)) or find_mapping(name, name)
+    if reason or any(name == key for key, _ in TRANSLATIONS):
+        return "it is a key of another program" + (f" ({reason.sentence})" if reason else "")
+    return ""
+
+
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
     """Returns why another program's key is refused, or None."""
     if name in UNSUPPORTED:

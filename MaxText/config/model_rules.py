@@ -121,10 +121,10 @@ def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
         )
 
 
-@rule("dense_conn")
+@rule("dense_conn", "connection_type")
 def _scan(scan_layers, model):
     if scan_layers is True and model.scan_unsupported_reason is not None:
-        return f"scan_layers=true: {model.scan_unsupported_reason}"
+        return f"scan_layers=true: {model.scan_unsupported_reason}\nscan_layers=auto"
 
 
 @rule()

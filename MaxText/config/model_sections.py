@@ -29,7 +29,7 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
-from MaxText.config.registry import Name, ObjectiveParts, Parts
+from MaxText.config.registry import Name, ObjectiveParts, Parts, registration
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -369,9 +369,13 @@ class ModelConfig(Section):
 
     @property
     def layer_plan(self) -> LayerPlan:
-        """The repetition of layers; none with dense connections."""
+        """The repetition of layers; none if they read ever more outputs."""
         kinds = self.layer_overrides
-        return plan_layers(range(len(kinds)) if self.dense_connections.dense_conn else kinds)
+        return plan_layers(kinds if self._keeps_shapes else range(len(kinds)))
+
+    @property
+    def _keeps_shapes(self) -> bool:
+        return registration("connection", self.connection).keeps_shapes
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -425,8 +429,8 @@ class ModelConfig(Section):
         """Returns why layers cannot be split into stages; empty if they can."""
         if self.block.share_layer_params:
             return "share_layer_params=true: there is one layer, and nothing to split into stages"
-        if self.dense_connections.dense_conn:
-            return "dense_conn=true: each layer reads the outputs of all stages before its own"
+        if self.scan_unsupported_reason is not None:
+            return self.scan_unsupported_reason
         if not self.layer_plan.is_whole:
             return "layers are not repeats of one pattern, so stages cannot run the same program"
         return ""
@@ -434,9 +438,9 @@ class ModelConfig(Section):
     @property
     def scan_unsupported_reason(self) -> str | None:
         """Reason against scanning layers; None if they can be scanned."""
-        if self.dense_connections.dense_conn:
-            return "with dense_conn=true each layer reads another number of outputs"
-        return None
+        if self._keeps_shapes:
+            return None
+        return f"with connection_type={self.connection} each layer reads another number of outputs"
 
 
 class LayerConfig(NamedTuple):

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from MaxText.config import import_modules
 from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.schema import SCHEMA_VERSION, Config
+from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 
@@ -25,7 +27,10 @@ def resolved_yaml(
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
     """
     values = {name: value for name, value in flatten(config).items() if name not in omitted}
-    return section_lines([f"schema_version: {SCHEMA_VERSION}"], values, comment)
+    head = [f"schema_version: {SCHEMA_VERSION}"]
+    if modules := import_modules.imported(config.run.import_modules):
+        head += entry_lines(IMPORTED, modules)
+    return section_lines(head, values, comment)
 
 
 def section_lines(

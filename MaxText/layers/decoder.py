@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import NO_STAGES, LayerConfig, ModelConfig, RematPolicy
+from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
-from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.block_variants import block_class
@@ -21,7 +20,14 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Scalars, describe
+from MaxText.layers.part import Scalars
+from MaxText.layers.part_outputs import (
+    check_embedding,
+    check_for_mixers,
+    check_like,
+    check_read,
+    check_write,
+)
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
@@ -104,7 +110,7 @@ class Decoder(nnx.Module):
             dropout_key=dropout_key,
             training=training,
             drops_tokens=drops_tokens,
-            **self.position_embedder.for_mixers(positions_BT),
+            **self._for_mixers(positions_BT),
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         num_stages = current_num_stages()
@@ -112,12 +118,6 @@ class Decoder(nnx.Module):
         if num_stages == 1 and memory.scan_layers is not True:
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
-        if not self.connections.keeps_shapes:
-            raise UserError(
-                f"{describe(self.connections)}: each layer reads another number of arrays, so "
-                "layers cannot be scanned or cut into stages: set scan_layers=false and "
-                f"{NO_STAGES}"
-            )
 
         def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
             return self._layer(layer, carry, context, index, None)[:2]
@@ -141,7 +141,7 @@ class Decoder(nnx.Module):
                 lambda layer, carry, index: apply(layer, carry, context, index),
                 memory.remat_policy,
             )
-        x_BTD = self.connections.end(carry)
+        x_BTD = check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         context = Context(
             capacity=capacity,
             lengths_B=lengths_B,
-            **self.position_embedder.for_mixers(positions_BT),
+            **self._for_mixers(positions_BT),
         )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
@@ -162,9 +162,7 @@ class Decoder(nnx.Module):
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
         """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
-        context = Context(
-            positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
-        )
+        context = Context(positions_BT=positions_BT, **self._for_mixers(positions_BT))
         return self._with_states(tokens_BT, positions_BT, context, states)
 
     def _with_states(
@@ -198,23 +196,30 @@ class Decoder(nnx.Module):
             sequential=not self.connections.keeps_shapes,
         )
         end = apply_remat(self.connections.end, policy, in_scan=False)
-        return end(carry), scalars, states
+        return check_like(self.connections, "end", end(carry), x_BTD), scalars, states
 
     def _layer(
         self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
-        inputs, rest = self.connections.read(index, carry, layer.stream_norms)
+        read = self.connections.read(index, carry, layer.stream_norms)
+        emb_dim = self.config.shape.dimensions.emb_dim
+        inputs, rest = check_read(self.connections, read, carry, emb_dim)
         context = context.for_layer(index, self.connections.shared(rest))
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
-        return self.connections.checked(carry, after), scalars, state
+        return check_write(self.connections, carry, after), scalars, state
+
+    def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        part = self.position_embedder
+        return check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
-        added_BTD = self.position_embedder.embed(positions_BT)
+        part = self.position_embedder
+        added_BTD = check_embedding(part, part.embed(positions_BT), x_BTD)
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
@@ -235,6 +240,9 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = _positions(h_BTD)
         logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+        shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
+        like = jax.ShapeDtypeStruct(shape, jnp.float32)
+        check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
         return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:

@@ -10,9 +10,10 @@ import optax
 import optax.contrib
 from flax import traverse_util
 
-from MaxText.config.registry import lookup, register
+from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
+from MaxText.layers.part_outputs import check_optimizer
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 ParamSpecs = Mapping[str, ParamSpec]
@@ -48,11 +49,16 @@ def make_optimizer(
     multipliers = map_param_names(
         trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
-    transform = lookup("optimizer", config.opt_type)
+    registered = registration("optimizer", config.opt_type)
+    make = registered.load()
+    transform = make(config.parts.of(make) or config, trained)  # a custom one gets its own keys
+    if not registered.is_built_in:
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in trained.items()}
+        check_optimizer(make, transform, map_param_names(trained, shapes.__getitem__))
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(config),
-        transform(config.parts.of(transform) or config, trained),  # a custom one gets its own keys
+        transform,
         optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, decays)),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),

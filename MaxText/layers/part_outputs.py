@@ -1,0 +1,156 @@
+"""Checks of what parts return, made while a program is traced.
+
+A message names the part, its module and line, what it returned, and what it has to return.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.config.registry import registration_of
+from MaxText.errors import UserError
+from MaxText.layers.part import Connection, LayerInputs, Part, Position
+
+_TOKENS = 2  # of the sequence that checks a norm
+
+
+def describe(part: Any) -> str:
+    """Names a part, or its class or function, with the line that registers it."""
+    target = part if hasattr(part, "__name__") else type(part)
+    found = registration_of(target)
+    if found is None or found.is_built_in:
+        return target.__name__
+    return f"{found.kind} {found.name} ({found.place})"
+
+
+def check(holds: bool, part: Any, method: str, returned: Any, wanted: str) -> None:
+    """Raises UserError unless `holds`."""
+    if not holds:
+        who = f"{describe(part)}: {method}" if method else describe(part)
+        raise UserError(f"{who} returned {_text(returned)}, and has to return {wanted}")
+
+
+def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
+    """Returns the output of a mixer or feed-forward, (like x_BTD, anything)."""
+    is_call = method == "__call__"
+    holds = _is_pair(output) and _shape(output[0]) == x_BTD.shape
+    if holds and is_call:
+        scalars = output[1]
+        holds = isinstance(scalars, dict) and all(_shape(x) == () for x in scalars.values())
+    second = "{name: scalar}" if is_call else "state"
+    check(holds, part, method, output, f"({_text(x_BTD)}, {second})")
+    return output
+
+
+def check_like(part: Any, method: str, output: Any, like: Any, *, any_dtype: bool = True) -> Any:
+    """Returns an output with the shape of `like`."""
+    holds = _shape(output) == like.shape and (any_dtype or output.dtype == like.dtype)
+    check(holds, part, method, output, _text(like))
+    return output
+
+
+def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
+    """Returns what positions add to the embedding: None, or as x_BTD."""
+    B, T, D = x_BTD.shape
+    holds = added is None or _shape(added) in ((B, T, D), (1, T, D))
+    check(holds, part, "embed", added, f"None or [{B} or 1, {T}, {D}]")
+    return added
+
+
+def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> dict[str, Any]:
+    """Returns the fields of Context that positions set."""
+    holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
+    if holds and (table := fields.get("rotary")) is not None:
+        shapes = {_shape(x) for x in table} if _is_pair(table) else {()}
+        first, T = next(iter(shapes)), positions_BT.shape[1]
+        holds = len(shapes) == 1 and len(first) == 4 and first[1:3] == (T, 1)
+    if holds and (slopes_N := fields.get("slopes_N")) is not None:
+        holds = len(_shape(slopes_N)) == 1
+    T = positions_BT.shape[1]
+    wanted = f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, or slopes_N: [N]"
+    check(holds, part, "for_mixers", fields, wanted)
+    return fields
+
+
+def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
+    """Returns (the inputs of a layer, the state to carry on)."""
+    shape = (*(_shape(x)[:2] for x in jax.tree.leaves(carry)[:1]), (emb_dim,))
+    wanted = sum(shape, ())
+    inputs = output[0] if _is_pair(output) else None
+    holds = isinstance(inputs, LayerInputs) and len(jax.tree.leaves(inputs)) == len(inputs)
+    holds = holds and all(_shape(x) == wanted for x in jax.tree.leaves(inputs))
+    check(holds, part, "read", output, f"(LayerInputs of {list(wanted)} each, state)")
+    return output
+
+
+def check_write(part: Connection, before: Any, after: Any) -> Any:
+    """Returns `after`, which has the shapes of `before` if it has to keep them."""
+
+    def formats(carry: Any) -> str:
+        return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))
+
+    if part.keeps_shapes and formats(before) != formats(after):
+        raise UserError(
+            f"{describe(part)}: write returned {formats(after)}, and has to keep what begin made, "
+            f"{formats(before)}; or set keeps_shapes = False"
+        )
+    return after
+
+
+def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
+    """Checks a registered function and the abstract module that it returned."""
+    check(isinstance(norm, nnx.Module), function, "", norm, "an nnx.Module")
+    x = jax.ShapeDtypeStruct((1, _TOKENS, emb_dim), dtype)
+    graphdef, state = nnx.split(norm)
+    found = jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+    check_like(function, "its module", found, x)
+
+
+def check_optimizer(function: Any, transform: Any, parameters: Any) -> None:
+    """Checks the transform that a registered function returned."""
+    holds = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
+    check(holds, function, "", transform, "an optax.GradientTransformation")
+    state = jax.eval_shape(transform.init, parameters)
+    found = jax.eval_shape(transform.update, parameters, state, parameters)
+    check(_is_pair(found), function, "update", found, "(updates, state)")
+    for what, ours, like in (
+        ("updates like the parameters", found[0], parameters),
+        ("a state like that of init", found[1], state),
+    ):
+        wanted, shapes = _by_path(like), _by_path(ours)
+        for path in wanted | shapes:
+            given = shapes.get(path, "nothing"), wanted.get(path, "nothing")
+            words = f"{what}: {path} {given[1]}"
+            check(given[0] == given[1], function, "update", f"{path} {given[0]}", words)
+
+
+def _by_path(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): _text(leaf) for path, leaf in leaves
+    }
+
+
+def _is_pair(output: Any) -> bool:
+    return isinstance(output, tuple) and len(output) == 2
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    return () if isinstance(x, int | float) else getattr(x, "shape", None)
+
+
+def _text(returned: Any) -> str:
+    if isinstance(returned, str):
+        return returned
+    if hasattr(returned, "shape"):
+        dtype = getattr(returned, "dtype", None)
+        return f"{dtype.name if dtype else ''}[{', '.join(map(str, returned.shape))}]"
+    if isinstance(returned, Mapping):
+        return "{" + ", ".join(f"{name}: {_text(x)}" for name, x in returned.items()) + "}"
+    if isinstance(returned, tuple):
+        name = type(returned).__name__ if hasattr(returned, "_fields") else ""
+        return f"{name}({', '.join(map(_text, returned))})"
+    return str(returned) if returned is None else type(returned).__name__
