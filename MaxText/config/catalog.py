@@ -175,12 +175,20 @@ def split_entry(name: str) -> tuple[str, str]:
 
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
-_OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention")
+_OF_LAYERS = (
+    "block", "position", "attention", "feed_forward", "mixture_of_experts", "pattention", "dropout",
+)  # fmt: skip
 _PARTS_OF_LAYERS = ("mixer", "feed_forward", "norm", "projection")
-_ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
+_ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim")
 _OF_ALL_LAYERS = (
+    # what chooses keys by layer, and what stands between layers
     "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
-    "causal", "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention",
+    "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple",
+    # tables beside the token table
+    "axial_pos_shape", "trainable_position_size",
+    # one kernel, one order of tokens on devices, one stored form of norms, one objective
+    "attention", "context_parallel_strategy", "context_parallel_load_balance",
+    "normalization_zero_centered", "causal",
 )  # fmt: skip
 
 

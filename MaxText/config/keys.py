@@ -76,6 +76,10 @@ class Section(BaseModel):
                 found[key] = {**found.get(key, {}), entry: value}
         return found
 
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Returns these keys with other values of some of them."""
+        return self.model_copy(update=dict(values))
+
 
 class Options(BaseModel):
     """The value of a key with entries: {entry: value}, or key.entry=value."""

@@ -10,7 +10,7 @@ import datetime
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -170,8 +170,10 @@ def converted_value(value: Any, key: Key) -> Any:
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
-        names = {name: one.annotation for name, one in all_keys().items() if is_of_layer(one)}
-        return layer_kinds.parse(value, names)
+        of_layers = {name: one for name, one in all_keys().items() if is_of_layer(one)}
+        for one in [*of_layers.values()]:
+            of_layers |= {f"{one.name}.{entry}": own for entry, own in one.entries.items()}
+        return layer_kinds.parse(value, lambda name, one: converted_value(one, of_layers[name]))
     converted = values.convert(value, key.annotation)
     if key.violates_bounds(converted):
         raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
@@ -392,4 +394,19 @@ def _check_rules(
                 problems.append(problem)
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
-    return problems, idle
+    return problems or list(_check_letters(config, winners)), idle
+
+
+def _check_letters(config: Config, winners: _Merged) -> Iterator[Problem]:
+    """Yields problems of the keys of single letters of `layer_pattern`."""
+    for letter, keys in config.model.block.layer_kinds:
+        own = {name.partition(".")[0] for name, _ in keys}
+        of_layer = config.model_copy(update={"model": config.model.layer(dict(keys)).config})
+        for rule in RULES:
+            if not own.intersection(rule.keys) or rule.finds_unused or rule.programs:
+                continue
+            if message := rule.check(of_layer):
+                what, *remedies = message.splitlines()
+                place = winners.last["layer_kinds"].place
+                facts = [("try", remedy) for remedy in remedies]
+                yield Problem(f"layer_kinds: {letter}: {what}", (place,), facts)

@@ -143,10 +143,10 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
         return "layer_pattern: attention_types also sets the mixers of layers; set one of them"
     for letter, keys in kinds.items():
         position = keys.get("position_embedding", "none")
-        if position not in ("none", model.position.position_embedding):
+        if position not in ("none", "rotary", model.position.position_embedding):
             return (
-                f"layer_kinds: {letter}: position_embedding: a layer can only drop the "
-                "model's rotary positions (none)"
+                f"layer_kinds: {letter}: position_embedding: a layer can only have rotary "
+                "positions, none, or those of the model"
             )
 
 
@@ -321,6 +321,8 @@ def _shared(share_layer_params, dynamic_mlp_dim, model):
     if len(mixers) > 1 and not alike:
         found = ", ".join(sorted(mixers))
         return f"share_layer_params=true: layers with mixers {found} have different parameters"
+    if len({layer.dimensions for layer in model.layers}) > 1:
+        return "share_layer_params=true: layer_kinds gives layers different sizes"
     if len({layer.config.mixture_of_experts.num_experts for layer in model.layers}) > 1:
         return "share_layer_params=true: moe_layers gives some layers experts and others none"
     if dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":

@@ -1,6 +1,7 @@
 """Keys of the model, one section per part."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.config import layer_kinds
@@ -41,8 +42,8 @@ WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
 ]  # fmt: skip
 
-# ((section, key), value) of keys that a layer has other values of than the model.
-Overrides = tuple[tuple[tuple[str, str], Any], ...]
+# (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
+Overrides = tuple[tuple[str, Any], ...]
 
 # Remedy in messages about layers that cannot be split into stages.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
@@ -302,7 +303,7 @@ class ModelConfig(Section):
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
-        letters = self._layer_kinds
+        letters = dict(self.block.layer_kinds)
         try:
             pattern = self.block.layer_pattern
             chosen = layer_kinds.letters(pattern, num_layers) if pattern else ""
@@ -310,51 +311,47 @@ class ModelConfig(Section):
             chosen = ""  # said by a rule
         found = []
         for index in range(num_layers):
-            own: dict[tuple[str, str], Any] = dict(letters.get(chosen[index], ())) if chosen else {}
+            own: dict[str, Any] = dict(letters.get(chosen[index], ())) if chosen else {}
             if index < len(kinds):
-                own["block", "mixer"] = MIXERS[kinds[index]]
+                own["mixer"] = MIXERS[kinds[index]]
             if experts.moe_layers is not None and index not in experts.moe_layers:
-                own["mixture_of_experts", "num_experts"] = 1
+                own["num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
-                own["", "mlp_dim"] = widths[index]
+                own["mlp_dim"] = widths[index]
             if index == 0 and has_one_norm:
-                own["dense_connections", "dense_streams"] = ("r",)
+                own["dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
 
-    @property
-    def _layer_kinds(self) -> dict[str, Overrides]:
-        """Overrides of each letter of layer_pattern."""
-        owners = {}
-        for section, field in type(self).model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                owners |= dict.fromkeys(field.annotation.model_fields, section)
-        for own in self.parts.sections:
-            owners |= dict.fromkeys(type(own).model_fields, "parts")
-        return {
-            letter: tuple(((owners[name], name), value) for name, value in keys)
-            for letter, keys in self.block.layer_kinds
-        }
+    def with_keys(self, given: Mapping[str, Any]) -> "ModelConfig":
+        """Returns these keys with other values of some, or of their entries."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        owners = {key: name for name, own in sections.items() for key in type(own).model_fields}
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            key, _, entry = name.partition(".")
+            section = owners.get(key, "parts")
+            own = changed.setdefault(section, {})
+            if entry:
+                places = own, *map(dict, (sections[section], *self.parts.sections))
+                options = next(place[key] for place in places if key in place)
+                value = options.model_copy(update={entry: value})
+            own[key] = value
+        return self.model_copy(
+            update={name: sections[name].with_values(values) for name, values in changed.items()}
+        )
 
     @property
     def layers(self) -> tuple["LayerConfig", ...]:
         """Each layer's own keys and sizes; like layers share one object."""
         overrides = self.layer_overrides
-        made = {own: self._layer(dict(own)) for own in set(overrides)}
+        made = {own: self.layer(dict(own)) for own in set(overrides)}
         return tuple(made[own] for own in overrides)
 
-    def _layer(self, own: dict[tuple[str, str], Any]) -> "LayerConfig":
-        width = own.pop(("", "mlp_dim"), None)
-        changed: dict[str, dict[str, Any]] = {}
-        for (section, name), value in own.items():
-            changed.setdefault(section, {})[name] = value
-        sections = {
-            name: self.parts.with_values(values)
-            if name == "parts"
-            else getattr(self, name).model_copy(update=values)
-            for name, values in changed.items()
-        }
-        section = self.model_copy(update=sections)
+    def layer(self, own: dict[str, Any]) -> "LayerConfig":
+        """Returns a layer with own values of keys."""
+        width = own.pop("mlp_dim", None)
+        section = self.with_keys(own)
         dimensions = section.shape.dimensions
         if width is not None:
             dimensions = dimensions._replace(mlp_dim=width)
@@ -384,6 +381,10 @@ class ModelConfig(Section):
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
+        return any(one._draws for one in {self, *(layer.config for layer in self.layers)})
+
+    @property
+    def _draws(self) -> bool:
         routing = self.mixture_of_experts
         draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
         return (
@@ -440,7 +441,9 @@ class ModelConfig(Section):
         """Reason against scanning layers; None if they can be scanned."""
         if self._keeps_shapes:
             return None
-        return f"with connection_type={self.connection} each layer reads another number of outputs"
+        connection_type = self.block.connection_type
+        chosen = "dense_conn=true" if connection_type == "auto" else f"{connection_type=!s}"
+        return f"with {chosen} each layer reads another number of outputs"
 
 
 class LayerConfig(NamedTuple):

@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -244,8 +244,7 @@ class Parts(Section):
         found = registration_of(target, self.with_keys())
         return None if found is None else self._of(found)
 
-    def with_values(self, values: dict[str, Any]) -> Self:
-        """Returns these keys with other values of some of them."""
+    def with_values(self, values: Mapping[str, Any]) -> Self:
         sections = (
             own.model_copy(update={n: v for n, v in values.items() if n in type(own).model_fields})
             for own in self.sections

@@ -25,6 +25,7 @@ class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); ..."""
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
+    positions = 0  # which positions of the decoder it has
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         config = layer.config

@@ -20,7 +20,7 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Scalars
+from MaxText.layers.part import Position, Scalars
 from MaxText.layers.part_outputs import (
     check_embedding,
     check_for_mixers,
@@ -62,16 +62,28 @@ class Decoder(nnx.Module):
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole_model = LayerConfig(config, dimensions)
-        position = lookup("position", config.position.position_embedding)
-        self.position_embedder = position.build(whole_model, init, rngs)
-        layers = config.layers
+        whole_model, layers = LayerConfig(config, dimensions), config.layers
         quantizer = Quantizer(config.numerics)
+
+        def init_of(layer: LayerConfig) -> Init:
+            draw = initializers(config.initialization, layer.dimensions)
+            return dataclasses.replace(init, dimensions=layer.dimensions, initializers=draw)
+
+        def positions(layer: LayerConfig) -> Position:
+            part = lookup("position", layer.config.position.position_embedding)
+            return part.build(layer, init_of(layer), rngs)
+
+        kinds: dict[Any, LayerConfig] = {}
+        for one in (whole_model, *layers):
+            kinds.setdefault(_positions_of(one), one)
+        self.position_embedder, *others = map(positions, kinds.values())
+        self.other_positions = nnx.List(others)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
-            layer_init = dataclasses.replace(init, dimensions=layer.dimensions)
-            return quantizer.quantize(block_class(layer)(layer, layer_init, rngs))
+            built = block_class(layer)(layer, init_of(layer), rngs)
+            built.positions = list(kinds).index(_positions_of(layer))
+            return quantizer.quantize(built)
 
         self.layers, self.blueprint = stack(
             block, config.layer_plan, rngs, shared=config.block.share_layer_params
@@ -206,15 +218,19 @@ class Decoder(nnx.Module):
         read = self.connections.read(index, carry, layer.stream_norms)
         emb_dim = self.config.shape.dimensions.emb_dim
         inputs, rest = check_read(self.connections, read, carry, emb_dim)
-        context = context.for_layer(index, self.connections.shared(rest))
+        shared = self.connections.shared(rest)
+        context = context.for_layer(index, shared, layer.positions)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
         return check_write(self.connections, carry, after), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        part = self.position_embedder
-        return check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
+        own, *others = [
+            check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
+            for part in (self.position_embedder, *self.other_positions)
+        ]
+        return {**own, "others": tuple(others)}
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
@@ -247,6 +263,14 @@ class Decoder(nnx.Module):
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
+
+
+def _positions_of(layer: LayerConfig) -> Any:
+    """Returns what a layer's positions depend on, or None if mixers do not read them."""
+    config, d = layer.config.position, layer.dimensions
+    part = lookup("position", config.position_embedding)
+    reads = part.for_mixers is not Position.for_mixers
+    return (config, d.head_dim, d.num_query_heads) if reads else None
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:

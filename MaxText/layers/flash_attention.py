@@ -16,9 +16,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.errors import first_line
-from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_windows
+from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_layers
 from MaxText.parallelism.logical_sharding import platform, split_axes
 
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
@@ -34,14 +34,25 @@ def kernel_unsupported_reason(
     config: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
-    attention, d = config.attention, config.shape.dimensions
+    layers = dict.fromkeys(layer for _, layer in softmax_layers(config))
+    reasons = (
+        _unsupported_reason(layer, config, backend, num_length_parts, num_stages)
+        for layer in layers
+    )
+    return next(filter(None, reasons), None if layers else "no layer has softmax attention")
+
+
+def _unsupported_reason(
+    layer: LayerConfig, model: ModelConfig, backend: str, num_length_parts: int, num_stages: int
+) -> str | None:
+    config, d = layer
+    attention = config.attention
     precision, dtype = config.numerics.matmul_precision, np.dtype(config.numerics.dtype)
-    windows, is_split = softmax_windows(config), num_length_parts > 1
+    windows, is_split = [window for window, _ in softmax_layers(model)], num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = config.position.position_embedding == "alibi"
     each = f" on each of {num_length_parts} devices" if is_split else ""
     refused: list[tuple[Any, str]] = [
-        (not windows, "no layer has softmax attention"),
         (has_alibi, "position_embedding=alibi adds to scores"),
         (attention.num_mem_kv, "num_mem_kv adds learned keys"),
         (
@@ -78,17 +89,16 @@ def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | N
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
-    d, attention = config.shape.dimensions, config.attention
-    length, on_device = d.max_target_length, SingleDeviceSharding(device)
+    length, on_device = config.shape.max_target_length, SingleDeviceSharding(device)
 
-    def heads_shape(heads: int) -> jax.ShapeDtypeStruct:
-        shape = (1, length, heads, d.head_dim)
+    def heads_shape(heads: int, head_dim: int) -> jax.ShapeDtypeStruct:
+        shape = (1, length, heads, head_dim)
         return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
 
-    queries, keys = heads_shape(d.num_query_heads), heads_shape(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
-    for window in dict.fromkeys(softmax_windows(config)):
-        spec = AttentionSpec(attention.causal, window, attention.attention_scale)
+    for window, (own, d) in dict.fromkeys(softmax_layers(config)):
+        queries, keys = (heads_shape(n, d.head_dim) for n in (d.num_query_heads, d.num_kv_heads))
+        spec = AttentionSpec(config.attention.causal, window, own.attention.attention_scale)
 
         def total(q, k, v, segments, spec=spec):
             return _cudnn(None, q, k, v, segments, segments, spec=spec).sum()

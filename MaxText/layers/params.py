@@ -112,7 +112,7 @@ class Initializers(NamedTuple):
     attention_output: Initializer
     embedding: Initializer  # token table
     position: Initializer  # position tables
-    attention_slots: tuple[Initializer, Initializer]  # of Pattention: keys, values
+    attention_slots: tuple[Initializer, Initializer]  # learned keys and values
     feed_forward_slots: tuple[Initializer, Initializer]
     connection: Initializer  # from a hidden state to the weights of dense connections
     memory: Initializer  # learned keys and values

@@ -90,6 +90,11 @@ class Part(nnx.Module):
         return {}
 
     @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns key of a size of its own -> (logical axis, size)."""
+        return {}
+
+    @classmethod
     def state_bytes(
         cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import PattentionConfig, SlotPlace
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
@@ -122,6 +122,11 @@ class Pattention(nnx.Module):
         return self.values(self.theta(scores))
 
 
+def _sharded_slots(layer: LayerConfig, place: SlotPlace) -> dict[str, tuple[str, int]]:
+    number = layer.config.pattention.num_slots(place, layer.dimensions.emb_dim)
+    return {f"{place}_slot_num": ("slots", number)}
+
+
 @register("projection", "pattention")
 class PattentionProjection(Pattention):
     """Pattention as an attention projection; h of head n is n * H + h."""
@@ -142,6 +147,10 @@ class PattentionProjection(Pattention):
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
         self.num_in_dims, self.outputs = len(inputs), outputs
 
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        return _sharded_slots(layer, "qkv") | _sharded_slots(layer, "proj")
+
     def __call__(self, x: jax.Array) -> jax.Array:
         leading = x.shape[: x.ndim - self.num_in_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
@@ -156,6 +165,10 @@ class PattentionFeedForward(FeedForward, Pattention):
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         D, use_bias = init.dimensions.emb_dim, config.feed_forward.ffn_bias
         Pattention.__init__(self, config.pattention, init, rngs, "ffn", D, D, use_bias)
+
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        return _sharded_slots(layer, "ffn")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         return tag(self.attend(x_BTD), "mlpwo"), {}

@@ -72,11 +72,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "base_num_decoder_layers": 5,
             "layer_pattern": "D(LA)",
-            "linear_attention.chunk": 5,
             "layer_kinds": {
                 "D": {"base_mlp_dim": 8, "position_embedding": "none"},
-                "L": {"mixer": "linear_attention", "base_num_kv_heads": 2},
-                "A": {"num_experts": 4, "use_qk_norm": True},
+                "L": {
+                    "mixer": "linear_attention",
+                    "base_num_kv_heads": 2,
+                    "linear_attention.chunk": 5,
+                },
+                "A": {
+                    "num_experts": 4,
+                    "use_qk_norm": True,
+                    "head_dim": 6,
+                    "base_num_query_heads": 2,
+                    "base_num_kv_heads": 1,
+                    "rope_max_timescale": 50.0,
+                },
             },
         }
         | DROPS,
