@@ -30,7 +30,7 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
-from MaxText.config.registry import Name, ObjectiveParts, Parts, registration
+from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -381,7 +381,7 @@ class ModelConfig(Section):
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
-        return any(one._draws for one in {self, *(layer.config for layer in self.layers)})
+        return any(one._draws for one in (self, *(layer.config for layer in self.layers)))
 
     @property
     def _draws(self) -> bool:
@@ -449,3 +449,14 @@ class ModelConfig(Section):
 class LayerConfig(NamedTuple):
     config: ModelConfig  # the model's keys with the layer's own values in their place
     dimensions: Dimensions  # the sizes of this layer
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Those of mixer, feed-forward and projection that are a Part."""
+        names = {
+            "mixer": self.config.block.mixer,
+            "feed_forward": self.config.feed_forward.feed_forward_type,
+            "projection": self.config.attention.attention_projections,
+        }
+        found = (lookup(kind, name) for kind, name in names.items())
+        return tuple(one for one in found if hasattr(one, "slots_problem"))

@@ -18,7 +18,6 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.layer_kinds import LayerKinds
 from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.model_sections import LayerConfig, ModelConfig
-from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
@@ -250,7 +249,7 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         return sharding.named_sharding((axis,), (size,)).shard_shape((size,))[0]
 
     def sizes_of(layer: LayerConfig) -> dict[str, int]:
-        config, d = layer
+        d = layer.dimensions
         heads, kv_heads = share("heads", d.num_query_heads), share("kv_heads", d.num_kv_heads)
         found = {
             "base_num_query_heads": heads,
@@ -259,14 +258,8 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
             "head_dim": d.head_dim,
             "base_mlp_dim": share("mlp", d.mlp_dim),
         }
-        for kind, name in (
-            ("mixer", config.block.mixer),
-            ("feed_forward", config.feed_forward.feed_forward_type),
-            ("projection", config.attention.attention_projections),
-        ):
-            declared = getattr(lookup(kind, name), "sharded_sizes", None)
-            sizes = declared(layer) if declared else {}
-            found |= {key: share(*one) for key, one in sizes.items()}
+        for part in layer.parts:
+            found |= {key: share(*one) for key, one in part.sharded_sizes(layer).items()}
         return found
 
     d = model_config.shape.dimensions

@@ -26,6 +26,7 @@ from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
 from MaxText.layers.kv_cache import with_capacity
 from MaxText.layers.model import Model, Parameters
+from MaxText.layers.stack import SAVED_NAMES
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
@@ -106,7 +107,7 @@ class Subject:
         return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
 
     @functools.cached_property
-    def _traced(self) -> Any:
+    def traced(self) -> Any:
         return jax.jit(self._program).trace(self.models[0].abstract)
 
     @property
@@ -114,14 +115,14 @@ class Subject:
         """Matrix product FLOPs of both losses with their gradients."""
         return [
             products(equation.params["jaxpr"].jaxpr)
-            for equation in self._traced.jaxpr.eqns
+            for equation in self.traced.jaxpr.eqns
             if equation.params.get("name") == "loss"
         ]
 
     @functools.cached_property
     def outputs(self) -> Outputs:
         """Compiles and runs the program."""
-        run = self._traced.lower().compile()
+        run = self.traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]
         square = sum(np.sum(np.square(gradient)) for gradient in jax.tree.leaves(gradients))
@@ -338,6 +339,41 @@ def _scan_and_remat(subject: Subject) -> str | None:
     return _first_difference(others, gradients, 2e-5)
 
 
+def _policies(subject: Subject) -> str | None:
+    """Compares gradients under all remat policies that save different values."""
+    tags = set(_tags(subject.traced.jaxpr))
+    distinct = {
+        frozenset(tags.intersection(names)): policy
+        for policy, names in SAVED_NAMES.items()
+        if tags.intersection(names) and not policy.endswith("_offloaded")
+    }
+    models = [Model(subject.configure(remat_policy=one).model) for one in distinct.values()]
+
+    def losses(params: Parameters) -> list[Any]:
+        of_batch = functools.partial(subject.loss, batch=subject.batch)
+        return [jax.value_and_grad(of_batch)(params, model) for model in models]
+
+    loss, gradients = subject.outputs.losses[0]
+    found = zip(distinct.values(), jax.jit(losses)(subject.params), strict=True)
+    for policy, (other, others) in found:
+        if not abs(other - loss) <= 1e-6 * abs(loss):
+            return f"the loss is {loss:.7f}, and {other:.7f} with remat_policy={policy}"
+        if problem := _first_difference(others, gradients, 2e-5):
+            return f"remat_policy={policy}: {problem}"
+    return None
+
+
+def _tags(jaxpr: Any) -> Iterator[str]:
+    """Yields the names of values that a remat policy may save."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from _tags(inner)
+
+
 def _flops(subject: Subject) -> str | None:
     if subject.config.model.dense_connections.dense_conn:
         return None  # its sums are not dot_general in the jaxpr
@@ -539,6 +575,7 @@ CHECKS = (
     Check("padding", _padding, "a token may not see tokens of another segment, or padding"),
     Check("gradients", _gradients, "is a weight unused, or behind stop_gradient?"),
     Check("scan and remat", _scan_and_remat, "keep nothing on self; draw from context.key_for()"),
+    Check("remat policies", _policies, "tag() only values that depend on nothing but the inputs"),
     Check("decode state", _decoding, "prefill and decode_step have to agree with __call__"),
     Check("FLOPs", _flops, "flops() counts the products besides those of weights"),
     Check("formats", _formats, "the output has the format of x, a state always the same"),

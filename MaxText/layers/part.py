@@ -95,6 +95,11 @@ class Part(nnx.Module):
         return {}
 
     @classmethod
+    def slots_problem(cls, layer: LayerConfig) -> str | None:
+        """Returns why new entries on axis `slots`, with keys of 0, change its output."""
+        return None
+
+    @classmethod
     def state_bytes(
         cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from MaxText.errors import UserError
 from MaxText.layers.part import Connection, LayerInputs, Part, Position
 
 _TOKENS = 2  # of the sequence that checks a norm
+_NO_ARRAY = (None, None)  # the shape of other objects
 
 
 def describe(part: Any) -> str:
@@ -60,16 +61,16 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
     return added
 
 
-def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> dict[str, Any]:
+def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
     """Returns the fields of Context that positions set."""
+    T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
     if holds and (table := fields.get("rotary")) is not None:
         shapes = {_shape(x) for x in table} if _is_pair(table) else {()}
-        first, T = next(iter(shapes)), positions_BT.shape[1]
+        first = next(iter(shapes))
         holds = len(shapes) == 1 and len(first) == 4 and first[1:3] == (T, 1)
     if holds and (slopes_N := fields.get("slopes_N")) is not None:
         holds = len(_shape(slopes_N)) == 1
-    T = positions_BT.shape[1]
     wanted = f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, or slopes_N: [N]"
     check(holds, part, "for_mixers", fields, wanted)
     return fields
@@ -138,8 +139,8 @@ def _is_pair(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2
 
 
-def _shape(x: Any) -> tuple[int, ...] | None:
-    return () if isinstance(x, int | float) else getattr(x, "shape", None)
+def _shape(x: Any) -> tuple[int | None, ...]:
+    return () if isinstance(x, int | float) else getattr(x, "shape", _NO_ARRAY)
 
 
 def _text(returned: Any) -> str:

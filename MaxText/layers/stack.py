@@ -25,7 +25,7 @@ from MaxText.parallelism.logical_sharding import platform, with_token_major_layo
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
-_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names that `capture.tag` gives
+SAVED_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names that `capture.tag` gives
     "full": (),
     "minimal": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "minimal_with_context": (*_PRODUCTS_OF_ATTENTION, "context", "mlpwi", "mlpwo"),
@@ -44,11 +44,11 @@ def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Ca
     if policy == "none":
         return function
     if not policy.endswith("_offloaded"):
-        keep = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, *_NAMES[policy])
+        keep = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, *SAVED_NAMES[policy])
     else:
         keep = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(_ALWAYS_SAVED),
-            names_which_can_be_offloaded=list(_NAMES[policy]),
+            names_which_can_be_offloaded=list(SAVED_NAMES[policy]),
             offload_src="device",
             offload_dst="pinned_host",
         )

@@ -130,15 +130,20 @@ def sums_as_products():
         yield
 
 
-# The tests of training, of growth and of several devices have more of these.
-OTHERS = ("initialization", "bfloat16", "8 devices", "resume", "growth")
+# Each compiles programs of its own.
+COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
+DEVICES = "8 devices"
+
+
+def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
+    return Subject(lambda **more: tiny_config(decoder_block, **SIZES | keys | more))
 
 
 def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
-    subject = Subject(lambda **more: tiny_config(decoder_block, **SIZES | keys | more))
+    subject = subject_of(decoder_block, keys)
     with sums_as_products():
         for check in CHECKS:
-            if check.name not in OTHERS:
+            if check.name not in (*COSTLY, DEVICES):
                 assert check.problem(subject) is None, keys
         for operations, model in zip(subject.operations, subject.models, strict=True):
             count = count_flops(model, LENGTH)
@@ -150,6 +155,23 @@ def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=SLOW) for n in MORE)])
 def test_conformance(name):
     conforms(*(ARCHITECTURES | MORE)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES | MORE)
+def test_costly_conformance(name):
+    subject = subject_of(*(ARCHITECTURES | MORE)[name])
+    for check in CHECKS:
+        if check.name in COSTLY:
+            assert check.problem(subject) is None, check.name
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("name", ARCHITECTURES | MORE)
+def test_conformance_on_devices(name):
+    subject = subject_of(*(ARCHITECTURES | MORE)[name])
+    [check] = (check for check in CHECKS if check.name == DEVICES)
+    assert check.problem(subject) is None
 
 
 # Values of options, each as keys.
