@@ -184,7 +184,7 @@ _OF_ALL_LAYERS = (
     # what chooses keys by layer, and what stands between layers
     "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
     "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple",
-    # tables beside the token table
+    # tables next to the token table
     "axial_pos_shape", "trainable_position_size",
     # one kernel, one order of tokens on devices, one stored form of norms, one objective
     "attention", "context_parallel_strategy", "context_parallel_load_balance",

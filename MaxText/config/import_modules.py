@@ -156,7 +156,7 @@ def _import_file(name: str) -> str:
 
 
 def _execute(path: Path, module: types.ModuleType) -> None:
-    """Runs a module's source, in place of what an earlier version of it registered."""
+    """Runs a module's source; its earlier parts are forgotten."""
     registry.forget(str(path))
     # Never bytecode, which looks current where a file changed twice within a second.
     exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
@@ -185,7 +185,7 @@ def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
 
 
 def _found(name: str, recorded: Collection[str]) -> list[str]:
-    """Returns the hash of a recorded module, or of files of its name elsewhere."""
+    """Returns the hash of a module, or of moved files of its name."""
     if name in _hashes:
         return [_hashes[name]]
     others = [other for other in _hashes if other not in recorded]

@@ -452,7 +452,7 @@ class LayerConfig(NamedTuple):
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """Those of mixer, feed-forward and projection that are a Part."""
+        """Mixer, feed-forward and projection, if derived from Part."""
         names = {
             "mixer": self.config.block.mixer,
             "feed_forward": self.config.feed_forward.feed_forward_type,

@@ -17,6 +17,7 @@ import yaml
 from pydantic import model_serializer, model_validator
 
 from MaxText.config.keys import Section
+from MaxText.config.maxtext_keys import other_meaning
 
 KINDS = {
     "mixer": "mixer",
@@ -140,7 +141,6 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
 
 def _check_keys(keys: type[Section], who: str) -> None:
     from MaxText.config.catalog import all_keys
-    from MaxText.config.maxtext_keys import other_meaning
 
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{who}: keys has to be a class derived from Section")
@@ -185,7 +185,7 @@ def registration(kind: str, name: str) -> Registration:
 def registration_of(
     target: Any, among: Iterable[Registration] | None = None
 ) -> Registration | None:
-    """Returns the part of a class, or else of its nearest base, or of a function."""
+    """Returns the part of a function, a class or its nearest base."""
     parts = list(_all().values() if among is None else among)
     bases = getattr(target, "__mro__", (target,))
     return next((one for base in bases for one in parts if one.is_of(base)), None)

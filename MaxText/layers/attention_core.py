@@ -161,7 +161,7 @@ def _local_attention(
 
 
 def softmax_layers(config: ModelConfig) -> list[tuple[int | None, LayerConfig]]:
-    """Returns W (None is full attention) and keys of layers with softmax attention."""
+    """Returns (W or None, layer) of layers with softmax attention."""
     mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
     return [
         (mixer.sliding_window(layer.config.attention), layer)

@@ -266,7 +266,7 @@ class Decoder(nnx.Module):
 
 
 def _positions_of(layer: LayerConfig) -> Any:
-    """Returns what a layer's positions depend on, or None if mixers do not read them."""
+    """Returns a key of a layer's positions; None if mixers read none."""
     config, d = layer.config.position, layer.dimensions
     part = lookup("position", config.position_embedding)
     reads = part.for_mixers is not Position.for_mixers

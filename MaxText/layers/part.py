@@ -96,7 +96,7 @@ class Part(nnx.Module):
 
     @classmethod
     def slots_problem(cls, layer: LayerConfig) -> str | None:
-        """Returns why new entries on axis `slots`, with keys of 0, change its output."""
+        """Returns why new slots with keys of 0 change its output, or None."""
         return None
 
     @classmethod

@@ -19,7 +19,7 @@ _NO_ARRAY = (None, None)  # the shape of other objects
 
 
 def describe(part: Any) -> str:
-    """Names a part, or its class or function, with the line that registers it."""
+    """Names a part, its class or function, with its registered place."""
     target = part if hasattr(part, "__name__") else type(part)
     found = registration_of(target)
     if found is None or found.is_built_in:
@@ -62,7 +62,7 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
 
 
 def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
-    """Returns the fields of Context that positions set."""
+    """Returns fields of Context, set by positions."""
     T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
     if holds and (table := fields.get("rotary")) is not None:
@@ -88,7 +88,7 @@ def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
 
 
 def check_write(part: Connection, before: Any, after: Any) -> Any:
-    """Returns `after`, which has the shapes of `before` if it has to keep them."""
+    """Returns `after`, a state with the shapes of `before` if it keeps them."""
 
     def formats(carry: Any) -> str:
         return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))
@@ -102,7 +102,7 @@ def check_write(part: Connection, before: Any, after: Any) -> Any:
 
 
 def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
-    """Checks a registered function and the abstract module that it returned."""
+    """Checks the abstract module returned by a registered function."""
     check(isinstance(norm, nnx.Module), function, "", norm, "an nnx.Module")
     x = jax.ShapeDtypeStruct((1, _TOKENS, emb_dim), dtype)
     graphdef, state = nnx.split(norm)
@@ -111,7 +111,7 @@ def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None
 
 
 def check_optimizer(function: Any, transform: Any, parameters: Any) -> None:
-    """Checks the transform that a registered function returned."""
+    """Checks the transform returned by a registered function."""
     holds = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
     check(holds, function, "", transform, "an optax.GradientTransformation")
     state = jax.eval_shape(transform.init, parameters)
