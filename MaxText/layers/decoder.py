@@ -10,6 +10,7 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
+from MaxText.layers import part_outputs
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.block_variants import block_class
@@ -21,13 +22,6 @@ from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
 from MaxText.layers.part import Position, Scalars
-from MaxText.layers.part_outputs import (
-    check_embedding,
-    check_for_mixers,
-    check_like,
-    check_read,
-    check_write,
-)
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
@@ -153,7 +147,7 @@ class Decoder(nnx.Module):
                 lambda layer, carry, index: apply(layer, carry, context, index),
                 memory.remat_policy,
             )
-        x_BTD = check_like(self.connections, "end", self.connections.end(carry), x_BTD)
+        x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -208,7 +202,7 @@ class Decoder(nnx.Module):
             sequential=not self.connections.keeps_shapes,
         )
         end = apply_remat(self.connections.end, policy, in_scan=False)
-        return check_like(self.connections, "end", end(carry), x_BTD), scalars, states
+        return part_outputs.check_like(self.connections, "end", end(carry), x_BTD), scalars, states
 
     def _layer(
         self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
@@ -217,17 +211,17 @@ class Decoder(nnx.Module):
         # rematerialized layer, so that inputs are recomputed, not saved.
         read = self.connections.read(index, carry, layer.stream_norms)
         emb_dim = self.config.shape.dimensions.emb_dim
-        inputs, rest = check_read(self.connections, read, carry, emb_dim)
+        inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
         shared = self.connections.shared(rest)
         context = context.for_layer(index, shared, layer.positions)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
-        return check_write(self.connections, carry, after), scalars, state
+        return part_outputs.check_write(self.connections, carry, after), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
         own, *others = [
-            check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
+            part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
         ]
         return {**own, "others": tuple(others)}
@@ -235,7 +229,7 @@ class Decoder(nnx.Module):
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
         part = self.position_embedder
-        added_BTD = check_embedding(part, part.embed(positions_BT), x_BTD)
+        added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
@@ -258,7 +252,7 @@ class Decoder(nnx.Module):
         logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
         shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
         like = jax.ShapeDtypeStruct(shape, jnp.float32)
-        check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
+        part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
         return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:

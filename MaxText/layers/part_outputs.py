@@ -14,7 +14,6 @@ from MaxText.config.registry import registration_of
 from MaxText.errors import UserError
 from MaxText.layers.part import Connection, LayerInputs, Part, Position
 
-_TOKENS = 2  # of the sequence that checks a norm
 _NO_ARRAY = (None, None)  # the shape of other objects
 
 
@@ -31,25 +30,25 @@ def check(holds: bool, part: Any, method: str, returned: Any, wanted: str) -> No
     """Raises UserError unless `holds`."""
     if not holds:
         who = f"{describe(part)}: {method}" if method else describe(part)
-        raise UserError(f"{who} returned {_text(returned)}, and has to return {wanted}")
+        raise UserError(f"{who} returned {text_of(returned)}, and has to return {wanted}")
 
 
 def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
     """Returns the output of a mixer or feed-forward, (like x_BTD, anything)."""
     is_call = method == "__call__"
-    holds = _is_pair(output) and _shape(output[0]) == x_BTD.shape
+    holds = is_pair(output) and _shape(output[0]) == x_BTD.shape
     if holds and is_call:
         scalars = output[1]
         holds = isinstance(scalars, dict) and all(_shape(x) == () for x in scalars.values())
     second = "{name: scalar}" if is_call else "state"
-    check(holds, part, method, output, f"({_text(x_BTD)}, {second})")
+    check(holds, part, method, output, f"({text_of(x_BTD)}, {second})")
     return output
 
 
 def check_like(part: Any, method: str, output: Any, like: Any, *, any_dtype: bool = True) -> Any:
     """Returns an output with the shape of `like`."""
     holds = _shape(output) == like.shape and (any_dtype or output.dtype == like.dtype)
-    check(holds, part, method, output, _text(like))
+    check(holds, part, method, output, text_of(like))
     return output
 
 
@@ -66,7 +65,7 @@ def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> An
     T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
     if holds and (table := fields.get("rotary")) is not None:
-        shapes = {_shape(x) for x in table} if _is_pair(table) else {()}
+        shapes = {_shape(x) for x in table} if is_pair(table) else {()}
         first = next(iter(shapes))
         holds = len(shapes) == 1 and len(first) == 4 and first[1:3] == (T, 1)
     if holds and (slopes_N := fields.get("slopes_N")) is not None:
@@ -78,9 +77,8 @@ def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> An
 
 def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
     """Returns (the inputs of a layer, the state to carry on)."""
-    shape = (*(_shape(x)[:2] for x in jax.tree.leaves(carry)[:1]), (emb_dim,))
-    wanted = sum(shape, ())
-    inputs = output[0] if _is_pair(output) else None
+    wanted = (*(n for x in jax.tree.leaves(carry)[:1] for n in _shape(x)[:2]), emb_dim)
+    inputs = output[0] if is_pair(output) else None
     holds = isinstance(inputs, LayerInputs) and len(jax.tree.leaves(inputs)) == len(inputs)
     holds = holds and all(_shape(x) == wanted for x in jax.tree.leaves(inputs))
     check(holds, part, "read", output, f"(LayerInputs of {list(wanted)} each, state)")
@@ -89,53 +87,22 @@ def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
 
 def check_write(part: Connection, before: Any, after: Any) -> Any:
     """Returns `after`, a state with the shapes of `before` if it keeps them."""
-
-    def formats(carry: Any) -> str:
-        return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))
-
-    if part.keeps_shapes and formats(before) != formats(after):
-        raise UserError(
-            f"{describe(part)}: write returned {formats(after)}, and has to keep what begin made, "
-            f"{formats(before)}; or set keeps_shapes = False"
-        )
+    old, new = (str(jax.tree.map(text_of, carry)) for carry in (before, after))
+    wanted = f"what begin made, {old}, or have keeps_shapes = False"
+    check(old == new or not part.keeps_shapes, part, "write", new, wanted)
     return after
 
 
 def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
     """Checks the abstract module returned by a registered function."""
     check(isinstance(norm, nnx.Module), function, "", norm, "an nnx.Module")
-    x = jax.ShapeDtypeStruct((1, _TOKENS, emb_dim), dtype)
+    x = jax.ShapeDtypeStruct((1, 2, emb_dim), dtype)
     graphdef, state = nnx.split(norm)
     found = jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
     check_like(function, "its module", found, x)
 
 
-def check_optimizer(function: Any, transform: Any, parameters: Any) -> None:
-    """Checks the transform returned by a registered function."""
-    holds = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
-    check(holds, function, "", transform, "an optax.GradientTransformation")
-    state = jax.eval_shape(transform.init, parameters)
-    found = jax.eval_shape(transform.update, parameters, state, parameters)
-    check(_is_pair(found), function, "update", found, "(updates, state)")
-    for what, ours, like in (
-        ("updates like the parameters", found[0], parameters),
-        ("a state like that of init", found[1], state),
-    ):
-        wanted, shapes = _by_path(like), _by_path(ours)
-        for path in wanted | shapes:
-            given = shapes.get(path, "nothing"), wanted.get(path, "nothing")
-            words = f"{what}: {path} {given[1]}"
-            check(given[0] == given[1], function, "update", f"{path} {given[0]}", words)
-
-
-def _by_path(tree: Any) -> dict[str, str]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): _text(leaf) for path, leaf in leaves
-    }
-
-
-def _is_pair(output: Any) -> bool:
+def is_pair(output: Any) -> bool:
     return isinstance(output, tuple) and len(output) == 2
 
 
@@ -143,15 +110,15 @@ def _shape(x: Any) -> tuple[int | None, ...]:
     return () if isinstance(x, int | float) else getattr(x, "shape", _NO_ARRAY)
 
 
-def _text(returned: Any) -> str:
+def text_of(returned: Any) -> str:
     if isinstance(returned, str):
         return returned
     if hasattr(returned, "shape"):
         dtype = getattr(returned, "dtype", None)
         return f"{dtype.name if dtype else ''}[{', '.join(map(str, returned.shape))}]"
     if isinstance(returned, Mapping):
-        return "{" + ", ".join(f"{name}: {_text(x)}" for name, x in returned.items()) + "}"
+        return "{" + ", ".join(f"{name}: {text_of(x)}" for name, x in returned.items()) + "}"
     if isinstance(returned, tuple):
         name = type(returned).__name__ if hasattr(returned, "_fields") else ""
-        return f"{name}({', '.join(map(_text, returned))})"
+        return f"{name}({', '.join(map(text_of, returned))})"
     return str(returned) if returned is None else type(returned).__name__

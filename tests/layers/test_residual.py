@@ -132,7 +132,7 @@ def test_connections_whose_shapes_grow_are_unrolled(parts):
         deep.pipeline_schedule(2)
     model, params = model_and_weights(**parts, connection_type="forgets")
     with pytest.raises(
-        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*keep what begin"
+        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*what begin made"
     ):
         logits(model, params)
 
