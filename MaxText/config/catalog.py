@@ -184,24 +184,27 @@ _OF_ALL_LAYERS = (
     # what chooses keys by layer, and what stands between layers
     "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
     "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple",
-    # tables next to the token table
-    "axial_pos_shape", "trainable_position_size",
+    # what is done to embeddings
+    "axial_pos_shape", "trainable_position_size", "dropout_rates.embedding",
     # one kernel, one order of tokens on devices, one stored form of norms, one objective
     "attention", "context_parallel_strategy", "context_parallel_load_balance",
     "normalization_zero_centered", "causal",
 )  # fmt: skip
 
 
-def is_of_layer(key: Key) -> bool:
+def keys_of_layers() -> dict[str, Key]:
+    """Returns the keys, and entries of keys, that layer_kinds may set."""
+    keys = [key for key in all_keys().values() if _is_of_layer(key)]
+    entries = [entry for key in keys for entry in key.entries.values()]
+    return {key.name: key for key in (*keys, *entries) if key.name not in _OF_ALL_LAYERS}
+
+
+def _is_of_layer(key: Key) -> bool:
     if key.name in _ALSO_OF_LAYERS:
         return True
     if key.section[:2] == ("model", "parts"):
         return key.section[2].partition(".")[0] in _PARTS_OF_LAYERS
-    return (
-        key.section[:1] == ("model",)
-        and key.section[1] in _OF_LAYERS
-        and (key.name not in _OF_ALL_LAYERS)
-    )
+    return key.section[:1] == ("model",) and key.section[1] in _OF_LAYERS
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:

@@ -10,16 +10,16 @@ import datetime
 import os
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
-from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
+from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
 from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
-from MaxText.config.rules import RULES
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
@@ -170,9 +170,7 @@ def converted_value(value: Any, key: Key) -> Any:
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
-        of_layers = {name: one for name, one in all_keys().items() if is_of_layer(one)}
-        for one in [*of_layers.values()]:
-            of_layers |= {f"{one.name}.{entry}": own for entry, own in one.entries.items()}
+        of_layers = keys_of_layers()
         return layer_kinds.parse(value, lambda name, one: converted_value(one, of_layers[name]))
     converted = values.convert(value, key.annotation)
     if key.violates_bounds(converted):
@@ -316,8 +314,9 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
     """
     typed, origins, _, wrong = winners
     last, problems = winners.last, {}
+    layers = [typed, *(typed | dict(keys) for _, keys in typed["layer_kinds"])]
     for name, key in all_keys().items():
-        layer = origins[name].source
+        source = origins[name].source
         if name in wrong or not winners.is_set_by_user(name):
             continue
         set_entries = [
@@ -325,10 +324,11 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
         ]
         judged = [(one, group) for one in (key, *set_entries) for group in one.conditions]
         for one, group in judged:
-            if any(other in wrong or typed[other] in group[other] for other in group):
+            matters = any(of[other] in group[other] for of in layers for other in group)
+            if matters or wrong.intersection(group):
                 continue
             chosen_by = [origins[other].source for other in group]
-            if any(by is not Source.DERIVED and by.rank > layer.rank for by in chosen_by):
+            if any(by is not Source.DERIVED and by.rank > source.rank for by in chosen_by):
                 continue
             as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
             what = f"{one.name}: has no effect with {as_it_is}"
@@ -394,19 +394,8 @@ def _check_rules(
                 problems.append(problem)
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
-    return problems or list(_check_letters(config, winners)), idle
-
-
-def _check_letters(config: Config, winners: _Merged) -> Iterator[Problem]:
-    """Yields problems of the keys of single letters of `layer_pattern`."""
-    for letter, keys in config.model.block.layer_kinds:
-        own = {name.partition(".")[0] for name, _ in keys}
-        of_layer = config.model_copy(update={"model": config.model.layer(dict(keys)).config})
-        for rule in RULES:
-            if not own.intersection(rule.keys) or rule.finds_unused or rule.programs:
-                continue
-            if message := rule.check(of_layer):
-                what, *remedies = message.splitlines()
-                place = winners.last["layer_kinds"].place
-                facts = [("try", remedy) for remedy in remedies]
-                yield Problem(f"layer_kinds: {letter}: {what}", (place,), facts)
+    for message in () if problems else broken_letters(config):
+        what, *remedies = message.splitlines()
+        facts = [("try", remedy) for remedy in remedies]
+        problems.append(Problem(what, (last["layer_kinds"].place,), facts))
+    return problems, idle

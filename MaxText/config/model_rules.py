@@ -28,7 +28,7 @@ def _head_dim(head_dim, dimensions):
         return f"head_dim=-1 is emb_dim / query heads, but {emb} / {heads} is not an integer"
 
 
-@rule("head_dim", "base_emb_dim", "base_num_query_heads")
+@rule("head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
 def _rotary(rotary_pct, model, dimensions):
     if model.position.position_embedding != "rotary" or dimensions.head_dim < 1:
         return None
@@ -40,7 +40,7 @@ def _rotary(rotary_pct, model, dimensions):
         )
 
 
-@rule("low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
+@rule("position_embedding", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
 def _rotary_bands(rope_type, model, **bands):
     pairs = {
         "llama3.1": ("low_freq_factor", "high_freq_factor"),

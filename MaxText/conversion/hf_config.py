@@ -233,7 +233,8 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     for part in parts:
         if _names_tensors(part):
             names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
-    if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
+    of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
+    if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
     return {name: value for name, value in flatten(config).items() if name in names}
 

@@ -265,7 +265,7 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
     d = model_config.shape.dimensions
     sizes = sizes_of(LayerConfig(model_config, d))
     letters = {
-        letter: dict(keys) | dict(sizes_of(model_config.layer(dict(keys))).items() - sizes.items())
+        letter: dict(keys) | sizes_of(model_config.layer(dict(keys)))
         for letter, keys in model_config.block.layer_kinds
     }
     own = {

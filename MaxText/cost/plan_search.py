@@ -16,7 +16,7 @@ from typing import Any
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.catalog import unflatten
 from MaxText.config.model_sections import PipelineConfig
-from MaxText.config.rules import RULES
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.cost.abstract_step import Program, abstract_model
@@ -157,7 +157,7 @@ class _PlanSearch:
         config = unflatten(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
-        if any(rule.check(config) for rule in blamed):
+        if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
         try:
             return make_program_for(config, self.hardware)

@@ -108,11 +108,12 @@ def operations(node: Node, splash_keys: float) -> float:
 def _splash_keys(program: Program) -> float:
     config = program.local_model.config
     _, length = program.local_batch().tokens_BT.shape
-    keys = [
-        average_keys_computed(layer.config.attention, length, window)
-        for window, layer in softmax_layers(config)
-    ]
-    return sum(keys) / max(len(keys), 1)
+    keys = total = 0.0
+    for window, (own, d) in softmax_layers(config):
+        weight = d.num_query_heads * d.head_dim
+        keys += weight * average_keys_computed(own.attention, length, window)
+        total += weight
+    return keys / max(total, 1)
 
 
 def context_parallel_attention_flops(program: Program) -> float:

@@ -34,21 +34,18 @@ def kernel_unsupported_reason(
     config: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
-    layers = dict.fromkeys(layer for _, layer in softmax_layers(config))
-    reasons = (
-        _unsupported_reason(layer, config, backend, num_length_parts, num_stages)
-        for layer in layers
-    )
+    layers = dict.fromkeys(softmax_layers(config))
+    reasons = (_unsupported_reason(*one, backend, num_length_parts, num_stages) for one in layers)
     return next(filter(None, reasons), None if layers else "no layer has softmax attention")
 
 
 def _unsupported_reason(
-    layer: LayerConfig, model: ModelConfig, backend: str, num_length_parts: int, num_stages: int
+    window: int | None, layer: LayerConfig, backend: str, num_length_parts: int, num_stages: int
 ) -> str | None:
     config, d = layer
     attention = config.attention
     precision, dtype = config.numerics.matmul_precision, np.dtype(config.numerics.dtype)
-    windows, is_split = [window for window, _ in softmax_layers(model)], num_length_parts > 1
+    is_split = num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = config.position.position_embedding == "alibi"
     each = f" on each of {num_length_parts} devices" if is_split else ""
@@ -67,7 +64,7 @@ def _unsupported_reason(
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
             (d.head_dim % 8, f"head_dim {d.head_dim} is not a multiple of 8"),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
-            (any(windows) and not attention.causal, "cuDNN has no bidirectional windows"),
+            (window and not attention.causal, "cuDNN has no bidirectional windows"),
             (is_split, "sequences are split over devices"),
             (num_stages > 1, "pipeline stages: JAX cannot batch cuDNN's document masks"),
         ]
@@ -96,9 +93,14 @@ def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | N
         return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
 
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
-    for window, (own, d) in dict.fromkeys(softmax_layers(config)):
-        queries, keys = (heads_shape(n, d.head_dim) for n in (d.num_query_heads, d.num_kv_heads))
-        spec = AttentionSpec(config.attention.causal, window, own.attention.attention_scale)
+    # Other sizes, such as mlp_dim, would only compile the same kernel again.
+    kinds = dict.fromkeys(
+        (window, own.attention.attention_scale, d.num_query_heads, d.num_kv_heads, d.head_dim)
+        for window, (own, d) in softmax_layers(config)
+    )
+    for window, scale, num_heads, num_kv_heads, head_dim in kinds:
+        queries, keys = (heads_shape(n, head_dim) for n in (num_heads, num_kv_heads))
+        spec = AttentionSpec(config.attention.causal, window, scale)
 
         def total(q, k, v, segments, spec=spec):
             return _cudnn(None, q, k, v, segments, segments, spec=spec).sum()

@@ -130,9 +130,10 @@ def sums_as_products():
         yield
 
 
-# Each compiles programs of its own.
+# Each compiles programs of its own, so only a few architectures have them.
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
+REPRESENTATIVE = ("tokenformer", "muddformer", "a pattern of layers")
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
@@ -158,18 +159,18 @@ def test_conformance(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ARCHITECTURES | MORE)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_costly_conformance(name):
-    subject = subject_of(*(ARCHITECTURES | MORE)[name])
+    subject = subject_of(*ARCHITECTURES[name])
     for check in CHECKS:
         if check.name in COSTLY:
             assert check.problem(subject) is None, check.name
 
 
 @pytest.mark.multi_device
-@pytest.mark.parametrize("name", ARCHITECTURES | MORE)
+@pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_conformance_on_devices(name):
-    subject = subject_of(*(ARCHITECTURES | MORE)[name])
+    subject = subject_of(*ARCHITECTURES[name])
     [check] = (check for check in CHECKS if check.name == DEVICES)
     assert check.problem(subject) is None
 

@@ -203,3 +203,17 @@ def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, ti
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
     names = [node.params["name"] for node in nodes if node.name == "pallas_call"]
     assert sum("_fwd" in name for name in names) == times
+
+
+def test_cudnn_compiles_each_kernel_once(monkeypatch):
+    tried = []
+
+    def run(mesh, q, *rest, spec):
+        tried.append(spec)
+        return q
+
+    monkeypatch.setattr(flash_attention, "_cudnn", run)
+    model = tiny_config("muddformer", mlp_dim_multiple=8, scan_layers=False).model
+    assert len({layer.dimensions.mlp_dim for layer in model.layers}) == 3
+    assert flash_attention.cudnn_failure_reason(model, jax.devices()) is None
+    assert len(tried) == 1

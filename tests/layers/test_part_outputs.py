@@ -1,11 +1,13 @@
 """What a user's part returns wrongly is one message with the part, its module and its line."""
 
 import jax
+import optax
 import pytest
 
 from MaxText.config.registry import KINDS
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import make_sharding_plan
+from MaxText.training import optimizer
 from MaxText.training.assembly import setup_train
 from tests.small_models import tiny_config
 
@@ -81,3 +83,9 @@ def test_what_is_returned_wrongly(kind, body, words, tmp_path, own_modules):
         setup_train(config, sharding)
     line = HEAD.count("\n") + 1
     caught.match(rf"(?s)^{kind} wrong \(.*mine.py:{line}\).*{words}")
+
+
+def test_updates_may_have_another_dtype():
+    parameters = {"w": jax.ShapeDtypeStruct((3,), "float32")}
+    transform = optax.stateless(lambda u, p: jax.tree.map(lambda x: x.astype("bfloat16"), u))
+    optimizer._check_transform(transform, transform, parameters)

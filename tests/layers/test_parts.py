@@ -240,6 +240,17 @@ def test_what_a_letter_may_not_set():
         ({"causal": False}, "A: causal is not a key of a layer's parts"),
         ({"linear_attention.chunks": 5}, "A: linear_attention.chunks is not a key"),
         ({"linear_attention.chunk": 0}, "A: linear_attention.chunk: 0 is not >= 1"),
+        ({"dropout_rates": {"embedding": 0.1}}, "A: dropout_rates.embedding is not a key"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             tiny_config(layer_pattern="A", layer_kinds={"A": keys})
+
+
+def test_a_letter_chooses_rotary():
+    keys = {"position_embedding": "none", "rope_max_timescale": 5e5, "layer_pattern": "A"}
+    rotary = {"A": {"position_embedding": "rotary"}}
+    tiny_config(**keys, layer_kinds=rotary, strict_config=True)
+    with pytest.raises(ConfigurationError, match="A: rotary rotates pairs"):
+        tiny_config(**keys, layer_kinds=rotary, head_dim=5)
+    with pytest.raises(ConfigurationError, match="rope_max_timescale: has no effect"):
+        tiny_config(**keys, layer_kinds={"A": {}}, strict_config=True)
