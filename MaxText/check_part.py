@@ -20,7 +20,7 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
 from MaxText.config.loading import configure
-from MaxText.config.problems import Problem
+from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with command_line.exit_on_user_error():
         _, words = read_options(ProgramOptions, arguments)
         if len(words.others) != 1:
-            words.problems.append(Problem("one MODULE[:CLASS] is needed, then key=value"))
+            words.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
         words.check()
         (spec,) = words.others
         typed = (word.split("=", 1) for word in words.keys)

@@ -15,7 +15,7 @@ from MaxText import early_signals
 early_signals.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
@@ -50,11 +50,12 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
     place, *rest = arguments or [""]
     if place not in PLACES:
         known = ", ".join(PLACES)
-        raise ConfigurationError([Problem(f"the first word is {place!r} and not one of {known}")])
+        what = f"the first word is {place!r} and not one of {known}"
+        raise ConfigurationError([ConfigIssue(what)])
     options, words = read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
     if problem := _wrong_operands(place, operands):
-        words.problems.append(Problem(problem))
+        words.problems.append(ConfigIssue(problem))
     words.check()
     return place, options, operands
 

@@ -62,7 +62,7 @@ def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> boo
     tokens = options.tokens
     if plan is not None:
         tokens = tokens or config.run.steps * plan.program.tokens_per_update
-        print(plan_report.describe(plan, tokens, options.price_per_chip_hour))
+        print(plan_report.describe(plan, tokens, options.price_per_chip_hour, not options.fit))
     if not options.fit:
         return plan is None or plan.fits
     plans = find_fitting_plans(config, target, peak)

@@ -17,7 +17,7 @@ early_signals.install(__name__)  # before the slow imports
 from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Parser, key
-from MaxText.config.problems import Problem
+from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
     runs = [*words.files, *words.others, *paths]
     if not runs:
         what = "no run is given. Write: python MaxText/report.py RUN [RUN ...]"
-        words.problems.append(Problem(what))
+        words.problems.append(ConfigIssue(what))
     words.check()
     return runs, options
 

@@ -117,7 +117,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
     config, config_flat = growth.config, flatten(growth.config)
-    setup = setup_train(config, sharding, growth.existing_slots, growth.old_slots_learning_rate)
+    setup = setup_train(config, sharding, growth.existing_slots, growth.existing_slots_lr_scale)
     model, abstract_state = setup.model, setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
@@ -222,7 +222,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
-            watchdog.enter("finish")
+            watchdog.enter("shutdown")
             write_final_artifacts(
                 run_folder, config, run_logger, train_batches, setup, training.state, sharding,
                 training.eval_loss,

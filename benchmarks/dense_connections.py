@@ -168,7 +168,7 @@ def main() -> None:
         print(f"  {name}", flush=True)
         rows[name] = compiled(keys | ROWS[name], devices)
     steps = {name: row.step.one_step for name, row in rows.items()}
-    show(rows, {} if options.topology else train_steps.seconds_in_turn(steps, options.rounds))
+    show(rows, {} if options.topology else train_steps.interleaved_seconds(steps, options.rounds))
 
 
 if __name__ == "__main__":

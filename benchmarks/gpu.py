@@ -36,7 +36,7 @@ ROWS = {
 }
 
 
-def ours(keys: str) -> dict:
+def train_run(keys: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "MaxText/train.py", *keys.split(), f"base_output_directory={folder}",
@@ -95,7 +95,7 @@ def main() -> None:
     for name in names:
         began = time.perf_counter()
         try:
-            row = torch_gpt2() if name == "torch" else ours(ROWS[name])
+            row = torch_gpt2() if name == "torch" else train_run(ROWS[name])
         except Exception as error:
             row = {"error": repr(error)[-2000:]}
         results[name] = row | {"seconds": round(time.perf_counter() - began)}

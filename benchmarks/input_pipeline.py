@@ -4,9 +4,9 @@
     python benchmarks/input_pipeline.py FOLDER      other text
 
 Rates are per CPU second of all processes and threads, so that they hold for any number of cores,
-and per second of wall time. The limit: fastokens' own call on the same texts. The peer of the
-loader: a plain Grain dataset over the same file. Aims: preparing is 3 times as fast as the
-tokenizers library, the loader as fast as the peer.
+and per second of wall time. The limit: fastokens' own call on the same texts. Peers of the loader:
+plain Grain datasets over the same ids. Aims: preparing is 3 times as fast as the tokenizers
+library, the loader as fast as the best peer with document masks.
 """
 
 import argparse
@@ -73,33 +73,27 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
         print(f"  {name:44}{per_cpu:>18,.1f}{per_second:>14,.1f}{first.cpu / cost.cpu:>14.0%}")
 
 
-def text_of(source: str) -> list[str]:
-    """The documents for prepare_data.py."""
-    from MaxText.input_pipeline.document_sources.corpus import open_corpus
-    from MaxText.input_pipeline.document_sources.text_streams import Skipped
-
-    shards, skipped = open_corpus(source, "text").shards, Skipped()
-    return [document.text for shard in shards for document in shard.documents(skipped)]
-
-
 def measure_encoding(source: str, folder: pathlib.Path) -> None:
-    """Text to ids, and to a data set; leaves `trained` and `bin` in `folder`."""
+    """Text to ids, and to a data set; leaves `trained` in `folder`."""
     import fastokens
     import tokenizers
 
+    from MaxText.input_pipeline.document_sources.corpus import open_corpus
+    from MaxText.input_pipeline.document_sources.text_streams import Skipped
     from MaxText.input_pipeline.prepare.prepare import prepare
     from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 
-    def prepared(tokenizer_path: str, name: str, workers: int) -> None:
+    def prepared(tokenizer_path: str, name: str) -> None:
         keys = PreparationConfig(
             prepare_source=source, tokenizer_path=tokenizer_path,
-            tokenizer_vocab_size=VOCAB_SIZE, prepare_num_workers=workers,
+            tokenizer_vocab_size=VOCAB_SIZE,
         )  # fmt: skip
         prepare(keys, str(folder / name), log=lambda line: None)
 
     trained = str(folder / "trained")
-    training = cost_of(lambda: prepared("", "trained", 0))
-    texts = text_of(source)
+    training = cost_of(lambda: prepared("", "trained"))
+    shards, skipped = open_corpus(source, "text").shards, Skipped()
+    texts = [document.text for shard in shards for document in shard.documents(skipped)]
     num_bytes = sum(len(text.encode()) for text in texts)
     print(f"{num_bytes / 1e6:.1f} MB of text in {len(texts):,} documents, {os.cpu_count()} cores")
     print(f"tokenizer trained and data prepared in {training.wall:.1f} s")
@@ -112,51 +106,70 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
         "fastokens alone, encode_batch_flat": lambda: engine.encode_batch_flat(texts),
         "tokenizers": lambda: reference.encode_batch(texts),
         "our encode": lambda: tokenizer.encode(texts),
-        "prepare .bin, a process per core": lambda: prepared(trained, f"{next(numbers)}", 0),
-        "prepare .bin, 1 process": lambda: prepared(trained, f"{next(numbers)}", 1),
+        "prepare .bin, a process per core": lambda: prepared(trained, f"{next(numbers)}"),
     }
     # In turn, so that all see the machine at its best once.
     rounds = [{name: cost_of(run) for name, run in runs.items()} for _ in range(ROUNDS)]
     costs = {name: Cost(*map(min, zip(*(r[name] for r in rounds), strict=True))) for name in runs}
-    prepared(trained, "bin", 0)
     title = "Text to ids (aim: prepare .bin at 3 times tokenizers)"
     show_rates(title, "MB", num_bytes / 1e6, costs)
 
 
-def all_ids(folder: pathlib.Path) -> np.ndarray:
-    """Maps one file with all ids of the training split."""
-    path = folder / "all_ids"
+def windows_of(folder: pathlib.Path) -> tuple[list[np.ndarray], Callable[..., dict[str, Any]]]:
+    """Returns the ids of each row, and a function to add document masks."""
+    path, offsets = folder / "all_ids", np.load(folder / "train" / "document_offsets.npy")
     if not path.exists():
-        with path.open("wb") as file:
-            for each in sorted((folder / "train").glob("*.bin")):
-                file.write(each.read_bytes())
-    return np.memmap(path, "<u2", mode="r")
+        files = sorted((folder / "train").glob("*.bin"))
+        path.write_bytes(b"".join(file.read_bytes() for file in files))
+    ids, places = np.memmap(path, "<u2", mode="r"), np.arange(LENGTH, dtype=np.int32)
+    starts = range(0, len(ids) - LENGTH, LENGTH)
+
+    def row(number: int, window: np.ndarray) -> dict[str, Any]:
+        window, start = window.astype(np.int32), starts[number]
+        begins = offsets[np.searchsorted(offsets, start, "right") :]
+        first = np.zeros(LENGTH, np.int32)
+        first[begins[: np.searchsorted(begins, start + LENGTH)] - start] = 1
+        last = np.maximum.accumulate(np.where(first, places, 0))
+        return {
+            "tokens": window[:-1], "targets": window[1:], "positions": places - last,
+            "segments": np.cumsum(first, dtype=np.int32) + 1,
+            "weights": np.append(first[1:] == 0, True).astype(np.float32),
+        }  # fmt: skip
+
+    return [ids[start : start + LENGTH + 1] for start in starts], row
 
 
-def grain_over_memmap(folder: pathlib.Path, masks: bool) -> Any:
+def grain_over_memmap(folder: pathlib.Path) -> Any:
     """Shuffled batches by Grain's MapDataset, one row per element."""
     import grain
 
-    ids = all_ids(folder)
-    offsets = np.load(folder / "train" / "document_offsets.npy")
+    windows, row = windows_of(folder)
+    rows = grain.MapDataset.range(len(windows)).shuffle(0).repeat()
+    batches = rows.map(lambda number: row(number, windows[number])).batch(BATCH)
+    return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
-    def row(number: int) -> dict[str, Any]:
-        start = number * LENGTH
-        window = ids[start : start + LENGTH + 1].astype(np.int32)
-        found: dict[str, Any] = {"tokens": window[:-1], "targets": window[1:]}
-        if masks:
-            begins = offsets[np.searchsorted(offsets, start, "right") :]
-            begins = begins[: np.searchsorted(begins, start + LENGTH)] - start
-            first = np.zeros(LENGTH, np.int32)
-            first[begins] = 1
-            segments = np.cumsum(first, dtype=np.int32) + 1
-            last = np.maximum.accumulate(np.where(first, np.arange(LENGTH), 0))
-            found |= {"segments": segments, "positions": np.arange(LENGTH, dtype=np.int32) - last}
-            found["weights"] = np.append(first[1:] == 0, True).astype(np.float32)
-        return found
 
-    rows = grain.MapDataset.range((len(ids) - 1) // LENGTH).shuffle(0).repeat().map(row)
-    return iter(rows.batch(BATCH).to_iter_dataset(grain.ReadOptions(num_threads=1)))
+def grain_over_array_record(folder: pathlib.Path) -> Any:
+    """The same batches, each read by one call of ArrayRecordDataSource."""
+    import grain
+
+    from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
+
+    windows, row = windows_of(folder)
+    with contextlib.closing(ArrayRecordWriter(folder / "rows.array_record")) as writer:
+        for window in windows:
+            writer.write(window.tobytes())
+    records: Any = grain.sources.ArrayRecordDataSource([str(folder / "rows.array_record")])
+    order = grain.MapDataset.range(len(windows)).shuffle(0).repeat()
+
+    def batch(step: int) -> dict[str, Any]:
+        numbers = [order[at] for at in range(step * BATCH, (step + 1) * BATCH)]
+        contents = (np.frombuffer(content, "<u2") for content in records.__getitems__(numbers))
+        rows = [*map(row, numbers, contents)]
+        return {name: np.stack([each[name] for each in rows]) for name in rows[0]}
+
+    steps = grain.MapDataset.range(10**6).map(batch)
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1)))
 
 
 def our_batches(folder: pathlib.Path, **keys: Any) -> Any:
@@ -172,22 +185,24 @@ def our_batches(folder: pathlib.Path, **keys: Any) -> Any:
 def measure_loader(folder: pathlib.Path) -> None:
     """Measures loaders of whole, shuffled and packed batches.
 
-    Batches end up on the device. The first row is the peer.
+    Batches end up on the device. The first rows are the peers.
     """
     import jax
 
-    flat = folder / "bin"
+    flat = folder / "trained"
     masked: Any = {"mlm_training": True, "mlm.mask_id": 1}
     mix: Any = {"data_mixture_weights": tuple((str(flat), 1.0 + number) for number in range(20))}
     loaders: dict[str, Callable[[], Any]] = {
-        "Grain MapDataset over a memmap, masks": lambda: grain_over_memmap(flat, True),
-        "Grain MapDataset over a memmap, no masks": lambda: grain_over_memmap(flat, False),
-        "ours, document masks": lambda: our_batches(flat),
-        "ours, cross_document_attention": lambda: our_batches(flat, cross_document_attention=True),
-        "ours, packing=false": lambda: our_batches(flat, packing=False),
-        "ours, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
-        "ours, masked language modelling": lambda: our_batches(flat, **masked),
-        "ours, mixture of 20": lambda: our_batches(flat, **mix),
+        "Grain MapDataset over a memmap": lambda: grain_over_memmap(flat),
+        "Grain, batched ArrayRecord __getitems__": lambda: grain_over_array_record(flat),
+        "MaxText, document masks": lambda: our_batches(flat),
+        "MaxText, cross_document_attention": lambda: our_batches(
+            flat, cross_document_attention=True
+        ),
+        "MaxText, packing=false": lambda: our_batches(flat, packing=False),
+        "MaxText, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
+        "MaxText, masked language modeling": lambda: our_batches(flat, **masked),
+        "MaxText, mixture of 20": lambda: our_batches(flat, **mix),
     }
     costs: dict[str, Cost] = {}
     for name, opened in loaders.items():
@@ -223,7 +238,7 @@ def measure_starts(folder: pathlib.Path) -> None:
         opened = lambda: next(our_batches(data, grain_packing_type=packing))  # noqa: B023, E731
         first, second = cost_of(opened).wall, cost_of(opened).wall
         print(f"  {data.name:10} {packing:18} {first:7.2f} s {1000 * second:8,.0f} ms")
-    with contextlib.closing(our_batches(folder / "bin")) as batches:
+    with contextlib.closing(our_batches(folder / "trained")) as batches:
         batches.seek(10**6)
         print(f"  at step 10^6 {1000 * cost_of(lambda: next(batches)).wall:,.1f} ms")
 

@@ -75,7 +75,7 @@ _LLAMA_70B = (
     "base_mlp_dim=28672 base_num_decoder_layers=80 head_dim=128 vocab_size=32000 "
 )
 _TORCHTITAN = "model_name=llama3.1-8b max_target_length=8192 per_device_batch_size=1 remat_policy="
-# Name, hardware, keys, and published MFU: by our rule where theirs counts attention whole
+# Name, hardware, keys, and published MFU: recomputed where the publisher counts whole attention
 # (configs/gpu/a3: 492 TFLOP/s or 49.7 % are 46.3 %).
 # MaxText: configs/tpu/{v5p,v5e,v4}/README.md and the scripts next to them, configs/gpu/a3,
 # docs/reference/models/tiering.md (batch and remat policy are not given there: assumed).

@@ -71,12 +71,12 @@ def compare(name: str, rounds: int) -> None:
 
     size = reference_step.Size(*JOBS[name])
     print(f"{name}: {size}")
-    ours = train_steps.compiled_step(keys_of(size), jax.devices()[:1])
+    compiled = train_steps.compiled_step(keys_of(size), jax.devices()[:1])
     # As measured: unrolled is faster for the small job, scanned for the big one.
     by_hand, hand_compilation = step_by_hand(size, scan=name == "big")
-    sides = {"ours": ours.one_step, "by hand": by_hand}
-    seconds = train_steps.seconds_in_turn(sides, rounds)
-    for side, compilation in (("ours", ours.seconds), ("by hand", hand_compilation)):
+    sides = {"MaxText": compiled.one_step, "by hand": by_hand}
+    seconds = train_steps.interleaved_seconds(sides, rounds)
+    for side, compilation in (("MaxText", compiled.seconds), ("by hand", hand_compilation)):
         median = np.median(seconds[side])
         print(
             f"  {side:8} {median:.3f} s/step (least {min(seconds[side]):.3f}), "
@@ -84,7 +84,7 @@ def compare(name: str, rounds: int) -> None:
             f"{reference_step.flops(size) / median / 1e9:,.0f} GFLOP/s, "
             f"compiled in {compilation:.1f} s"
         )
-    print(f"  ratio: {train_steps.ratio_words(seconds['ours'] / seconds['by hand'])}\n")
+    print(f"  ratio: {train_steps.ratio_words(seconds['MaxText'] / seconds['by hand'])}\n")
 
 
 def first_step() -> None:

@@ -56,7 +56,9 @@ def random_ids(vocabulary: int, rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocabulary, (rows, length + 1), np.int32)
 
 
-def seconds_in_turn(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+def interleaved_seconds(
+    sides: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, np.ndarray]:
     """Returns each side's seconds per round, after one round to warm up.
 
     Ratios within a round do not see drifts of the machine's speed.

@@ -47,8 +47,6 @@ def model_presets() -> str:
     """Returns the page of all presets with their sizes."""
     from MaxText.config import config_files
     from MaxText.config.loading import configure
-    from MaxText.layers.model import Model
-    from MaxText.training.backend_defaults import resolve_auto
 
     lines = [
         "# Model presets",
@@ -59,24 +57,27 @@ def model_presets() -> str:
         "|---|---|---:|---:|---:|---:|---:|",
     ]
     for name in config_files.preset_names(config_files.MODELS):
-        model_config, _ = resolve_auto(configure(model_name=name, run_name="r").model, "cpu")
-        shape, sizes = model_config.shape, model_config.shape.dimensions
+        header, _, _ = (config_files.MODELS / f"{name}.yml").read_text("utf-8").partition("\n")
+        parameters = header.split()[-2]  # "# GPT-2 of 124M: 124,439,808 parameters."
+        shape = configure(model_name=name, run_name="r").model.shape
+        sizes = shape.dimensions
         lines.append(
-            f"| `{name}` | {shape.decoder_block} | {Model(model_config).num_parameters:,} "
+            f"| `{name}` | {shape.decoder_block} | {parameters} "
             f"| {sizes.num_layers} | {sizes.emb_dim} | {sizes.num_query_heads} "
             f"| {shape.max_target_length} |"
         )
     return "\n".join(lines) + "\n"
 
 
+def pages() -> dict[str, str]:
+    """Returns the generated pages by file name."""
+    return {"commands.md": commands(), "model_presets.md": model_presets()}
+
+
 def write_generated(_app) -> None:
     folder = Path(__file__).parent / "reference" / "generated"
     folder.mkdir(exist_ok=True)
-    pages = {
-        "commands.md": commands(),
-        "model_presets.md": model_presets(),
-    }
-    for name, text in pages.items():
+    for name, text in pages().items():
         path = folder / name
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -116,5 +116,5 @@ class DifferentialAttention(Mixer):
         return 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize, 0
 
 
-def small_normal(rng, shape, num_in_dims, dtype):
+def small_normal(rng, shape, num_input_dims, dtype):
     return 0.1 * jax.random.normal(rng, shape, dtype)

@@ -4,7 +4,9 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.version import Version
@@ -24,21 +26,32 @@ if Version(metadata.version("jaxlib")) < Version("0.11"):  # later ones refuse t
 _USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_USERS_FLAGS} {_FAST_COMPILATION}"
 
+# Where users let programs write instead of $HOME.
+_ALSO_AT_HOME = ("XDG_", "HF_HOME", "MPLCONFIGDIR")
 
 gc.disable()  # until all tests are collected: imports leave little behind
 
 
 def pytest_configure(config):
-    """What is kept from run to run, also what programs keep at home, lies in pytest's own cache."""
-    from hypothesis.configuration import set_hypothesis_home_dir
+    """What is kept from run to run, also what programs keep at home, lies in pytest's own cache.
 
-    if not hasattr(config, "cache"):
-        return
-    set_hypothesis_home_dir(config.cache.mkdir("hypothesis"))
-    os.environ["HOME"] = str(config.cache.mkdir("home"))
-    if sys.dont_write_bytecode:
-        # Who wants none beside the sources: rewriting asserts is half the time of a collection.
-        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(config.cache.mkdir("bytecode"))
+    Without that (-p no:cacheprovider) it lies in a temporary folder.
+    """
+    from hypothesis import configuration
+
+    if hasattr(config, "cache"):
+        home = config.cache.mkdir("home")
+    else:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        home = Path(folder.name)
+    for name in [name for name in os.environ if name.startswith(_ALSO_AT_HOME)]:
+        del os.environ[name]
+    os.environ["HOME"] = str(home)
+    configuration.set_hypothesis_home_dir(home / "hypothesis")
+    if sys.dont_write_bytecode and hasattr(config, "cache"):
+        # Some want none next to the sources: rewriting asserts is half the time of a collection.
+        sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(home / "bytecode")
         sys.dont_write_bytecode = False
         del os.environ["PYTHONDONTWRITEBYTECODE"]
 
@@ -51,21 +64,21 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compilation_cache(pytestconfig):
-    """The folder of compiled programs: tests build the same small ones again and again.
+def compilation_cache():
+    """The folder of compiled programs: tests build the same small ones repeatedly.
 
-    None on simulated devices: see MaxText/runtime/compilation_cache.py.
+    Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
+    ignores jax's warning).
     """
     import jax
 
-    if not hasattr(pytestconfig, "cache") or jax.local_device_count() > 1:
-        return None  # -p no:cacheprovider
-    # Workers share it: an entry that another one is still writing counts as missing (pyproject.toml
-    # ignores jax's warning).
-    folder = pytestconfig.cache.mkdir("compiled_programs")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    from MaxText.runtime.compilation_cache import can_deadlock
+
+    folder = Path.home() / "compiled_programs"
+    if not can_deadlock(jax.default_backend()):
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
 
 
@@ -80,20 +93,19 @@ def parts_of_this_module():
 
 @pytest.fixture
 def own_modules(tmp_path, monkeypatch):
-    """Tests import modules that they write to the current folder, each of them anew."""
+    """Tests import modules that they write to the current folder, each of them newly."""
     before = registry.registrations()
+    import_modules.forget(before)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(import_modules, "_hashes", {})
-    monkeypatch.setattr(import_modules, "_files", {})
     yield
-    registry.keep_only(before)
+    import_modules.forget(before)
 
 
 @pytest.fixture
 def users_environment(compilation_cache):
     """The environment for a program started as a user would, except that it compiles fast."""
     users = {name: value for name, value in os.environ.items() if not name.startswith("M_")}
-    return users | ({"M_JAX_CACHE_DIR": str(compilation_cache)} if compilation_cache else {})
+    return users | {"M_JAX_CACHE_DIR": str(compilation_cache)}
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import warnings
 
-# Packages that read the environment when they are imported (wandb, huggingface_hub) are left out.
+# Packages that read the environment when they are imported (wandb, huggingface_hub) are skipped.
 _LIBRARIES = (
     "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tensorboardX",
     "rich.progress", "tokenizers", "tiktoken", "safetensors.numpy", "scipy.stats",
@@ -86,7 +85,7 @@ def serve(control: socket.socket) -> dict | None:
         for pid in list(answers):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                with contextlib.suppress(BrokenPipeError):  # nobody waits for it
+                with contextlib.suppress(BrokenPipeError):  # no process waits for it
                     os.write(answers[pid], f"{os.waitstatus_to_exitcode(status)}\n".encode())
                 os.close(answers.pop(pid))
 
@@ -106,9 +105,9 @@ def become(request: dict) -> None:
     sys.stdout.reconfigure(line_buffering=unbuffered)
     sys.stderr.reconfigure(line_buffering=True)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
-    ignored = request["ignores_ctrl_c"]  # by whoever asks; the server may have started otherwise
+    ignored = request["ignores_ctrl_c"]  # by the caller; the server may have started otherwise
     signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
-    process_start._launch_time = time.time()
+    importlib.reload(process_start)  # reads the time
     compilation_cache._SHORTEST_KEPT = 0.0
     first, *rest = request["arguments"]
     if first == "-c":

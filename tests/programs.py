@@ -1,4 +1,4 @@
-"""Starts the programs as users do."""
+"""Starts the programs as users do, and small ones that run next to a test."""
 
 import atexit
 import contextlib
@@ -10,8 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,48 @@ def start(
     return popen(command, cwd=cwd, env=environment, text=True, **keywords)
 
 
+@contextlib.contextmanager
+def started(
+    program: str,
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> "Iterator[subprocess.Popen | Forked]":
+    """A text's process, output and errors in one text pipe; killed at the end of the block.
+
+    With options of Python it is a new interpreter, which has imported nothing and can start itself
+    again.
+    """
+    process = popen(
+        [sys.executable, *options, "-c", textwrap.dedent(program), *arguments],
+        cwd=REPOSITORY, text=True, env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        with process:
+            pass
+
+
+def wait_for(process: "subprocess.Popen | Forked", text: str) -> str:
+    """Reads lines until one has `text`; gives all of them."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"{text!r} does not come: {''.join(lines)}")
+
+
+def ended(process: "subprocess.Popen | Forked") -> tuple[int, str]:
+    """(exit code, the rest of the output) of a process that ends by itself."""
+    output, _ = process.communicate(timeout=LONGEST_SECONDS)
+    return process.returncode, output
+
+
 def popen(command: Sequence[str], **keywords: Any) -> "subprocess.Popen | Forked":
     """subprocess.Popen, but a program (a file, -c or -m) begins with everything imported.
 
@@ -99,12 +142,12 @@ class _Server:
     """The server of this test process; it ends, with all its children, when that does."""
 
     def __init__(self):
-        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self.socket, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.program_server", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.program_server", str(child_end.fileno())],
                 cwd=REPOSITORY, env={**os.environ, **_OF_SERVER, **_NO_RESTART},
-                pass_fds=[theirs.fileno()], start_new_session=True,
+                pass_fds=[child_end.fileno()], start_new_session=True,
             )  # fmt: skip
         atexit.register(self.close)
 
@@ -124,11 +167,11 @@ class Forked:
     def __init__(self, command, *, cwd, env=None, stdout=None, stderr=None, text=True):
         self.args, self.returncode, self.stdout, self.stderr = command, None, None, None
         standard = [os.open(os.devnull, os.O_RDONLY), 1, 2]
-        theirs = [standard[0]]
+        descriptors = [standard[0]]
         for number, target in ((1, stdout), (2, stderr)):
             if target == subprocess.PIPE:
                 reading, standard[number] = os.pipe()
-                theirs.append(standard[number])
+                descriptors.append(standard[number])
                 stream = os.fdopen(reading, "r" if text else "rb")
                 setattr(self, ("stdout", "stderr")[number - 1], stream)
             elif target == subprocess.STDOUT:
@@ -144,7 +187,7 @@ class Forked:
             "environment": {**(os.environ if env is None else env), **_OF_SERVER, **_NO_RESTART},
         }
         socket.send_fds(_server().socket, [json.dumps(request).encode()], [*standard, writing])
-        for descriptor in [*theirs, writing]:
+        for descriptor in [*descriptors, writing]:
             os.close(descriptor)
         self.pid = int(self._answers.readline())
 

@@ -1,4 +1,4 @@
-"""What a user is told where something is refused."""
+"""The messages of refusals."""
 
 from collections.abc import Callable
 

@@ -26,6 +26,8 @@ from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError
 
 _GUARD = "guard"
+# Fields of the guard's state under the names of earlier versions, read for one release.
+_EARLIER_GUARD = {"num_accepted": "num_sound", "last_stable_step": "calm_step"}
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
 _DEFAULT_STORAGE = CheckpointStorage()
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
@@ -53,11 +55,21 @@ def restore_state(
     """
     wanted, tree, fresh = as_dict(abstract_state), _verified_tree(stored), {}
     stored_guard = tree.pop(_GUARD, None)
-    if _GUARD in wanted and array_specs(stored_guard) == array_specs(wanted[_GUARD]):
-        tree[_GUARD] = stored_guard
-    elif _GUARD in wanted:
-        fresh = {_GUARD: wanted.pop(_GUARD).reset()}
+    guard: Any = wanted.pop(_GUARD, None)
+    names: dict[str, str] = {}  # field of the guard -> stored name
+    if guard is not None:
+        is_earlier = "num_sound" in (stored_guard or ())
+        fields = as_dict(guard)
+        names = {name: _EARLIER_GUARD.get(name, name) if is_earlier else name for name in fields}
+        renamed = {names[name]: leaf for name, leaf in fields.items()}
+        if array_specs(stored_guard) == array_specs(renamed):
+            tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
+        else:
+            fresh = {_GUARD: guard.reset()}
     arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
+    if guard is not None and _GUARD in arrays:
+        restored = {name: arrays[_GUARD][stored_name] for name, stored_name in names.items()}
+        arrays[_GUARD] = dataclasses.replace(guard, **restored)
     return dataclasses.replace(abstract_state, **arrays, **fresh)
 
 

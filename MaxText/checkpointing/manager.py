@@ -26,7 +26,7 @@ from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
 
-_GIVEN_UP = ".given_up"
+_ABANDONED = ".abandoned"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
@@ -431,7 +431,7 @@ class CheckpointManager:
             self._remove_partial("")
             for step in newer if jax.process_index() == 0 else ():
                 checkpoint_files.unfinalize(
-                    self.directory / str(step), f"{step}{_GIVEN_UP}"
+                    self.directory / str(step), f"{step}{_ABANDONED}"
                 ).rmtree()
 
         all_succeed("deleting newer checkpoints", remove)
@@ -446,7 +446,7 @@ class CheckpointManager:
         for folder in checkpoint_files.list_dir(self.directory):
             is_partial = (
                 ".orbax-checkpoint-tmp" in folder.name
-                or folder.name.endswith(_GIVEN_UP)
+                or folder.name.endswith((_ABANDONED, ".given_up"))
                 or (
                     is_object_store_path(folder)
                     and folder.name.isdigit()

@@ -14,7 +14,7 @@ from MaxText.config import config_files, import_modules, serialization, sources,
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
 from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
@@ -27,8 +27,8 @@ options:
   --from-maxtext FILE   print what this program makes of a YAML file written for MaxText, and exit
 
 Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<decoder_block>.yml,
-base_config files, the config file, configs/models/<model_name>.yml, environment variables
-M_<KEY>, key=value arguments.
+base_config files, the config file, configs/models/<model_name>.yml, keys in the file that sets
+model_name, environment variables M_<KEY>, key=value arguments.
 """
 
 
@@ -297,10 +297,10 @@ def _maxtext_report(path: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _problem_line(problem: Problem) -> str:
+def _problem_line(problem: ConfigIssue) -> str:
     shown = ("accepted", "nearest", "note")
-    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
-    return "; ".join([problem.what, *facts])
+    facts = (f"{label}: {text}" for label, text in problem.context if label in shown)
+    return "; ".join([problem.message, *facts])
 
 
 def explain_value(loaded: LoadedConfig, name: str) -> str:

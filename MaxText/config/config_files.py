@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from MaxText.config import values
-from MaxText.config.problems import ConfigurationError, Problem, close_matches
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 REPOSITORY = _PACKAGE.parent
@@ -87,7 +87,7 @@ class Setting:
 class ConfigFileError(ConfigurationError):
     """A config file with unreadable content."""
 
-    def __init__(self, problem: Problem):
+    def __init__(self, problem: ConfigIssue):
         super().__init__([problem])
         self.problem = problem
 
@@ -109,6 +109,16 @@ def preset_names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yml"))
 
 
+# Shipped files under the names of earlier versions, read for one release.
+_RENAMED = {
+    "recipes/fattorib.yml": "reproductions/fattorib.yml",
+    "recipes/wikitext_gpt2.yml": "reproductions/wikitext_gpt2.yml",
+    "comparisons/learned.yml": "comparisons/position_learned.yml",
+    "comparisons/rotary.yml": "comparisons/position_rotary.yml",
+    "comparisons/small.yml": "comparisons/_base.yml",
+}
+
+
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     """Finds the file a user means.
 
@@ -120,6 +130,8 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
+        now = [now for old, now in _RENAMED.items() if str(inside) in (old, Path(old).name)]
+        candidates += [SHIPPED / one for one in now]
     for candidate in candidates:
         try:
             if candidate.is_file():
@@ -127,7 +139,7 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
         except OSError as error:  # a name that is too long, a folder that may not be searched
             shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
             what = f"config file {shown!r} cannot be looked for: {error.strerror}"
-            raise ConfigFileError(Problem(what)) from error
+            raise ConfigFileError(ConfigIssue(what)) from error
     known = shipped_names()
     same_name = [path for path in known if Path(path).name == str(given)]
     if len(same_name) == 1:
@@ -136,7 +148,7 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     short = {Path(path).name: path for path in known}
     close = (f"configs/{short[found]}" for found in close_matches(given.name, short))
     facts = searched, ("nearest", ", ".join(close))
-    raise ConfigFileError(Problem(f"config file {str(name)!r} not found", facts=facts))
+    raise ConfigFileError(ConfigIssue(f"config file {str(name)!r} not found", context=facts))
 
 
 def _inside_shipped(given: Path) -> Path | None:
@@ -151,27 +163,29 @@ def _inside_shipped(given: Path) -> Path | None:
     return given
 
 
-def read(path: Path, source: Source = Source.CONFIG_FILE) -> tuple[list[Setting], list[Problem]]:
+def read(
+    path: Path, source: Source = Source.CONFIG_FILE
+) -> tuple[list[Setting], list[ConfigIssue]]:
     """Returns the top-level entries of a YAML file, and problems by key."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
-            raise ConfigFileError(Problem(what))
+            raise ConfigFileError(ConfigIssue(what))
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigFileError(Problem(f"{short_path(path)} cannot be read: {error}")) from error
+        raise ConfigFileError(ConfigIssue(f"{short_path(path)} cannot be read: {error}")) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)
         reason = getattr(error, "problem", None) or str(error)
-        raise ConfigFileError(Problem(f"{place} is not valid YAML: {reason}")) from error
+        raise ConfigFileError(ConfigIssue(f"{place} is not valid YAML: {reason}")) from error
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigFileError(Problem(f"{short_path(path)} holds no `key: value` lines"))
+        raise ConfigFileError(ConfigIssue(f"{short_path(path)} holds no `key: value` lines"))
     entries: list[Setting] = []
-    problems: list[Problem] = []
+    problems: list[ConfigIssue] = []
     first_line: dict[str, int] = {}
     for name_node, value_node in root.value:
         line = name_node.start_mark.line + 1
@@ -179,7 +193,7 @@ def read(path: Path, source: Source = Source.CONFIG_FILE) -> tuple[list[Setting]
         name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
         if name in first_line:
             what = f"{name}: given twice in one file, first on line {first_line[name]}"
-            problems.append(Problem(what, (place,)))
+            problems.append(ConfigIssue(what, (place,)))
             continue
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
@@ -187,5 +201,5 @@ def read(path: Path, source: Source = Source.CONFIG_FILE) -> tuple[list[Setting]
             value, origin = values.from_node(value_node), Origin(source, path, line, raw)
             entries.append(Setting(name, value, origin, name))
         except values.InvalidValueError as error:
-            problems.append(Problem(f"{name}: {error}", (place,)))
+            problems.append(ConfigIssue(f"{name}: {error}", (place,)))
     return entries, problems

@@ -77,8 +77,8 @@ class DataConfig(Section):
     """grain: data at dataset_path. synthetic: random tokens."""
     dataset_path: str = key("")
     """Data to read: a folder that prepare_data.py wrote, or token records (tfrecord, Megatron .bin
-    and .idx, webdataset .tar, parquet, arrow): folder, file, pattern with * or {000..127}, or @FILE
-    with one name per line. Local or a URL such as gs://."""
+    and .idx, webdataset .tar, parquet, arrow). Records: folder, file, pattern with * or {000..127},
+    or @FILE with one name per line. Local or a URL such as gs://."""
     grain_train_files: str = key("")
     """Records to train on instead of dataset_path: PATTERN, or PATTERN,WEIGHT;PATTERN,WEIGHT. Text
     records are tokenized with tokenizer_path."""
@@ -93,8 +93,9 @@ class DataConfig(Section):
     """Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is
     proportional to size, larger is more even. 0 uses the weights unchanged."""
     data_cache_dir: str = key("~/maxtext_data_cache")
-    """Cache folder for imports of record files, text tokenized while reading, and packing plans.
-    Entries unused for half a year are deleted."""
+    """Local folder for imports of record files, text tokenized while reading, and packing plans. If
+    hosts share it, one works and the others wait; without, each needs the space. Entries unused for
+    half a year are deleted."""
     train_split: str = key("train", "Split to train on.")
     eval_split: str = key("validation")
     """Split to evaluate on; of plain record files, those with this word in their name."""

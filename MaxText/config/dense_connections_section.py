@@ -55,7 +55,9 @@ class DenseConfig(Section):
     dynamic_dense_act_cls: Activation = key("gelu", only_if=_DYNAMIC)
     """Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's JAX
     code; gelu_erf as in the released models."""
-    dense_hidden_rounding: Literal["none", "ceil", "reference"] = key("reference", only_if=_DYNAMIC)
+    dynamic_dense_hidden_round: Literal["none", "ceil", "reference"] = key(
+        "reference", only_if=_DYNAMIC
+    )
     """Hidden width of dynamic weights, streams * sources: unchanged, or rounded up to a multiple of
     64. reference always adds 64 to a multiple of 64, as MUDDFormer's code does."""
     dynamic_dense_last_layer_expand: Count = key(4, only_if=_DYNAMIC)

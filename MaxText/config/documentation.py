@@ -74,7 +74,7 @@ def configuration_md() -> str:
     lines = [_MD_HEADER.format(layers=layers).rstrip()]
     for section, keys in keys_by_section().items():
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
-        lines += ["| key | default | type | meaning |", "|---|---|---|---|"]
+        lines += ["| key | default | values | meaning | only if |", "|---|---|---|---|---|"]
         for key in keys:
             lines += [_row(key), *map(_row, key.entries.values())]
     return "\n".join(lines) + "\n"
@@ -83,13 +83,32 @@ def configuration_md() -> str:
 _NOT_FOR_READERS = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
 
 
+# Values in the words of a table.
+_SHORT_TYPES = {
+    "an integer": "integer",
+    "a number": "number",
+    "true or false": "boolean",
+    "a list [...], each: one of": "list from",
+    "a list [...], each: ": "list of ",
+    " and other than 0": ", not 0",
+}
+_SAME_TYPES = {"moe_activations": "as mlp_activations, or null"}  # 50 names
+
+
 def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
-    default = default if len(default) < 60 and not key.entries else "see configs/base.yml"
-    meaning = key.help + (f" Unit: {key.unit}." if key.unit else "")
-    meaning += f" Only if {_condition(key)}." if key.conditions else ""
-    accepted = "{entry: value}" if key.entries else format_accepted(key)  # their rows follow
-    cells = [f"`{key.name}`", f"`{default}`", accepted, meaning]
+    default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
+    default = "" if key.entries else default
+    if key.entries:
+        accepted = "{entry: value}"  # their rows follow
+    else:
+        accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
+    for words, short in _SHORT_TYPES.items():
+        accepted = accepted.replace(words, short)
+    accepted = accepted.removeprefix("one of ")
+    accepted += f" ({key.unit})" if key.unit else ""
+    condition = _condition(key) if key.conditions else ""
+    cells = [f"`{key.name}`", default, accepted, key.help, condition]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, registry, sources, values
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Setting
 
 KEY = "import_modules"
@@ -79,10 +79,10 @@ def check_named(config_flat: Mapping[str, Any], place: str) -> None:
     if missing := [name for name in names if not _found(name, names)]:
         what = f"{KEY}: the model has parts of {', '.join(missing)}"
         add = f"{KEY}=[{','.join(missing)}]: code runs only if you name it"
-        raise ConfigurationError([Problem(what, (place,), (("add", add),))])
+        raise ConfigurationError([ConfigIssue(what, (place,), (("add", add),))])
 
 
-def _import(name: str, place: str) -> Problem | None:
+def _import(name: str, place: str) -> ConfigIssue | None:
     before = registry.registrations()
     try:
         _hashes[name] = _import_file(name) if name.endswith(".py") else _import_module(name)
@@ -90,13 +90,13 @@ def _import(name: str, place: str) -> Problem | None:
         registry.keep_only(before)
         if isinstance(error, FileNotFoundError) and error.filename == name:
             where = "neither in the current folder nor in that of the config file"
-            return Problem(f"{KEY}: there is no file {name}, {where}", (place,))
+            return ConfigIssue(f"{KEY}: there is no file {name}, {where}", (place,))
         if isinstance(error, registry.RegistrationError):
-            return Problem(f"{KEY}: {name}: {error}", (place,))
+            return ConfigIssue(f"{KEY}: {name}: {error}", (place,))
         what, *_ = str(error).strip().splitlines() or [""]
         facts = tuple(("raised", line) for line in _last_line(error))
         what = f"{type(error).__name__}: {what}" if what else type(error).__name__
-        return Problem(f"{KEY}: {name} cannot be imported: {what}", (place,), facts)
+        return ConfigIssue(f"{KEY}: {name} cannot be imported: {what}", (place,), facts)
     return None
 
 

@@ -187,8 +187,8 @@ class AttentionConfig(Section):
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
     """Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24
-    alternating layers. local attends to sliding_window_size tokens; linear has constant cost per
-    token (except with causal=false and several documents); none is a feed-forward alone. Empty: all
+    alternating layers. local: the last sliding_window_size tokens. linear: constant cost per token
+    (except with causal=false and several documents). none: a feed-forward alone. Empty: all
     global."""
     sliding_window_size: Count = key(256, unit="tokens")
     """Tokens that a query of a local layer sees, itself included; without a causal mask also as
@@ -335,9 +335,8 @@ class PattentionConfig(Section):
     ffn_slot_num: CountOrAuto = key(-1, only_if=_FEED_FORWARD)
     """Slots of the feed-forward; -1 is 4 * slot_num."""
     normalize_type: SlotNormalization = key("l2_norm_gelu", only_if_any=_ANYWHERE)
-    """Theta over the slots: l2_norm_gelu is gelu(sqrt(n) a / (|a| + eps)), gelu_l2_norm applies
-    gelu first, l2_norm has no gelu; softmax is n times softmax; gelu_layer_norm is a LayerNorm of
-    gelu. n is the number of slots."""
+    """Theta over the n slots. l2_norm_gelu: gelu(sqrt(n) a / (|a| + eps)). gelu_l2_norm: gelu
+    first. l2_norm: no gelu. softmax: n times softmax. gelu_layer_norm: LayerNorm of gelu."""
     gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
     """Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch
     code)."""

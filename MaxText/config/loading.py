@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
 from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.keys import Options
-from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
+from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
@@ -109,11 +109,11 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
         raise ConfigurationError(problems)
     for name, problem in idle.items():
         kind = "warning" if all_keys()[name].section[0] == "model" else "note"
-        sources.print_notices([f"{kind}: {problem.what} ({problem.where[0]})"])
+        sources.print_notices([f"{kind}: {problem.message} ({problem.location[0]})"])
     return LoadedConfig(config, origins, collected.config_path, tuple(kept))
 
 
-def merge(settings: Sequence[Setting], problems: list[Problem]) -> _Merged:
+def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> _Merged:
     """Returns the typed winners of settings; appends to `problems`."""
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
@@ -185,6 +185,7 @@ def _options(value: Any, key: Key) -> Options:
         raise values.InvalidValueError(f"{values.format_value(value)} is not {{entry: value}}")
     given = {}
     for name, one in value.items():
+        name = current_entry(key.name, name)
         if name not in key.entries:
             close = close_matches(name, key.entries) or key.entries
             raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(close)}")
@@ -195,21 +196,21 @@ def _options(value: Any, key: Key) -> Options:
     return key.annotation(**given)
 
 
-def _unknown(setting: Setting) -> Problem:
+def _unknown(setting: Setting) -> ConfigIssue:
     name = setting.written
     if name in sources.SWEEP_KEYS:
         return sources.sweep_not_supported(name, setting.place)
     if name in sources.FILE_KEYS:
-        return Problem(f"{name}: only a YAML file can set it", (setting.place,))
+        return ConfigIssue(f"{name}: only a YAML file can set it", (setting.place,))
     return unknown_key(name, (setting.place,))
 
 
-def unknown_key(name: str, places: tuple[str, ...] = ()) -> Problem:
+def unknown_key(name: str, places: tuple[str, ...] = ()) -> ConfigIssue:
     close = close_matches(name, all_names())
     if reason := find_unsupported(name, tuple(close)):
-        return Problem(f"{name}: not a key here: {reason.sentence}", places)
+        return ConfigIssue(f"{name}: not a key here: {reason.sentence}", places)
     facts = ("nearest", ", ".join(close)), ("all keys", "configs/base.yml, or --help")
-    return Problem(f"{name}: unknown key", places, facts)
+    return ConfigIssue(f"{name}: unknown key", places, facts)
 
 
 def format_accepted(key: Key) -> str:
@@ -226,7 +227,7 @@ def format_accepted(key: Key) -> str:
     return values.type_name(key.annotation) + bounds
 
 
-def _type_error(setting: Setting, key: Key, message: str) -> Problem:
+def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
     name, value, entry = key.name, setting.value, message.partition(":")[0]
     if entry in key.entries:
         key, value = key.entries[entry], value[entry]
@@ -238,7 +239,7 @@ def _type_error(setting: Setting, key: Key, message: str) -> Problem:
         facts.append(("meaning", key.help))
     if key.name != "logical_axis_rules":
         facts.append(("default", values.to_yaml(key.default)))
-    return Problem(f"{name}: {message}", (setting.place,), facts)
+    return ConfigIssue(f"{name}: {message}", (setting.place,), facts)
 
 
 def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path | None) -> None:
@@ -305,7 +306,7 @@ def _derive(typed: dict[str, Any], origins: dict[str, Origin], config_path: Path
         set_derived("base_output_directory", "./maxtext_output", "because it is empty")
 
 
-def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
+def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
     """Returns explicitly set keys without effect, with the reasons.
 
     Values of a preset, bundle or base file are silently inert, as is one of the config file if a
@@ -338,13 +339,13 @@ def _find_unused_keys(winners: _Merged) -> dict[str, Problem]:
             facts = (
                 ("needs", key.condition_text(group)), ("default", values.to_yaml(one.default)),
             )  # fmt: skip
-            problems[name] = Problem(what, tuple(places), facts)
+            problems[name] = ConfigIssue(what, tuple(places), facts)
     return problems
 
 
 def _find_unused_decoder_block(
     origins: Mapping[str, Origin], kept: Sequence[Setting]
-) -> list[Problem]:
+) -> list[ConfigIssue]:
     """Returns the problem of a decoder_block over a saved configuration."""
     saved = [
         s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
@@ -356,12 +357,12 @@ def _find_unused_decoder_block(
         return []
     what = "decoder_block: has no effect over a saved configuration, which sets every part"
     facts = (("instead", "start from a config file that is not saved, or set the parts"),)
-    return [Problem(what, (chosen.place, saved[-1].place), facts)]
+    return [ConfigIssue(what, (chosen.place, saved[-1].place), facts)]
 
 
 def _check_rules(
     config: Config, winners: _Merged, program: str | None
-) -> tuple[list[Problem], dict[str, Problem]]:
+) -> tuple[list[ConfigIssue], dict[str, ConfigIssue]]:
     """Returns problems, and keys without effect by name."""
     last, origins = winners.last, winners.origins
     stem = Path(program).stem if program else None
@@ -384,7 +385,7 @@ def _check_rules(
                 if origins[name].source is Source.DEFAULT
             ]
             facts.append(("default", ", ".join(unset)))
-            problem = Problem(what, tuple(places), facts)
+            problem = ConfigIssue(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
             first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
@@ -393,9 +394,9 @@ def _check_rules(
             if not rule.finds_unused:
                 problems.append(problem)
             elif by_user:
-                idle[by_user[0]] = dataclasses.replace(problem, where=(last[by_user[0]].place,))
+                idle[by_user[0]] = dataclasses.replace(problem, location=(last[by_user[0]].place,))
     for message in () if problems else broken_letters(config):
         what, *remedies = message.splitlines()
         facts = [("try", remedy) for remedy in remedies]
-        problems.append(Problem(what, (last["layer_kinds"].place,), facts))
+        problems.append(ConfigIssue(what, (last["layer_kinds"].place,), facts))
     return problems, idle

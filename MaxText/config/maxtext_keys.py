@@ -56,28 +56,33 @@ def _unsupported(row: dict[str, Any]) -> UnsupportedKey:
 
 
 _TABLES = _read()
-# Old name -> ours, where both mean exactly the same.
+# Old name -> key here, where both mean exactly the same.
 ALIASES: dict[str, str] = _TABLES["aliases"]
 UNSUPPORTED = {key: _unsupported(row) for row in _TABLES["absent"] for key in row["keys"]}
 # Families too large to list; the first prefix that fits counts.
 _FAMILIES = {row["prefix"]: _unsupported(row) for row in _TABLES["prefixes"]}
-# (key, value) -> what to choose for a value of MaxText that is not among ours.
+# (key, value) -> what to choose for a value of MaxText that the key here does not have.
 VALUE_NOTES = {(key, value): note for key, value, note in _TABLES["value_notes"]}
-# (key, value) -> ours. Values in lower case; null stands for all ways to write nothing.
+# (key, value) -> key and value here. Values in lower case; null is any way to write nothing.
 TRANSLATIONS = {
-    (key, value): KeyMapping(*ours) if len(ours) == 2 else KeyMapping("", why=ours[0])
-    for key, value, *ours in _TABLES["translations"]
+    (key, value): KeyMapping(*target) if len(target) == 2 else KeyMapping("", why=target[0])
+    for key, value, *target in _TABLES["translations"]
 }
 # Key of another program -> (whose it is, key here). Values mean something else there (a global
 # batch, a computed width), so these are not aliases; docs/reference/migration.md has more.
 REFERENCE_KEYS = {
-    theirs: (whose, ours)
+    name: (whose, key)
     for whose, keys in _TABLES["other_programs"].items()
-    for theirs, ours in keys.items()
+    for name, key in keys.items()
 }
 
 # Ways to say that something is off, which is true of everything that is not here.
 _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
+
+
+def current_entry(key: str, entry: str) -> str:
+    """Returns the present name of an entry of a key."""
+    return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
 
 
 def find_mapping(name: str, value: Any) -> KeyMapping | None:

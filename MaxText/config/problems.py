@@ -6,28 +6,28 @@ from collections.abc import Iterable, Sequence
 
 from MaxText.errors import UserError
 
-_LEAST_SIMILARITY = 0.6
+_MIN_SIMILARITY = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
-    what: str  # key and what is wrong with it, one sentence
-    where: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
+class ConfigIssue:
+    message: str  # key and what is wrong with it, one sentence
+    location: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
     # labeled lines that help to fix it: accepted values, nearest names, default; not empty ones
-    facts: Sequence[tuple[str, str]] = ()
+    context: Sequence[tuple[str, str]] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "facts", tuple(fact for fact in self.facts if fact[1]))
+        object.__setattr__(self, "context", tuple(fact for fact in self.context if fact[1]))
 
     def lines(self) -> list[str]:
-        labeled = [("set", place) for place in self.where] + list(self.facts)
-        return [self.what, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
+        labeled = [("set", place) for place in self.location] + list(self.context)
+        return [self.message, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
 
 class ConfigurationError(UserError):
     """All problems of a configuration in one message."""
 
-    def __init__(self, problems: Sequence[Problem]):
+    def __init__(self, problems: Sequence[ConfigIssue]):
         self.problems = tuple(problems)
         count = len(self.problems)
         lines = [f"{count} problem{'s' if count > 1 else ''} in the configuration"]
@@ -45,7 +45,7 @@ def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         plain = _plain(candidate)
         order = _similarity(_sorted_words(words), _sorted_words(plain))
         score = max(_similarity(words, plain), order)
-        if score >= _LEAST_SIMILARITY:
+        if score >= _MIN_SIMILARITY:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]
 
@@ -55,10 +55,10 @@ def _plain(name: str) -> str:
 
 
 def _similarity(a: str, b: str) -> float:
-    """Returns the ratio of difflib, or 0 below _LEAST_SIMILARITY."""
+    """Returns the ratio of difflib, or 0 below _MIN_SIMILARITY."""
     matcher = difflib.SequenceMatcher(None, a, b)
     for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio):
-        if (found := ratio()) < _LEAST_SIMILARITY:  # upper bounds first: they cost less
+        if (found := ratio()) < _MIN_SIMILARITY:  # upper bounds first: they cost less
             return 0.0
     return found
 

@@ -13,7 +13,7 @@ from MaxText.config.catalog import Key, all_names, keys_of
 from MaxText.config.keys import Section
 from MaxText.config.loading import converted_value, format_accepted
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
-from MaxText.config.problems import ConfigurationError, Problem, close_matches, nearest_fact
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_dashes
 
 
@@ -37,7 +37,7 @@ class Words(NamedTuple):
     files: list[str]  # YAML files
     keys: list[str]  # key=value of the configuration
     others: list[str]
-    problems: list[Problem]
+    problems: list[ConfigIssue]
 
     @property
     def configuration(self) -> list[str]:
@@ -83,7 +83,7 @@ def read_options(
                 nearest = nearest_fact(text, filter(None, option.choices))
                 facts = ("accepted", format_accepted(option)), nearest
                 place = f"command line, {name}={text}"
-                words.problems.append(Problem(f"{name}: {error}", (place,), facts))
+                words.problems.append(ConfigIssue(f"{name}: {error}", (place,), facts))
         elif problem := _unknown(name, argument, options, takes_keys):
             words.problems.append(problem)
         elif match:
@@ -93,12 +93,14 @@ def read_options(
     for name in kind.REQUIRED:
         if requires and not texts.get(name):
             fact = ("accepted", options[name].help)
-            words.problems.append(Problem(f"{name}= is missing", facts=(fact,)))
+            words.problems.append(ConfigIssue(f"{name}= is missing", context=(fact,)))
     given = tuple(name.rstrip("_") for name in found)
     return kind(**found), words._replace(given=given)
 
 
-def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool) -> Problem | None:
+def _unknown(
+    name: str, argument: str, options: dict[str, Key], takes_keys: bool
+) -> ConfigIssue | None:
     """Returns the problem of a misspelled option; keys are for `load`."""
     if not name and not argument.startswith("-"):
         return None
@@ -110,7 +112,7 @@ def _unknown(name: str, argument: str, options: dict[str, Key], takes_keys: bool
         return None
     what = "neither an option of this program nor a key" if takes_keys else "no option"
     fact = ("nearest" if close else "options", ", ".join(f"{one}=..." for one in close or options))
-    return Problem(f"{word}: {what}", (f"command line, {argument}",), (fact,))
+    return ConfigIssue(f"{word}: {what}", (f"command line, {argument}",), (fact,))
 
 
 def describe(kind: type[ProgramOptions]) -> str:

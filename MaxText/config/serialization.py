@@ -6,7 +6,7 @@ from typing import Any
 from MaxText.config import import_modules
 from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
 from MaxText.config.keys import Options
-from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
 from MaxText.config.schema import SCHEMA_VERSION, Config
 from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
@@ -69,7 +69,9 @@ def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
             earlier = values.get(key) or all_keys()[key].default.as_dict()
             values[key] = {**earlier, entry: value}
         elif not find_unsupported(key, (key,)):
-            values[key] = value
+            is_mapping = isinstance(value, dict) and key in all_keys() and all_keys()[key].entries
+            entries = value.items() if is_mapping else ()
+            values[key] = {current_entry(key, one): v for one, v in entries} if entries else value
     return values
 
 

@@ -12,7 +12,7 @@ from MaxText.config import config_files, values
 from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
-from MaxText.config.problems import Problem, close_matches, nearest_fact
+from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
 from MaxText.config.schema import SCHEMA_VERSION
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -52,7 +52,7 @@ class CollectedSettings:
     """All settings, weakest first, before their types are checked."""
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
-    problems: list[Problem] = dataclasses.field(default_factory=list)
+    problems: list[ConfigIssue] = dataclasses.field(default_factory=list)
     is_file_missing: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
@@ -132,7 +132,7 @@ def _read_arguments(
             is_path = os.path.exists(os.path.expanduser(argument))
             remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
             facts = ("write", remedy), nearest_fact(name, all_keys(), "{}=...")
-            result.problems.append(Problem(what, ("command line",), facts))
+            result.problems.append(ConfigIssue(what, ("command line",), facts))
     return paths, distinct(settings, result, last_wins=True)
 
 
@@ -204,13 +204,13 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
         try:
             if not isinstance(base.value, str):
                 what = f"base_config: {base.origin.raw} is not the path of one YAML file"
-                raise ConfigFileError(Problem(what))
+                raise ConfigFileError(ConfigIssue(what))
             path = config_files.find_config(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
-                raise ConfigFileError(Problem(f"base_config: files refer to each other: {way}"))
+                raise ConfigFileError(ConfigIssue(f"base_config: files refer to each other: {way}"))
         except ConfigFileError as error:
-            result.problems.append(dataclasses.replace(error.problem, where=(base.place,)))
+            result.problems.append(dataclasses.replace(error.problem, location=(base.place,)))
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
@@ -221,14 +221,15 @@ def _check_version(entry: Setting, result: CollectedSettings) -> None:
     try:
         version = values.convert(entry.value, int)
     except values.InvalidValueError as error:
-        result.problems.append(Problem(f"schema_version: {error}", (entry.place,)))
+        result.problems.append(ConfigIssue(f"schema_version: {error}", (entry.place,)))
         return
     if version > SCHEMA_VERSION:
         what = (
             f"schema_version: {version} was written by a newer version of this program, "
             f"which reads up to {SCHEMA_VERSION}"
         )
-        result.problems.append(Problem(what, (entry.place,), [("instead", "update the program")]))
+        remedy = ("instead", "update the program")
+        result.problems.append(ConfigIssue(what, (entry.place,), (remedy,)))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
@@ -250,7 +251,7 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         nearest = nearest_fact(str(chosen), known)
         facts = nearest, ("known", ", ".join(known)), ("default", default)
         what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
-        result.problems.append(Problem(what, place, facts))
+        result.problems.append(ConfigIssue(what, place, facts))
         return []
     try:
         next_to = origin.file.parent if origin and origin.file else None
@@ -260,23 +261,23 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     except ConfigFileError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
         if setting is None or setting.origin.source is not Source.SAVED_CONFIG:
-            result.problems.append(dataclasses.replace(error.problem, where=place))
+            result.problems.append(dataclasses.replace(error.problem, location=place))
         return []
     kept = []
     for inner in settings:
         if inner.name == "model_name" and inner.value != chosen:
             what = f"model_name: a file of {short_path(folder)} cannot choose another preset"
-            result.problems.append(Problem(what, (inner.place,)))
+            result.problems.append(ConfigIssue(what, (inner.place,)))
         elif inner.name not in ("model_name", name):
             kept.append(inner)
     return kept
 
 
-def sweep_not_supported(name: str, place: str) -> Problem:
+def sweep_not_supported(name: str, place: str) -> ConfigIssue:
     """Returns the problem of a file for several runs in a single-run program."""
     what = f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands"
     remedy = f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"
-    return Problem(what, (place,), (("run", remedy),))
+    return ConfigIssue(what, (place,), (("run", remedy),))
 
 
 def distinct(
@@ -308,7 +309,7 @@ def distinct(
             result.notices.append(line)
         elif earlier is not None and earlier.value != setting.value:
             what = f"{name}: given twice with different values"
-            result.problems.append(Problem(what, (earlier.place, setting.place)))
+            result.problems.append(ConfigIssue(what, (earlier.place, setting.place)))
             continue
         kept[name] = setting
     return list(kept.values())

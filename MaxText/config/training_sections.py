@@ -277,7 +277,7 @@ class GrowthOptions(Options):
     """Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero for
     new slots. warmed: as reused, with second moments of new slots at the mean of the stored
     slots."""
-    old_slots_learning_rate: float | None = key(None, ge=0)
+    existing_slots_lr_scale: float | None = key(None, ge=0)
     """Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the run,
     or that of load_full_state_path, was trained with."""
     data: Literal["restart", "continue"] = key("restart", only_if=_GROWS)
@@ -414,8 +414,8 @@ class GuardConfig(Section):
     """Window, in accepted steps, for the median and deviation used by the spike guard."""
     skip_step_scaling_factor: Positive = key(6.0, only_if=_SKIPPING)
     """Deviations above the median at which a step is skipped. A deviation is 1.4826 times the
-    median absolute deviation (sigma of normal noise), and at least 3 % of the median loss (or of 1
-    nat, if that is more) or half the median norm."""
+    median absolute deviation. It is at least 3 % of the median loss (or of 1 nat, if that is more)
+    or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
     healthy_after_steps: Natural = key(10, unit="updates")
     """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last

@@ -270,7 +270,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
 
 
 def _written(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json values by setting, REQUIRED if it has none for ours."""
+    """Returns config.json values by setting, REQUIRED where it has no value."""
     settings = (one for one in family.settings if one.is_written and _is_relevant(one, values))
     return {setting.name: setting.to_hf_value(values) for setting in settings}
 

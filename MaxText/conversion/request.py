@@ -9,7 +9,7 @@ from MaxText.config import import_modules
 from MaxText.config.catalog import split_entry
 from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
 _OTHER_PROGRAMS = ("maxtext", "fattorib")  # their checkpoints are given as maxtext:PATH
 # Entries of `growth` for training after growth.
-_OF_TRAINING = ("moments", "data", "old_slots_learning_rate")
+_OF_TRAINING = ("moments", "data", "existing_slots_lr_scale")
 # Options that only one kind of source or target has.
 _BELONG_TO = {
     "length": "to stablehlo",
@@ -100,9 +100,10 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     for word in words.others:
         if word != GROW:
             fact = ("write", f"from={word} or to={word}, or {GROW}")
-            words.problems.append(Problem(f"{word}: no such option", ("command line",), (fact,)))
+            issue = ConfigIssue(f"{word}: no such option", ("command line",), (fact,))
+            words.problems.append(issue)
     for word in words.files[1:]:
-        words.problems.append(Problem(f"{word}: there is already {words.files[0]}"))
+        words.problems.append(ConfigIssue(f"{word}: there is already {words.files[0]}"))
     words.check()
     kind, colon, path = options.from_.partition(":")
     if colon and kind in _OTHER_PROGRAMS:
@@ -126,7 +127,7 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         if name in _BELONG_TO and _BELONG_TO[name] not in here:
             wrong.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
     if wrong:
-        raise ConfigurationError([Problem(what) for what in dict.fromkeys(wrong)])
+        raise ConfigurationError([ConfigIssue(what) for what in dict.fromkeys(wrong)])
     return request
 
 

@@ -144,8 +144,11 @@ def _linear(spec: ParamSpec) -> TensorLayout:
     names = [name for name in spec.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")
-    if spec.num_in_dims:
+    if spec.num_input_dims:
         first = names.count("exp")
-        inputs, outputs = letters[first:][: spec.num_in_dims], letters[first + spec.num_in_dims :]
+        inputs, outputs = (
+            letters[first:][: spec.num_input_dims],
+            letters[first + spec.num_input_dims :],
+        )
         matrix = f"{letters[:first]} ({' '.join(outputs)}) ({' '.join(inputs)})"
     return TensorLayout(matrix.strip(), " ".join(letters))

@@ -47,9 +47,9 @@ def verify(
     length = min(_LENGTH, config.shape.max_target_length)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, config.shape.vocab_size, (_ROWS, length)).astype(np.int32)
-    theirs, ours = _their_logits(folder, tokens), _our_logits(weights, tokens, dtype)
-    difference, largest = float(np.abs(ours - theirs).max()), float(np.abs(theirs).max())
-    our_loss, their_loss = _loss(ours, tokens), _loss(theirs, tokens)
+    expected, actual = _their_logits(folder, tokens), _our_logits(weights, tokens, dtype)
+    difference, largest = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
+    our_loss, their_loss = _loss(actual, tokens), _loss(expected, tokens)
     line = (
         f"logits differ by at most {difference:.2g} (largest logit {largest:.3g}), loss "
         f"{our_loss:.6f} here and {their_loss:.6f} in transformers"

@@ -13,7 +13,7 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
-_MOST_LINES = 20
+_MAX_LINES = 20
 
 
 class WeightSource:
@@ -71,6 +71,6 @@ def check_arrays(
     """
     specs = {name: ArraySpec(tuple(shape), np.dtype("float32")) for name, shape in wanted.items()}
     if problems := mismatches(found, specs):
-        more = len(problems) - _MOST_LINES
-        lines = problems[:_MOST_LINES] + ([f"... and {more} more"] if more > 0 else [])
+        more = len(problems) - _MAX_LINES
+        lines = problems[:_MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
         raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")

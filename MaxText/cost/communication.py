@@ -109,7 +109,7 @@ def _tensor_bytes(program: Program) -> float:
     sums, again = 0.0, 0.0
     for param in parameters.values():
         axes = [name for name in param.logical_axes if name != "layers"]
-        contracted = axes[: param.num_in_dims]
+        contracted = axes[: param.num_input_dims]
         sizes = param.shape[len(param.logical_axes) - len(axes) :]
         spec = sharding.named_sharding(axes, sizes).spec
         if not any("tensor" in (axes or ()) for axes in spec[: len(contracted)]):

@@ -166,7 +166,7 @@ class _WeightFlops(NamedTuple):
 def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
     config = model.config
     for name, spec in model.parameters.items():
-        if spec.num_in_dims:
+        if spec.num_input_dims:
             by_rule, executed = _of_weights(model, name, spec, length)
             flops = Flops(by_rule, executed, kept=0 if spec.is_recomputed else executed)
             yield _WeightFlops(spec.owner, spec.row, flops, is_declared=False)

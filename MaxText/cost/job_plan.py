@@ -12,7 +12,7 @@ from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory
 from MaxText.cost.step_time import StepTime, step_time
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import check_sharding
+from MaxText.parallelism.mesh import assert_params_sufficiently_sharded
 
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
 
@@ -42,7 +42,9 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
     try:
         kind = hardware.chip.platform, hardware.chip.device_kind
         program = make_program(config, hardware.num_devices, *kind, hardware.num_slices)
-        check_sharding(program.model.parameters, program.sharding, config.mesh.sharding_tolerance)
+        assert_params_sufficiently_sharded(
+            program.model.parameters, program.sharding, config.mesh.sharding_tolerance
+        )
     except UserError as error:
         raise UserError(f"on {hardware.describe()}: {error}") from error
     return program

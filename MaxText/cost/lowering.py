@@ -39,7 +39,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
     config = resolved.config
-    setup = setup_train(config, sharding, resolved.existing_slots, resolved.old_slots_learning_rate)
+    setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
     model, state = setup.model, setup.abstract_state
     plan = plan_batches(
         config.batch,

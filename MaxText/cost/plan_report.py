@@ -17,8 +17,11 @@ _GB = 1e9
 _WIDTH = 100  # columns of a usual terminal's screen
 
 
-def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
-    """Describes memory, communication, time and cost of a run."""
+def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool = True) -> str:
+    """Describes memory, communication, time and cost on one screen.
+
+    Without notes on the times, the screen has room for proposals.
+    """
     program = plan.program
     memory = program.config.model.memory
     lines = [
@@ -31,8 +34,8 @@ def describe(plan: JobPlan, tokens: float, price: float | None) -> str:
         *_stages(program),
         *program.choices,
     ]
-    parts = [_filled(lines), _memory(plan), _communication(plan), _time(plan, tokens, price)]
-    return "\n\n".join(parts)
+    tables = [_memory(plan), _communication(plan), _time(plan, tokens, price, with_notes)]
+    return "\n\n".join([_filled(lines), *tables])
 
 
 def _filled(lines: Sequence[str]) -> str:
@@ -108,7 +111,7 @@ def _communication(plan: JobPlan) -> str:
     return format_table(header, cells, total, right=(1, 2, 3, 4))
 
 
-def _time(plan: JobPlan, tokens: float, price: float | None) -> str:
+def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
     time, per_device = plan.time, plan.tokens_per_device
     steps = tokens / plan.program.tokens_per_update
 
@@ -123,6 +126,8 @@ def _time(plan: JobPlan, tokens: float, price: float | None) -> str:
         row("estimate", time.estimate),
         right=range(1, 6),
     )
+    if not with_notes:
+        return table
     low, high = time.compute_seconds
     source = plan.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
@@ -167,9 +172,8 @@ def format_proposals(
     price: float | None,
 ) -> str:
     """Describes fitting plans, fastest first."""
-    rows = [
+    numbers = [
         [
-            _mesh_words(plan.program),
             f"{plan.program.num_microbatches} x "
             f"{plan.program.config.batch.per_device_batch_size:g}",
             plan.program.config.model.memory.remat_policy,
@@ -180,12 +184,29 @@ def format_proposals(
         ]
         for plan in plans
     ]
-    header = ["mesh", "batch", "remat_policy", "GB", "step", "MFU", "run"]
-    table = format_table(header + ["cost"] * (price is not None), rows, right=range(3, 8))
-    line = shlex.join(
-        ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
-    )
+    header = ["batch", "remat_policy", "GB", "step", "MFU", "run", *["cost"] * (price is not None)]
+    _, rule, *_ = format_table(header, numbers).splitlines()
+    rows = []
+    for plan, cells in zip(plans, numbers, strict=True):
+        first, *more = textwrap.wrap(_mesh_words(plan.program), _WIDTH - len(rule) - 2)
+        rows += [[first, *cells], *([line] for line in more)]
+    table = format_table(["mesh", *header], rows, right=range(3, 8))
+    words = ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     return (
         f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
-        f"To train with the first, add your data:\n  {line}"
+        f"To train with the first, add your data:\n{_shell_lines(words)}"
     )
+
+
+def _shell_lines(words: Sequence[str]) -> str:
+    """Returns a command on lines of the screen's width."""
+    whole = [shlex.quote(word).replace(" ", "\0") for word in words]  # breaks between words only
+    lines = textwrap.wrap(
+        " ".join(whole),
+        _WIDTH - len(" \\"),
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(lines).replace("\0", " ")

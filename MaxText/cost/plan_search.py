@@ -30,7 +30,7 @@ from MaxText.errors import UserError
 from MaxText.training import backend_defaults
 
 POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
-MAX_PROPOSALS = 8
+MAX_PROPOSALS = 6
 _BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
 _RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
 

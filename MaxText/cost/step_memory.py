@@ -193,7 +193,7 @@ def _converted_bytes(program: Program) -> float:
     return sum(
         math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
         for name, spec in parameters.items()
-        if spec.owner == "layers" and spec.num_in_dims and width < spec.dtype.itemsize
+        if spec.owner == "layers" and spec.num_input_dims and width < spec.dtype.itemsize
     )
 
 

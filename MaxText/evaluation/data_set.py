@@ -136,4 +136,4 @@ def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
         "data_set": data.fingerprint,
         "tokenizer_sha256": data.tokenizer_sha256,
     }
-    return facts | ({"records_left_out": num_bad} if num_bad else {})
+    return facts | ({"records_skipped": num_bad} if num_bad else {})

@@ -140,7 +140,7 @@ def _open_data_set(
         keys = {"tokenizer_path": str(tokenizer.folder), "add_bos": adds_bos}
         config = unflatten(flatten(config) | keys)
     sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
-    text_bytes = TextBytes(config.data.eval_split, config.masking.mlm_training, of_model)
+    text_bytes = TextBytes(config.masking.mlm_training, of_model)
     opened = open_eval_sources(config, log)
     for source in opened:
         if warning := text_bytes.mismatch(source):

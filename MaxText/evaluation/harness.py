@@ -273,7 +273,7 @@ def _sampling_params(kwargs: Mapping[str, Any]) -> "SamplingParams":
 class _HarnessTokenizer:
     """Tokenizer mapping control tokens in a text to control ids.
 
-    This is what transformers does. Training data encodes them as plain text (TextTokenizer), so
+    This is what transformers does. Training data encodes them as plain text (Tokenizer), so
     that no document can forge one; the harness's tasks spell them out on purpose.
     """
 

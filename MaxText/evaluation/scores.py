@@ -73,7 +73,7 @@ class SourceScore:
         if self.other_loss:
             row["loss_type"] = self.other_loss
         if self.bytes_unavailable_reason:
-            row["why_no_bytes"] = self.bytes_unavailable_reason
+            row["bytes_unavailable_reason"] = self.bytes_unavailable_reason
         return row | self.facts
 
 

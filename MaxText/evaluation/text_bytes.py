@@ -20,9 +20,8 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer, load_tokenizer
 from MaxText.input_pipeline.tokenization.sentence_piece import (
     SENTENCE_PIECE_NAME,
@@ -61,7 +60,7 @@ class TokenByteCounts(NamedTuple):
     has_dummy_prefix_V: np.ndarray
 
 
-def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
+def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     """Returns the bytes of each id; InexactByteCountError if undefined."""
     if isinstance(tokenizer, ByteTokenizer):
         bytes_by_id = {byte: bytes([byte]) for byte in range(256)}
@@ -92,7 +91,7 @@ def token_byte_counts(tokenizer: TextTokenizer) -> TokenByteCounts:
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 
 
-def _file(tokenizer: TextTokenizer, name: str) -> bytes:
+def _file(tokenizer: Tokenizer, name: str) -> bytes:
     """Returns the contents of a file saved by the tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
@@ -136,12 +135,11 @@ class TextBytes:
     Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
     """
 
-    def __init__(self, split: str, masked: bool, model_tokenizer: TextTokenizer | UserError):
+    def __init__(self, masked: bool, model_tokenizer: Tokenizer | UserError):
         """Takes the tokenizer of the weights, or the error of opening it.
 
         With `masked`, targets are hidden tokens, which do not form a text.
         """
-        self._split = split
         self._masked = masked
         self._model_tokenizer = model_tokenizer
         self._of_path = functools.cache(lambda path: load_tokenizer(path))
@@ -164,20 +162,16 @@ class TextBytes:
 
         `why` is the reason of byte_counts.
         """
-        if source is None or self._masked:
+        if source is None or self._masked or not source.data.num_text_bytes:
             return None, why
-        folder = Path(source.entry.location).expanduser()
-        if not (folder / MANIFEST_NAME).is_file():
-            return None, why
-        manifest = read_manifest(str(folder))
-        split = manifest.splits[self._split]
+        data, store = source.data, source.data.store
+        all_targets = len(store) - (len(store.document_offsets) - 1)
         # The first token of each text is a target only if a bos precedes it.
-        begins = bool(manifest.options.get("add_bos"))
-        if begins and is_whole_split and num_targets >= split.num_tokens - split.num_documents:
-            return split.num_text_bytes, ""
+        if data.has_bos and is_whole_split and num_targets >= all_targets:
+            return data.num_text_bytes, ""
         return None, f"{why}; and not every token of the split is a target (add_bos, eval_steps)"
 
-    def _tokenizer(self, source: "OpenDataSource") -> TextTokenizer:
+    def _tokenizer(self, source: "OpenDataSource") -> Tokenizer:
         """Returns the tokenizer of a source's ids; raises if there is none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from MaxText.config import values
 from MaxText.config.catalog import all_keys
 from MaxText.config.keys import Parser, key
-from MaxText.config.problems import Problem, close_matches
+from MaxText.config.problems import ConfigIssue, close_matches
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
@@ -140,14 +140,14 @@ class CompareArgs(CompareOptions):
     keys: tuple[str, ...] = ()  # key=value for every configuration
 
 
-def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[Problem]]:
+def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:
     """Returns the request and all problems in the program's own arguments."""
     options, words = read_options(CompareOptions, arguments)
     keys, problems, budget = [*words.others, *words.keys], words.problems, options.budget
 
     def refuse(what: str, word: str = "", **facts: str) -> None:
         place = f"command line, {word}" if word else "command line"
-        problems.append(Problem(what, (place,), tuple(facts.items())))
+        problems.append(ConfigIssue(what, (place,), tuple(facts.items())))
 
     for word in keys:
         name = word.partition("=")[0]

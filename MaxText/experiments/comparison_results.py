@@ -7,6 +7,7 @@ differ in swept numbers, such as the learning rate.
 import csv
 import dataclasses
 import functools
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ COMPLETED, DIVERGED = "completed", "diverged"
 # A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
 _LABELS_OF_TITLE = 3  # more would not fit on a line
-_SPEED_CHANGED = 0.1  # relative deviation from planned seconds that is reported
+_EQUAL = 0.02  # largest relative deviation that counts as equal, as the default tolerance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
         "progress/tokens": before.tokens,
         "progress/flops": before.flops,
         "step": before.last_step + 1 if before.last_step is not None else 0,
-        "attempt": attempt,
+        "restart": attempt,
     }
 
     def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -289,9 +290,12 @@ def summary_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
     """Returns conclusions, after what limits them."""
-    lines = budget_deviations(groups, plan)
-    lines += [f"{group.label}: {group.diverged} diverged, excluded from means."
-              for group in groups if group.diverged]  # fmt: skip
+    return budget_deviations(groups, plan) + _conclusions(groups, variants)
+
+
+def _conclusions(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
+    lines = [f"{group.label}: {group.diverged} diverged, excluded from means."
+             for group in groups if group.diverged]  # fmt: skip
     lines += [line for group in groups[1:] for line in _validation_mismatch(groups[0], group)]
     if kinds := _kinds(groups):
         each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
@@ -371,33 +375,48 @@ def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator
     """Warns about validation on more or fewer tokens than the first."""
     tokens = {result.seed: result.validation_tokens for result in first.results}
     for result in group.results:
-        ours, theirs = tokens.get(result.seed), result.validation_tokens
-        if ours and theirs and ours != theirs:
+        first_tokens, other_tokens = tokens.get(result.seed), result.validation_tokens
+        if first_tokens and other_tokens and first_tokens != other_tokens:
             yield (
-                f"{group.label} was validated on {theirs:,.0f} tokens and {first.label} on "
-                f"{ours:,.0f}, so part of the difference comes from the texts. Set eval_steps=-1 "
-                "to use all of the text, and eval_per_device_batch_size for validation only."
+                f"{group.label} was validated on {other_tokens:,.0f} tokens and {first.label} on "
+                f"{first_tokens:,.0f}, so part of the difference comes from the texts. "
+                "Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size for "
+                "validation only."
             )
             return
 
 
 def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
-    """Returns how runs missed the planned budget; empty if it was equal."""
-    lines = []
+    """Returns how runs missed the budget; empty if it was equal."""
+    lines, unit = [], UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
+        # Trained seconds include what was planned.
+        if not planned.seconds and abs(planned.deviation) > _EQUAL:
+            lines.append(
+                f"{group.label} has {abs(planned.deviation):.1%} "
+                f"{'more' if planned.deviation > 0 else 'fewer'} {unit} than the budget "
+                f"(tolerance={plan.question.tolerance:g} allowed it)."
+            )
         lines += [
             f"{group.label} seed {result.seed} ended after {result.steps} of {planned.steps} steps "
             "(num_epoch or target_eval_loss): it had a smaller budget than the others."
             for result in group.results
             if result.state == COMPLETED and result.steps < planned.steps
         ]
-        seconds = group.mean("train_seconds")
-        if planned.seconds and seconds and abs(seconds / planned.seconds - 1) > _SPEED_CHANGED:
+        if not planned.seconds:
+            continue
+        budget = plan.budget or planned.seconds
+        off = [
+            f"seed {result.seed} {result.train_seconds:,.1f} s ({excess:+.1%})"
+            for result in group.results
+            if result.state == COMPLETED
+            and abs(excess := result.train_seconds / budget - 1) > _EQUAL
+        ]
+        if off:
             lines.append(
-                f"{group.label} trained for {seconds:,.1f} s where {planned.seconds:,.1f} s were "
-                f"planned ({seconds / planned.seconds - 1:+.0%}): the machine changed its speed "
-                "since steps were timed."
+                f"{group.label} did not train for the budget of {budget:,.1f} s: {', '.join(off)}."
+                " Times differ where the machine changed its speed since steps were timed."
             )
     return lines
 
@@ -405,31 +424,39 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
 def text_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
-    """Returns tables and summary_lines for the terminal."""
-    lines = [*format_table(HEADER, table_rows(groups), max_width=None).splitlines(), TABLE_NOTE, ""]
+    """Returns budget deviations, tables and conclusions."""
+    lines = budget_deviations(groups, plan)
+    lines += [""] * bool(lines)
+    lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    lines += [TABLE_NOTE, ""]
     if ranking := ranking_rows(groups):
         table = format_table(RANKING_HEADER, ranking, max_width=None, right=(2, 3, 4))
         lines += [*table.splitlines(), RANKING_NOTE, ""]
-    return lines + summary_lines(groups, plan, variants)
+    return lines + _conclusions(groups, variants)
 
 
 def sections(
-    plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults], unasked: Sequence[str]
+    plan: Plan,
+    variants: Sequence[Variant],
+    groups: Sequence[ConfigResults],
+    unasked: Sequence[str],
+    command: Sequence[str],
 ) -> list[PageSection]:
-    """Returns the report's sections on the comparison."""
-    notes = [TABLE_NOTE, *summary_lines(groups, plan, variants)]
-    found = [PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))]
-    if ranked := ranking_rows(groups):
-        found.append(PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked)))
+    """Returns the report's sections on the comparison, budgets first."""
     notes = [
+        f"Command: {shlex.join(command)}",
         f"match={plan.question.match}: {format_budget(plan, variants)}.",
         *format_changes(plan, variants),
         "A seed gives every configuration the same order of the data and the same seed of the "
         f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
         *(f"The configurations differ in {line}." for line in unasked),
     ]
-    table = PageTable(*plan_rows(plan))
-    return [*found, PageSection("How the budgets were matched", notes, table)]
+    found = [PageSection("How the budgets were matched", notes, PageTable(*plan_rows(plan)))]
+    notes = [TABLE_NOTE, *summary_lines(groups, plan, variants)]
+    found.append(PageSection("Result", notes, PageTable(HEADER, table_rows(groups))))
+    if ranked := ranking_rows(groups):
+        found.append(PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked)))
+    return found
 
 
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:

@@ -247,8 +247,8 @@ def _pairs(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
 def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
     """Describes the first array with error > `tolerance` times its maximum."""
-    for name, expected, ours in _pairs(wanted, found):
-        error = np.abs(ours - expected).max() / (np.abs(expected).max() or 1.0)
+    for name, expected, actual in _pairs(wanted, found):
+        error = np.abs(actual - expected).max() / (np.abs(expected).max() or 1.0)
         if not error <= tolerance:
             return f"the gradient of {name} differs by {error:.1e} of its largest number"
     return None
@@ -367,11 +367,11 @@ def _policies(subject: Subject) -> str | None:
 def _flops(subject: Subject) -> str | None:
     if subject.config.model.dense_connections.dense_conn:
         return None  # its sums are not dot_general in the jaxpr
-    for ours, model in zip(subject.operations, subject.models, strict=True):
+    for actual, model in zip(subject.operations, subject.models, strict=True):
         formula = count_flops(model, LENGTH).executed_per_token or 0.0
         formula *= subject.batch.tokens_BT.size
-        if abs(formula - ours) > 0.01 * ours:
-            return f"by formula {formula:,.0f} operations, in the program {ours:,}"
+        if abs(formula - actual) > 0.01 * actual:
+            return f"by formula {formula:,.0f} operations, in the program {actual:,}"
     return None
 
 

@@ -83,7 +83,7 @@ def run_comparison(
             _run_all(runs, folder, log)
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
-        _collect_results(plan, variants, chains, unasked, say)
+        _collect_results(plan, variants, chains, unasked, command, say)
 
 
 def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:
@@ -146,6 +146,7 @@ def _collect_results(
     variants: Sequence[Variant],
     chains: Sequence[StageSequence],
     unasked: Sequence[str],
+    command: Sequence[str],
     say: Log,
 ) -> None:
     records = [
@@ -168,6 +169,6 @@ def _collect_results(
         plan.folder,
         title=comparison_results.title_of(plan, groups),
         groups=folders,
-        sections=comparison_results.sections(plan, variants, groups, unasked),
+        sections=comparison_results.sections(plan, variants, groups, unasked, command),
     )
     say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")

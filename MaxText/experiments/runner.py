@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
 
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
 from MaxText.experiments.compare_args import KEY_OF, STEPS, CompareArgs, default_free
@@ -18,7 +18,7 @@ _LONGEST_NAME = 120
 
 
 def compare(
-    request: CompareArgs, problems: Sequence[Problem], command: Sequence[str], log: Log
+    request: CompareArgs, problems: Sequence[ConfigIssue], command: Sequence[str], log: Log
 ) -> None:
     """Plans, runs (or prints) the remaining runs, and reports the results.
 
@@ -78,7 +78,8 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
         chosen = list(names)
     else:
         what = f"free: {len(names)} names for {len(variants)} configurations"
-        raise ConfigurationError([Problem(what, ("command line",), (("write", "one for each"),))])
+        remedy = ("write", "one for each")
+        raise ConfigurationError([ConfigIssue(what, ("command line",), (remedy,))])
     found: dict[str, str] = {}  # problem -> what to write
     for variant, name in zip(variants, chosen, strict=True):
         if request.match == "time" and name != STEPS:
@@ -91,6 +92,6 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
             what = f"{name} is swept, but match={request.match} solves for it"
             found[what] = f"free= another key, or remove {name} from the sweep"
     if found:
-        places = ("command line",)
-        raise ConfigurationError([Problem(a, places, (("write", b),)) for a, b in found.items()])
+        at = ("command line",)
+        raise ConfigurationError([ConfigIssue(a, at, (("write", b),)) for a, b in found.items()])
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from MaxText.config import sources, values
 from MaxText.config.catalog import all_keys
 from MaxText.config.loading import load
-from MaxText.config.problems import ConfigurationError, Problem
+from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs, expand_sweep
@@ -116,7 +116,7 @@ class Variant:
         return {name for name in first for other in others if other[name] != first[name]}
 
 
-def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> list[Variant]:
+def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) -> list[Variant]:
     """Returns all requested configurations in order.
 
     Raises ConfigurationError for `problems` and every mistake in any of them, once.
@@ -124,7 +124,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
     found = list(problems)
     if not request.configs and request.sweep is None:
         fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
-        found.append(Problem("no configurations are given", ("command line",), (fact,)))
+        found.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(found)
     entries: list[tuple[int, str, dict[str, Any], str]] = []
     chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
@@ -137,13 +137,13 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
             try:
                 assignments = expand_sweep(in_file["sweep"].value)
             except values.InvalidValueError as error:
-                found.append(Problem(f"sweep: {error}", (place,)))
+                found.append(ConfigIssue(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
                 stages = read_stages(chain.value)
                 chains[source] = [(s, f"{chain.place}, stage {n}") for n, s in enumerate(stages, 1)]
             except values.InvalidValueError as error:
-                found.append(Problem(f"stages: {error}", (chain.place,)))
+                found.append(ConfigIssue(f"stages: {error}", (chain.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several = len(stems) > 1
@@ -162,7 +162,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[Problem] = ()) -> l
         what = "only one configuration is given, so there is nothing to compare"
         another = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
         facts = (("write", "a second CONFIG.yml,"), another)
-        found.append(Problem(what, ("command line",), facts))
+        found.append(ConfigIssue(what, ("command line",), facts))
     if found:
         raise ConfigurationError(list(dict.fromkeys(found)))
     for one, other in itertools.combinations(variants, 2):
@@ -224,7 +224,7 @@ def _check_names(
         elif name in given:
             problem, places = f"{name}: set for all runs and also {done}", (given[name], place)
         if problem:
-            raise ConfigurationError([Problem(problem, places)])
+            raise ConfigurationError([ConfigIssue(problem, places)])
 
 
 def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config:
@@ -236,7 +236,7 @@ def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config
         # These words apply like typed ones, but originate elsewhere.
         places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
         problems = [
-            dataclasses.replace(one, where=tuple(places.get(at, at) for at in one.where))
+            dataclasses.replace(one, location=tuple(places.get(at, at) for at in one.location))
             for one in error.problems
         ]
         raise ConfigurationError(problems) from error

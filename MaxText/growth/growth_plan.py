@@ -170,9 +170,9 @@ def _role(spec: ParamSpec) -> Role | None:
     if SLOTS not in axes:
         return None
     assert axes.count(SLOTS) == 1, axes
-    if spec.num_in_dims == 0:
+    if spec.num_input_dims == 0:
         return "bias"
-    return "value" if axes.index(SLOTS) < spec.num_in_dims else "key"
+    return "value" if axes.index(SLOTS) < spec.num_input_dims else "key"
 
 
 Index = tuple[slice, ...]

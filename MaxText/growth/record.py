@@ -5,7 +5,7 @@ slots                    {parameter name: [stored, now]} where the two differ
 layers                   [stored, now] or null
 zoom                     keys of the configuration that the growth fixed
 moments, data            values of growth.moments and growth.data
-old_slots_learning_rate  factor of the updates of pre-existing slots
+existing_slots_lr_scale  factor of the updates of pre-existing slots
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ def make_record(
     growth: GrowthPlan, checkpoint: CheckpointingConfig, zoom: Mapping[str, float]
 ) -> Record:
     """Returns the record of a growth, with the fixed keys `zoom`."""
-    rate = checkpoint.growth.old_slots_learning_rate
+    rate = checkpoint.growth.existing_slots_lr_scale
     return {
         "mode": checkpoint.growth.mode,
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
@@ -30,13 +30,15 @@ def make_record(
         "zoom": dict(zoom),
         "moments": checkpoint.growth.moments,
         "data": checkpoint.growth.data,
-        "old_slots_learning_rate": 1.0 if rate is None else rate,
+        "existing_slots_lr_scale": 1.0 if rate is None else rate,
     }
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    return _parent(metadata).get("growth")
+    record: Record | None = _parent(metadata).get("growth")
+    earlier = {"old_slots_learning_rate": "existing_slots_lr_scale"}  # read for one release
+    return {earlier.get(name, name): one for name, one in record.items()} if record else None
 
 
 def existing_slots(record: Record | None) -> dict[str, int]:
@@ -66,5 +68,5 @@ def sizes(record: Record) -> dict[str, str]:
 def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
     """Returns the fields of a `growth` event; `grown` is convert.py's result."""
     begun = {"from": folder, "through": grown} if grown else {"from": folder}
-    others = {name: record[name] for name in ("moments", "data", "old_slots_learning_rate")}
+    others = {name: record[name] for name in ("moments", "data", "existing_slots_lr_scale")}
     return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}

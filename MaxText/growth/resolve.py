@@ -14,7 +14,7 @@ from MaxText.growth.record import Record, existing_slots, from_metadata, make_re
 from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 
-_RATE = "growth.old_slots_learning_rate"
+_RATE = "growth.existing_slots_lr_scale"
 
 
 class PendingGrowth(NamedTuple):
@@ -43,8 +43,8 @@ class ResolvedGrowth:
         return existing_slots(self.record)
 
     @property
-    def old_slots_learning_rate(self) -> float:
-        return self.record["old_slots_learning_rate"] if self.record else 1.0
+    def existing_slots_lr_scale(self) -> float:
+        return self.record["existing_slots_lr_scale"] if self.record else 1.0
 
 
 def resolve_growth(
@@ -94,11 +94,11 @@ def _recorded_rate(
     stored: checkpoint_files.StoredCheckpoint,
     is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
-    asked = config.checkpoint.growth.old_slots_learning_rate
+    asked = config.checkpoint.growth.existing_slots_lr_scale
     if record is None or not existing_slots(record):
         _refuse_rate(config, f"the run of {stored}")
         return record, {}
-    recorded = record["old_slots_learning_rate"]
+    recorded = record["existing_slots_lr_scale"]
     if asked is None:
         return record, {_RATE: recorded} if recorded != 1 else {}
     if is_resumed and asked != recorded:
@@ -107,12 +107,12 @@ def _recorded_rate(
             "key. To change the rate, start another run_name with "
             f"load_full_state_path={stored.folder.parent.parent}."
         )
-    return {**record, "old_slots_learning_rate": asked}, {}
+    return {**record, "existing_slots_lr_scale": asked}, {}
 
 
 def _refuse_rate(config: Config, what: str) -> None:
     """Refuses a rate of pre-existing slots if there are no others."""
-    asked = config.checkpoint.growth.old_slots_learning_rate
+    asked = config.checkpoint.growth.existing_slots_lr_scale
     if asked is not None and asked != 1:
         raise UserError(
             f"{_RATE}={asked:g}: {what} adds no slots, so none counts as pre-existing. "
@@ -164,8 +164,8 @@ def _resolve_without_change(
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
     record = from_metadata(source.metadata) if grown_by_itself else None
     if record:
-        rate = checkpoint.growth.old_slots_learning_rate
-        record = {**record, "old_slots_learning_rate": 1.0 if rate is None else rate}
+        rate = checkpoint.growth.existing_slots_lr_scale
+        record = {**record, "existing_slots_lr_scale": 1.0 if rate is None else rate}
     if not existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
     if keys:

@@ -62,13 +62,13 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     if is_hf_checkpoint(path):
         from MaxText.conversion.hf_import import open_weights
 
-        weights, theirs = open_weights(path, KEY, config_flat)
+        weights, source_config = open_weights(path, KEY, config_flat)
         parameters = {
             name: ArraySpec(tuple(spec.shape), weights.formats[name])
             for name, spec in weights.model.parameters.items()
         }
         return SourceCheckpoint(
-            str(weights.folder), None, {"config": theirs}, parameters, weights.read
+            str(weights.folder), None, {"config": source_config}, parameters, weights.read
         )
     from MaxText.conversion.stored_arrays import PARAMS, LazyCheckpointReader
 

@@ -18,7 +18,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
-    TextTokenizer,
+    Tokenizer,
     read_json,
     read_text,
 )
@@ -30,7 +30,7 @@ from MaxText.storage.file_access import is_url, path_type
 class ModelTokenizer:
     """Encodes and decodes text for a model."""
 
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     prefix: tuple[int, ...]  # bos if the model was trained with it
     eos_ids: tuple[int, ...]
     folder: Path  # folder or file it was loaded from

@@ -20,7 +20,7 @@ from MaxText.input_pipeline.sequences.order import (
     OrderedWindows,
     SequenceDataset,
 )
-from MaxText.input_pipeline.sequences.packing import PackedDocuments
+from MaxText.input_pipeline.sequences.packing import FirstFitPacking
 from MaxText.input_pipeline.sequences.windows import (
     ConcatThenSplit,
     DocumentWindows,
@@ -29,7 +29,7 @@ from MaxText.input_pipeline.sequences.windows import (
     Windows,
 )
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
-from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.token_store.store import TokenSplit
 from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url
 
@@ -78,7 +78,7 @@ class OpenDataSource:
     """An opened dataset and its sequences in order."""
 
     entry: DataSource
-    data: TokenData
+    data: TokenSplit
     rows: OrderedWindows
 
 
@@ -97,11 +97,11 @@ def requested_sources(request: OpenRequest) -> list[DataSource]:
     return _weighted(getattr(data, key), key)
 
 
-def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenData:
+def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenSplit:
     """Opens a dataset; UserError as open_token_data, or for too large ids."""
     location, vocab_size = entry.location, request.vocab_size
     tokens = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
-    largest = tokens.largest_id
+    largest = tokens.max_token_id
     if largest is not None and largest >= vocab_size:
         has = f"; the tokenizer has {tokens.vocab_size} ids" if tokens.vocab_size else ""
         raise UserError(
@@ -164,7 +164,7 @@ def open_sources(
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss, truncate)
     request = OpenRequest(data, config.preparation, for_training, vocab_size, retries.log)
 
-    def open_and_slice(entry: DataSource) -> tuple[TokenData, Windows]:
+    def open_and_slice(entry: DataSource) -> tuple[TokenSplit, Windows]:
         tokens = _open_tokens(request, entry)
         used = tokens.vocab_size or vocab_size
         if for_training and ANY_ID > vocab_size > _MAX_ID_RATIO * used:
@@ -215,7 +215,7 @@ def open_sources(
 def _slice(
     request: OpenRequest,
     entry: DataSource,
-    tokens: TokenData,
+    tokens: TokenSplit,
     options: SequenceOptions,
     num_samples: int | None,
 ) -> Windows:
@@ -236,10 +236,10 @@ def _slice(
         return DocumentWindows(tokens, options, cache_dir)
     if data.grain_packing_type == "concat_then_split":
         return ConcatThenSplit(tokens, options)
-    return PackedDocuments(tokens, options, data.grain_packing_type == "best_fit", cache_dir)
+    return FirstFitPacking(tokens, options, data.grain_packing_type == "best_fit", cache_dir)
 
 
-def _are_sequences(tokens: TokenData, length: int) -> bool:
+def _are_sequences(tokens: TokenSplit, length: int) -> bool:
     """Returns whether records are sequences pre-cut to this length.
 
     Records of other lengths are documents; otherwise each sequence would be partly empty.
@@ -249,7 +249,7 @@ def _are_sequences(tokens: TokenData, length: int) -> bool:
 
 
 def _gpt_neox_part(
-    request: OpenRequest, tokens: TokenData, length: int, num_samples: int | None
+    request: OpenRequest, tokens: TokenSplit, length: int, num_samples: int | None
 ) -> tuple[tuple[int, int], int | None]:
     """Returns the documents to visit, and the number of samples to read."""
     offsets, data = tokens.store.document_offsets, request.data
@@ -263,7 +263,7 @@ def _gpt_neox_part(
     return documents, num_samples
 
 
-def _file_groups(data: DataConfig, tokens: TokenData, windows: Windows) -> np.ndarray | None:
+def _file_groups(data: DataConfig, tokens: TokenSplit, windows: Windows) -> np.ndarray | None:
     """Returns the first window of each group of files, and the end."""
     files = tokens.store.file_of_document if data.iter_file_nums else None
     if files is None or len(files) <= 2:

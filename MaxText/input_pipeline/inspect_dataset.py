@@ -7,6 +7,7 @@ Legend: B sequences of a batch, T tokens of a sequence, N ids of a block, D docu
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +20,12 @@ from MaxText.config.data_sections import PreparationConfig
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.input_pipeline.token_store.store import TokenStore
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.layers.batch import Batch
 from MaxText.storage.file_access import local_path
@@ -46,8 +47,9 @@ class TokenStatistics:
 
     num_read: int = 0
     smallest_id: int = ANY_ID
-    largest_id: int = -1
+    max_token_id: int = -1
     largest_at: int = 0  # position of the first largest id
+    sha256: str = ""  # of the ids as stored, if all were read
 
 
 def measure_tokens(
@@ -57,7 +59,7 @@ def measure_tokens(
 
     Reads about `max_tokens` in all, and at least one block.
     """
-    found = TokenStatistics()
+    found, digest = TokenStatistics(), hashlib.sha256()
     num_blocks = -(-len(store) // BLOCK_TOKENS)
     num_read = min(num_blocks, max(max_tokens // BLOCK_TOKENS, 1))
     for block in np.linspace(0, num_blocks, num_read, endpoint=False, dtype=np.int64).tolist():
@@ -66,10 +68,29 @@ def measure_tokens(
         ids_N = store.read(np.array([start]), np.array([stop]))
         found.num_read += ids_N.size
         found.smallest_id = min(found.smallest_id, int(ids_N.min()))
-        if (high := int(ids_N.max())) > found.largest_id:
-            found.largest_id, found.largest_at = high, start + int(ids_N.argmax())
+        if (high := int(ids_N.max())) > found.max_token_id:
+            found.max_token_id, found.largest_at = high, start + int(ids_N.argmax())
+        digest.update(ids_N.astype(store.dtype).data)
         progress(ids_N.size)
+    found.sha256 = digest.hexdigest() if num_read == num_blocks else ""
     return found
+
+
+def _compare_checksums(source: OpenDataSource, found: TokenStatistics) -> str:
+    """Returns what protects the tokens; UserError if they changed."""
+    data, location = source.data, source.entry.location
+    if data.store.is_checked:
+        return "CRC-32C of every 4 KiB, compared at each read"
+    if not data.tokens_sha256:
+        return "none"
+    if not found.sha256:
+        return f"not compared; sample={len(data.store)} compares the SHA-256 of the manifest"
+    if found.sha256 != data.tokens_sha256:
+        raise UserError(
+            f"{location} is damaged: the SHA-256 of its tokens is not tokens_sha256 in "
+            "manifest.json. Copy the data set again, or delete it and prepare it again."
+        )
+    return "SHA-256 of the manifest, compared now"
 
 
 class Inspection:
@@ -104,7 +125,7 @@ class Inspection:
         self._config = config
         self._log = log
         self._vocab_size = shape.vocab_size if has_model else None
-        self._batches: BatchIterator = make_train_iterator(
+        self._batches: TrainIterator = make_train_iterator(
             unflatten(flatten(config) | keys),
             plan_batches(config.batch, shape.max_target_length, samples),
             log=log,
@@ -130,14 +151,14 @@ class Inspection:
 
     def show_statistics(self, max_tokens: int) -> None:
         """Shows statistics of each dataset, from about `max_tokens` tokens."""
-        largest_ids = []
+        max_token_ids = []
         for source in self._batches.opened:
             self._log(f"\n{source.entry.location}")
-            largest_ids.append(self._show_source(source, max_tokens))
+            max_token_ids.append(self._show_source(source, max_tokens))
         if skipped := self._batches.skipped:
             first = "\n  ".join(skipped[:_SHOWN_BAD_RECORDS])
             self._log(f"\nRecords that cannot be read: {len(skipped):,}\n  {first}")
-        self._check_ids(max(largest_ids))
+        self._check_ids(max(max_token_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
         """Shows one dataset; returns the largest id."""
@@ -154,27 +175,28 @@ class Inspection:
         middle, high = np.quantile(sizes_D, (0.5, 0.99), method="inverted_cdf").tolist()
         self._log(
             f"Tokens read: {found.num_read:,} of {len(store):,}\n"
-            f"  ids: {found.smallest_id} to {found.largest_id}, which is token "
+            f"  ids: {found.smallest_id} to {found.max_token_id}, which is token "
             f"{found.largest_at - offsets[document]} of {store.document_name(document)}\n"
             f"  ids of the tokenizer: {'unknown' if num_ids is None else num_ids}\n"
+            f"Checksums: {_compare_checksums(source, found)}\n"
             f"Documents: {sizes_D.size:,} of {sizes_D.min():,} to {sizes_D.max():,} tokens, median "
             f"{middle:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {high:,}\n"
             f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch"
         )
-        return found.largest_id
+        return found.max_token_id
 
-    def _check_ids(self, largest_id: int) -> None:
-        if self._vocab_size is not None and largest_id >= self._vocab_size:
+    def _check_ids(self, max_token_id: int) -> None:
+        if self._vocab_size is not None and max_token_id >= self._vocab_size:
             raise UserError(
-                f"vocab_size={self._vocab_size} is too small: id {largest_id} occurs. Set "
-                f"vocab_size to {largest_id + 1} or more, or check that these are token ids of the "
-                "tokenizer you mean."
+                f"vocab_size={self._vocab_size} is too small: id {max_token_id} occurs. Set "
+                f"vocab_size to {max_token_id + 1} or more, or check that these are token ids of "
+                "the tokenizer you mean."
             )
 
 
 def _load(
     preparation: PreparationConfig, folder: Path | None, log: Callable[[str], None]
-) -> TextTokenizer | None:
+) -> Tokenizer | None:
     """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
         asked = preparation.tokenizer_path
@@ -192,7 +214,7 @@ def batch_lines(
     step: int,
     batch: Batch,
     origins: Sequence[Sequence[tuple[str, int, int]]],
-    tokenizer: TextTokenizer | None,
+    tokenizer: Tokenizer | None,
     pad_id: int,
 ) -> list[str]:
     """Describes a batch, sequence by sequence.
@@ -227,7 +249,7 @@ def batch_lines(
     return lines
 
 
-def show_sequence(tokens_T: np.ndarray, tokenizer: TextTokenizer | None) -> list[str]:
+def show_sequence(tokens_T: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
     """Returns both ends of the text of a sequence, or of its ids."""
     if tokenizer is None:
         return _both_ends([*map(str, tokens_T.tolist())], _SHOWN_IDS, "ids", " ")

@@ -122,7 +122,7 @@ class _HostBatches:
             )
 
 
-class BatchIterator(_HostBatches, Iterator[Batch]):
+class TrainIterator(_HostBatches, Iterator[Batch]):
     """This host's training batches in order, from any step. Not thread-safe.
 
     `identity` holds the data settings that determine the meaning of sample numbers.
@@ -149,9 +149,9 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
         return None if len(self.source) == sys.maxsize else len(self.source)
 
     @property
-    def unigram_entropy(self) -> float | None:
+    def unigram_entropy_nats(self) -> float | None:
         """Unigram entropy of the training data in nats per token, or None."""
-        return self.opened[0].data.unigram_entropy if len(self.opened) == 1 else None
+        return self.opened[0].data.unigram_entropy_nats if len(self.opened) == 1 else None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class BatchIterator(_HostBatches, Iterator[Batch]):
             if position.get(name) != self.identity.get(name)
         ]
 
-    def __iter__(self) -> "BatchIterator":
+    def __iter__(self) -> "TrainIterator":
         return self
 
     def __next__(self) -> Batch:

@@ -16,8 +16,8 @@ from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.input_pipeline import data_sources
 from MaxText.input_pipeline.data_sources import OpenDataSource
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
-from MaxText.input_pipeline.prefetch import Retries, never
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
+from MaxText.input_pipeline.prefetch import Retries, never_stop
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
 from MaxText.input_pipeline.sequences.masked_lm import MLMMasking
@@ -39,9 +39,9 @@ def open_batches(
     eval_batch_size: int,
     part: int,
     parts: int,
-    stopping: Callable[[], bool] = never,
+    stopping: Callable[[], bool] = never_stop,
     log: Callable[[str], None] = print,
-) -> tuple[BatchIterator, EvalBatches | None]:
+) -> tuple[TrainIterator, EvalBatches | None]:
     """Returns this process's training and (if enabled) evaluation batches.
 
     It reads shard `part` of `parts` of each batch. `eval_batch_size` is global.
@@ -60,7 +60,7 @@ def make_train_iterator(
     schedule: BatchSchedule,
     share: tuple[int, int] = (0, 1),
     log: Callable[[str], None] = print,
-) -> BatchIterator:
+) -> TrainIterator:
     """Returns this host's training batches, starting at step 0.
 
     Yields host-local Batches of NumPy arrays [sequences of the step / hosts, T]. With `num_epoch`
@@ -112,7 +112,7 @@ def make_train_iterator(
         **_processing(config, opened),
     )
     num_workers = data.grain_worker_count if opened else 0
-    return BatchIterator(source, opened, retries, num_workers, identity)
+    return TrainIterator(source, opened, retries, num_workers, identity)
 
 
 def make_eval_iterator(
@@ -216,5 +216,5 @@ def _processing(config: Config, opened: list[OpenDataSource]) -> dict[str, Any]:
         mask_id = next((token for token in mask_ids if token is not None), None)
         masked = MLMMasking(config.masking, vocab_size, mask_id, special)
     # Without labels, opening the data may have checked all ids.
-    known = all(one.data.largest_id is not None and one.data.labels is None for one in opened)
-    return {"masked": masked, "largest_id": None if known else vocab_size - 1}
+    known = all(one.data.max_token_id is not None and one.data.labels is None for one in opened)
+    return {"masked": masked, "max_token_id": None if known else vocab_size - 1}

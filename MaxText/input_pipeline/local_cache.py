@@ -2,14 +2,17 @@
 
     <cache_dir>/copies/<digest>/              tokenizers, manifests, document offsets
     <cache_dir>/<kind>-<digest>/<name>.npy    arrays that grow with the documents of a dataset
+    <cache_dir>/imported, text, text_digests, prepared/    see import_records and prepare
 
 The digest of copies covers the source and its version tags, so a changed file is copied again. All
 processes of a machine share the pages of memory-mapped arrays, and the kernel can reclaim them.
+Entries unused for half a year are deleted when a new one is made.
 """
 
 import contextlib
 import hashlib
 import itertools
+import mmap
 import os
 import shutil
 import tempfile
@@ -28,6 +31,8 @@ from MaxText.storage.file_access import FileInfo
 
 _MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _MAX_AGE_SECONDS = 180 * 86400
+_KINDS = ("*-", "copies/*", "imported/*", "text/*", "text_digests/*", "prepared/*")
+_DIGEST = "[0-9a-f]" * 24 + "*"  # files of the user may lie in the folder too
 
 
 class Arrays:
@@ -36,21 +41,26 @@ class Arrays:
     def __init__(self, folder: Path | None, arrays: Mapping[str, np.ndarray] | None = None):
         self.folder = folder
         self._arrays = dict(arrays or {})
+        self._maps: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._arrays:
+        array, mapped = self._arrays.get(name), self._maps.get(name)
+        if mapped is not None and mapped.size() < len(mapped):
+            array = None  # reading what was cut off would kill the process
+        if array is None:
             assert self.folder is not None, name
             path = self.folder / f"{name}.npy"
             try:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError) as error:
-                raise UserError(
+                raise (FileReadError if mapped else UserError)(  # the former is tried again
                     f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
                     "data set has to be prepared or copied again."
                 ) from error
+            self._maps[name] = loaded._mmap
             # A plain ndarray view: slicing np.memmap is several times slower.
-            self._arrays[name] = loaded.view(np.ndarray)
-        return self._arrays[name]
+            array = self._arrays[name] = loaded.view(np.ndarray)
+        return array
 
     def __reduce__(self):
         return Arrays, (self.folder, None if self.folder else self._arrays)
@@ -66,9 +76,7 @@ def cached_arrays(
     cannot be written.
     """
     folder = cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    if folder.is_dir():
-        with contextlib.suppress(OSError):  # the cache may be read-only
-            os.utime(folder)  # see delete_unused
+    if mark_used(folder):
         return Arrays(folder)
     blocks = iter(compute())
     first, num_items = [], 0
@@ -81,7 +89,7 @@ def cached_arrays(
         return Arrays(None, {name: np.concatenate([b[name] for b in first]) for name in first[0]})
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        delete_unused(cache_dir.glob("*-*"))
+        delete_unused(cache_dir)
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
@@ -129,13 +137,23 @@ def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
     )
 
 
-def delete_unused(folders: Iterable[Path]) -> None:
-    """Deletes cache folders not opened for half a year."""
+def mark_used(entry: Path) -> bool:
+    """Keeps an entry from delete_unused; returns whether it exists."""
+    with contextlib.suppress(OSError):  # the cache may be read-only
+        os.utime(entry)
+    return entry.exists()
+
+
+def delete_unused(cache_dir: Path) -> None:
+    """Deletes entries without mark_used for half a year, and their leftovers."""
     oldest = time.time() - _MAX_AGE_SECONDS
-    for entry in folders:
-        with contextlib.suppress(OSError):
-            if entry.is_dir() and entry.stat().st_mtime < oldest:
-                shutil.rmtree(entry)
+    for kind in _KINDS:
+        for entry in cache_dir.glob(kind + _DIGEST):
+            with contextlib.suppress(OSError):
+                if entry.stat().st_mtime < oldest:
+                    # Renamed at first: half an entry must not look like a whole one.
+                    doomed = entry.rename(entry.with_name(f".{entry.name}.unused"))
+                    shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()
 
 
 def copy_folder(url: str, cache_dir: Path) -> Path | None:
@@ -150,14 +168,12 @@ def copy_folder(url: str, cache_dir: Path) -> Path | None:
     for file in (file for file in files if not file.tag):
         with file_access.open_stream(file.path) as stream:
             identity.append(hashlib.sha256(stream.read()).hexdigest())
-    folder = copies_folder(cache_dir, url, *identity)
+    digest = hashlib.sha256("\n".join([url, *identity]).encode()).hexdigest()[:24]
+    folder = cache_dir / "copies" / digest
+    if not mark_used(folder):
+        delete_unused(cache_dir)
     copy_files(files, folder)
     return folder
-
-
-def copies_folder(cache_dir: Path, *identity: str) -> Path:
-    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:24]
-    return cache_dir / "copies" / digest
 
 
 def copy_files(files: Sequence[FileInfo], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Prefetches batches in threads or worker processes; retries reads.
 
-The thread is a daemon of this module: Grain's iterators have no timeout, and its thread pool blocks
-process exit while a read hangs.
+The thread is a daemon of this module: Grain's iterators have no timeout, and closing one joins its
+thread, so a read that hangs could be neither retried nor abandoned.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _MAX_WAIT_SECONDS = 60.0  # longest delay before a retry
 _Value = TypeVar("_Value")
 
 
-def never() -> bool:
+def never_stop() -> bool:
     return False
 
 
@@ -71,7 +71,7 @@ class Prefetcher:
         self._thread = _start(functools.partial(_produce, batches, *queue_and_event))
         weakref.finalize(self, _stop, *queue_and_event)
 
-    def next(self, timeout: float, stopping: Callable[[], bool] = never) -> dict[str, Any]:
+    def next(self, timeout: float, stopping: Callable[[], bool] = never_stop) -> dict[str, Any]:
         """Returns the next batch within `timeout` seconds (0: no limit).
 
         Raises TimeoutError, WaitCancelledError if `stopping` returns true, or any error from
@@ -174,7 +174,7 @@ class Retries:
     def __init__(self, options: DataRetryOptions, log: Callable[[str], None]):
         self.options = options
         self.log = log
-        self.stopping: Callable[[], bool] = never
+        self.stopping: Callable[[], bool] = never_stop
         self._news: list[str] = []
 
     def drain(self) -> list[str]:

@@ -26,7 +26,7 @@ class Dense(nnx.Module):
         use_bias: bool = False,
         used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
     ):
-        self.num_in_dims = len(inputs)
+        self.num_input_dims = len(inputs)
         self.dtype = used_in or init.dtype
         self.precision = init.precision
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
@@ -34,14 +34,14 @@ class Dense(nnx.Module):
         dtype = init.weight_dtype
         self.kernel = param(
             rngs, inputs + outputs, axes, initializer,
-            dtype=dtype, num_in_dims=len(inputs), used_in=self.dtype,
+            dtype=dtype, num_input_dims=len(inputs), used_in=self.dtype,
         )  # fmt: skip
         self.bias = (
             param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        dtype, n = dtype or self.dtype, self.num_in_dims
+        dtype, n = dtype or self.dtype, self.num_input_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         y = self.dot_general(
             x.astype(dtype),

@@ -141,7 +141,7 @@ class DepthAggregate(nnx.Module):
             self.norm = self.wi = self.wo = None
         else:
             width = C * S * (config.dynamic_dense_last_layer_expand if depth == num_layers else 1)
-            K = _round_hidden_width(width, config.dense_hidden_rounding)
+            K = _round_hidden_width(width, config.dynamic_dense_hidden_round)
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             draw = init.initializers.connection
             self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)

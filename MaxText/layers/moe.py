@@ -53,7 +53,7 @@ class Experts(nnx.Module):
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
             return param(
                 rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
-                dtype=init.weight_dtype, num_in_dims=1, used_in=init.dtype,
+                dtype=init.weight_dtype, num_input_dims=1, used_in=init.dtype,
             )  # fmt: skip
 
         for name in self.input_names:
@@ -275,8 +275,8 @@ _ROUTING = 9  # RNG stream id within a layer; block.py has the others
 
 
 def _for_each(initializer: Initializer) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
+    def initialize(key, shape, num_input_dims, dtype):
         keys = jax.random.split(key, shape[0])
-        return jax.vmap(lambda key: initializer(key, shape[1:], num_in_dims, dtype))(keys)
+        return jax.vmap(lambda key: initializer(key, shape[1:], num_input_dims, dtype))(keys)
 
     return initialize

@@ -32,7 +32,7 @@ def param(
     initializer: Initializer,
     *,
     dtype: jnp.dtype,
-    num_in_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
+    num_input_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
     used_in: jnp.dtype | None = None,  # dtype that it is always cast to; generation casts it once
 ) -> nnx.Param:
     """Declares a parameter."""
@@ -40,28 +40,30 @@ def param(
     if isinstance(rngs, AbstractRngs):
         value = jax.ShapeDtypeStruct(shape, dtype)
     else:
-        value = initializer(rngs.params(), shape, num_in_dims, dtype)
-    return nnx.Param(value, logical_axes=logical_axes, num_in_dims=num_in_dims, used_in=used_in)
+        value = initializer(rngs.params(), shape, num_input_dims, dtype)
+    return nnx.Param(
+        value, logical_axes=logical_axes, num_input_dims=num_input_dims, used_in=used_in
+    )
 
 
-def zeros(key: jax.Array, shape: Shape, num_in_dims: int, dtype: jnp.dtype) -> jax.Array:
+def zeros(key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype) -> jax.Array:
     return jnp.zeros(shape, dtype)
 
 
 def constant(value: float | np.ndarray) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
+    def initialize(key, shape, num_input_dims, dtype):
         return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
 
     return initialize
 
 
-def _fans(shape: Shape, num_in_dims: int) -> tuple[int, int]:
-    return math.prod(shape[:num_in_dims]), math.prod(shape[num_in_dims:])
+def _fans(shape: Shape, num_input_dims: int) -> tuple[int, int]:
+    return math.prod(shape[:num_input_dims]), math.prod(shape[num_input_dims:])
 
 
 def _normal(std: float | Callable[[int, int], float]) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
-        scale = std(*_fans(shape, num_in_dims)) if callable(std) else std
+    def initialize(key, shape, num_input_dims, dtype):
+        scale = std(*_fans(shape, num_input_dims)) if callable(std) else std
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
     return initialize
@@ -72,13 +74,13 @@ _normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
 _xavier_normal = _normal(lambda *fans: math.sqrt(2.0 / sum(fans)))
 
 
-def _xavier_uniform(key, shape, num_in_dims, dtype):
-    bound = math.sqrt(3 * (2.0 / sum(_fans(shape, num_in_dims))))
+def _xavier_uniform(key, shape, num_input_dims, dtype):
+    bound = math.sqrt(3 * (2.0 / sum(_fans(shape, num_input_dims))))
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
-def _truncated_fan_in(key, shape, num_in_dims, dtype):
-    fan_in, _ = _fans(shape, num_in_dims)
+def _truncated_fan_in(key, shape, num_input_dims, dtype):
+    fan_in, _ = _fans(shape, num_input_dims)
     # The divisor is the standard deviation of a unit normal truncated at 2 sigma.
     std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
     return (std * jax.random.truncated_normal(key, -2, 2, shape, jnp.float32)).astype(dtype)
@@ -87,17 +89,19 @@ def _truncated_fan_in(key, shape, num_in_dims, dtype):
 def orthogonal(scale: float) -> Initializer:
     """Draws orthonormal rows or columns, times `scale` (Saxe et al. 2014)."""
 
-    def initialize(key, shape, num_in_dims, dtype):
-        matrix = jax.nn.initializers.orthogonal(scale)(key, _fans(shape, num_in_dims), jnp.float32)
+    def initialize(key, shape, num_input_dims, dtype):
+        matrix = jax.nn.initializers.orthogonal(scale)(
+            key, _fans(shape, num_input_dims), jnp.float32
+        )
         return matrix.reshape(shape).astype(dtype)
 
     return initialize
 
 
 def _times(factor: Callable[[int], float], initializer: Initializer) -> Initializer:
-    def initialize(key, shape, num_in_dims, dtype):
-        fan_in, _ = _fans(shape, num_in_dims)
-        return factor(fan_in) * initializer(key, shape, num_in_dims, dtype)
+    def initialize(key, shape, num_input_dims, dtype):
+        fan_in, _ = _fans(shape, num_input_dims)
+        return factor(fan_in) * initializer(key, shape, num_input_dims, dtype)
 
     return initialize
 

@@ -160,14 +160,14 @@ class PattentionProjection(Pattention):
     ):
         sizes = math.prod(inputs), math.prod(outputs)
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
-        self.num_in_dims, self.outputs = len(inputs), outputs
+        self.num_input_dims, self.outputs = len(inputs), outputs
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
         return _sharded_slots(layer, "qkv") | _sharded_slots(layer, "proj")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        leading = x.shape[: x.ndim - self.num_in_dims]
+        leading = x.shape[: x.ndim - self.num_input_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 

@@ -33,7 +33,7 @@ class EventLog:
         self,
         sinks: Sequence[Sink],
         *,
-        attempt: int = 0,
+        restart: int = 0,
         lost: Mapping[str, Any] | None = None,
         flush_every: int = 100,
         callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
@@ -42,7 +42,7 @@ class EventLog:
         self.lost = lost or {"steps": 0, "seconds": {}}
         self._sinks = sinks
         self._callbacks = callbacks
-        self._attempt = attempt
+        self._restart = restart
         self._flush_every = flush_every
         self._flushed_step: int | None = None
         self._seconds_to_close = SECONDS_TO_CLOSE
@@ -51,7 +51,7 @@ class EventLog:
         self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: Any
     ) -> None:
         """Records an event at its end."""
-        event = Event(kind, time.time(), self._attempt, step, seconds, fields)
+        event = Event(kind, time.time(), self._restart, step, seconds, fields)
         for sink in self._sinks:
             sink.write(event)
         for callback in self._callbacks:
@@ -128,7 +128,7 @@ def open_stream(
         )
     return EventLog(
         sinks,
-        attempt=events.attempt,
+        restart=events.restart,
         lost=events.lost,
         flush_every=monitoring.log_period,
         callbacks=callbacks,

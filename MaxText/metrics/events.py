@@ -11,23 +11,27 @@ EVENTS_FILE = "events.jsonl"
 
 # Kind of event -> phase that the preceding time was spent in.
 PHASES: dict[str, str] = {
-    "start": "start_up",
-    "resume": "start_up",
-    "config_change": "start_up",
+    "start": "startup",
+    "resume": "startup",
+    "config_change": "startup",
     "compile": "compile",
     "step": "train",
-    "skip": "train",
+    "step_skipped": "train",
+    "record_skipped": "train",
     "rollback": "train",
-    "retry": "train",
-    "growth": "start_up",
+    "data_retry": "train",
+    "growth": "startup",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
-    "sample": "finish",
-    "stop": "finish",
+    "sample": "shutdown",
+    "stop": "shutdown",
 }
 
 # Kinds repeated by an attempt that resumes before the last step of the previous one.
-REPEATED = ("step", "skip", "rollback", "retry", "evaluation", "checkpoint", "sample")
+REPEATED = (
+    "step", "step_skipped", "record_skipped", "rollback", "data_retry", "evaluation", "checkpoint",
+    "sample",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Event:
 
     kind: str
     time: float  # Unix seconds at its end
-    attempt: int = 0  # starts of the program in this run folder before this one
+    restart: int = 0  # starts of the program in this run folder before this one
     step: int | None = None  # from 0
     seconds: float = 0.0  # wall time, to be summed by phase
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -46,7 +50,7 @@ class Event:
             "time": round(self.time, 3),
             "event": self.kind,
             "phase": PHASES[self.kind],
-            "attempt": self.attempt,
+            "restart": self.restart,
             "step": self.step,
             "seconds": round(self.seconds, 6),
             **self.fields,

@@ -15,12 +15,12 @@ import numpy as np
 PARTS: dict[str, str] = {
     "useful": "useful steps",
     "data_wait": "waiting for data",
-    "start_up": "start-up",
+    "startup": "start-up",
     "compile": "compile",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
     "lost": "lost work",
-    "finish": "sampling, finish",
+    "shutdown": "sampling, finish",
     "other": "other",
 }
 
@@ -66,7 +66,7 @@ class Goodput:
         for attempt in self.attempts:
             offsets[attempt.number] = before - attempt.launched
             before += attempt.seconds
-        return np.array([row["time"] + offsets[row["attempt"]] for row in rows], float)
+        return np.array([row["time"] + offsets[row["restart"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
@@ -74,7 +74,7 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
     parts = dict.fromkeys(PARTS, 0.0)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for index, row in enumerate(rows):
-        by_attempt.setdefault(row["attempt"], []).append(row)
+        by_attempt.setdefault(row["restart"], []).append(row)
         for part, seconds in _parts_of(row, index in replaced):
             parts[part] += seconds
     kept = [row for index, row in enumerate(rows) if index not in replaced]
@@ -88,7 +88,7 @@ def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int]
 
 def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, float]]:
     seconds = row.get("seconds") or 0.0
-    if is_replaced or row["event"] == "skip":
+    if is_replaced or row["event"] in ("step_skipped", "record_skipped"):
         return [("lost", seconds)]
     if row["event"] == "step":
         waited = min(row.get("data_seconds") or 0.0, seconds)
@@ -96,15 +96,11 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
     return [(row["phase"] if row["phase"] in PARTS else "other", seconds)]
 
 
-def is_step_skip(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row reports skipped steps, rather than unread records."""
-    return row["event"] == "skip" and row.get("what") != "record"
-
-
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
     skips, total = collections.Counter[int | None](), 0.0
-    for row in filter(is_step_skip, rows):
-        skips[row.get("step")] += row.get("count") or 1
+    for row in rows:
+        if row["event"] == "step_skipped":
+            skips[row.get("step")] += row.get("count") or 1
     for row in rows if skips else ():
         if row["event"] == "step":
             # A row stands for several steps if not every step is reported.

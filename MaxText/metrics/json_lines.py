@@ -200,15 +200,24 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
-            if row.get("event") == "rewind":
-                row = current_rollback(row) | {"event": "rollback"}
-            yield line, row
+            yield line, _current_event(row) if "event" in row and "attempt" in row else row
 
 
-def current_rollback(row: dict[str, Any]) -> dict[str, Any]:
-    """Renames the fields of a rollback of earlier versions, a `rewind`."""
-    names = {"to": "restored_step", "noticed": "detected_step", "began": "onset_step"}
-    return {names.get(name, name): value for name, value in row.items()}
+# Names in events of earlier versions, read for one release.
+_KINDS = {"rewind": "rollback", "retry": "data_retry"}
+_PHASES = {"start_up": "startup", "finish": "shutdown"}
+_FIELDS = {
+    "attempt": "restart", "unigram_entropy": "unigram_entropy_nats",
+    "to": "restored_step", "noticed": "detected_step", "began": "onset_step",
+}  # fmt: skip
+
+
+def _current_event(row: dict[str, Any]) -> dict[str, Any]:
+    kind, phase = row["event"], row.get("phase")
+    if kind == "skip":
+        kind = "record_skipped" if row.pop("what", "") == "record" else "step_skipped"
+    row = {_FIELDS.get(name, name): value for name, value in row.items()}
+    return {**row, "event": _KINDS.get(kind, kind), "phase": _PHASES.get(str(phase), phase)}
 
 
 def _line(row: Mapping[str, Any]) -> str:

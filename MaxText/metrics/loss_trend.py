@@ -8,7 +8,7 @@ from typing import Any
 _WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
 # Margin above a level, as a share of the first loss, but at least so many nats, because losses of
 # small batches vary by a few tenths.
-_MARGIN_SHARE, _LEAST_MARGIN = 0.05, 0.25
+_MARGIN_SHARE, _MIN_MARGIN = 0.05, 0.25
 
 
 class LossTrend:
@@ -65,7 +65,7 @@ class LossTrend:
             return ""
         now, baseline = self._now(), self._baseline
         ended = f"the training loss ended at {now:.3f}, above"
-        margin = max(_LEAST_MARGIN, _MARGIN_SHARE * self._first)
+        margin = max(_MIN_MARGIN, _MARGIN_SHARE * self._first)
         above_first = self._first + margin
         if now > above_first:
             return f"{ended} its first value {self._first:.3f}"

@@ -50,13 +50,13 @@ class StepProfiler:
 def memory_row() -> dict[str, float]:
     """Returns GiB in use and their peak on the fullest device, or of the CPU."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    words: list[str] = []
+    status: list[str] = []
     if not stats and _PROCESS_STATUS.exists():
-        words = _PROCESS_STATUS.read_text(errors="replace").split()
+        status = _PROCESS_STATUS.read_text(errors="replace").split()
     row = {}
     for tag, key, field in _MEMORY:
-        if field in words:
-            row[tag] = int(words[words.index(field) + 1]) / 2**20
+        if field in status:
+            row[tag] = int(status[status.index(field) + 1]) / 2**20
         elif sizes := [found[key] for found in stats if key in found]:
             row[tag] = max(sizes) / 2**30
     return row

@@ -30,7 +30,7 @@ _NUMBERS = ("seconds", "data_seconds", "updates", "count")
 _SILENT_SECONDS = 300.0
 _SILENT_ROWS = 5.0
 
-_LEAST_REPORTS = 9  # minimum number of reports in the mean training loss
+_MIN_REPORTS = 9  # minimum number of reports in the mean training loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RunHistory:
     @property
     def training_loss(self) -> tuple[float, int] | None:
         """Mean loss of the last 1/25 of the reports (9 at least), and its steps."""
-        last = self.steps[-max(len(self.steps) // 25, _LEAST_REPORTS) :]
+        last = self.steps[-max(len(self.steps) // 25, _MIN_REPORTS) :]
         counted = [
             (row["learning/lm_loss"], row.get("updates") or 1)
             for row in last
@@ -128,7 +128,8 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
     steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
     # Earlier versions record a run as completed whatever its loss was.
-    if state == "completed" and LossTrend(facts.get("unigram_entropy")).add_rows(steps).diverged:
+    entropy = facts.get("unigram_entropy_nats")
+    if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
         state = "diverged"
     return RunHistory(
         folder=path,
@@ -155,7 +156,7 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     for number, row in enumerate(rows, 1):
         kinds: dict[str, Any] = {name: int | float | None for name in row if "/" in name}
         kinds |= dict.fromkeys(_NUMBERS, int | float | None)
-        kinds |= {"time": int | float, "event": str, "phase": str, "attempt": int}
+        kinds |= {"time": int | float, "event": str, "phase": str, "restart": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int
         values = ((name, row.get(name), kind) for name, kind in kinds.items())
@@ -197,8 +198,8 @@ def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:
-    attempt = rows[-1]["attempt"]
-    stops = [row for row in rows if row["event"] == "stop" and row["attempt"] == attempt]
+    attempt = rows[-1]["restart"]
+    stops = [row for row in rows if row["event"] == "stop" and row["restart"] == attempt]
     if stops:
         reason = stops[-1].get("reason")
         return reason if reason in _END_STATES else "error"

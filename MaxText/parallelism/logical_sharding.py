@@ -29,7 +29,7 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: jnp.dtype
     logical_axes: tuple[str | None, ...]
-    num_in_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
+    num_input_dims: int  # leading dimensions contracted with the input, after `layers` and `exp`
     used_in: jnp.dtype | None = None  # dtype that it is always read in; None if that may differ
     owner: str = "layers"  # attribute of the decoder: "layers", "connections", "head", ...
     row: str = ""  # of the FLOPs table (layers/part.py)

@@ -291,7 +291,7 @@ def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> 
         )
 
 
-def check_sharding(
+def assert_params_sufficiently_sharded(
     parameters: Mapping[str, ParamSpec], sharding: ShardingPlan, tolerance: float
 ) -> float:
     """Returns the replicated share; raises UserError above `tolerance`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from MaxText.config.serialization import diff_configs
 from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
+from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory, resolve_run_dir
 
 
@@ -54,15 +55,24 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunHistory]:
 
 
 def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
-    """Returns {key: {run: value}} of the keys with different values."""
-    configs = {name: run.config for name, run in all_runs(entries).items() if run.config}
+    """Returns {key: {run: value}} of different values, main keys first."""
+    configs = {name: settings(run) for name, run in all_runs(entries).items() if run.config}
     first = next(iter(configs.values()), {})
     changed = [key for config in configs.values() for key in diff_configs(first, config)]
     return {
         key: {name: config[key] for name, config in configs.items() if key in config}
-        for key in dict.fromkeys(changed)
-        if key != "run_name"  # always differs
+        for key in sorted(dict.fromkeys(changed), key=main_keys_first)
+        if key not in ("run_name", "base_output_directory")  # say nothing about the run
     }
+
+
+def settings(run: RunHistory) -> dict[str, Any]:
+    """Returns the configuration, with what replaced `auto`."""
+    return {**run.config, **(run.facts.get("resolved_keys") or {})}
+
+
+def main_keys_first(key: str) -> int:
+    return MAIN_KEYS.index(key) if key in MAIN_KEYS else len(MAIN_KEYS)
 
 
 def alike(entries: Sequence[Entry], fact: Callable[[RunHistory], Any]) -> list[tuple[str, Any]]:

@@ -8,9 +8,9 @@
   const folds = [...document.querySelectorAll("details[id]")];
   const inputs = [...form.elements].filter((input) => input.name);
 
-  // A page that reloads keeps what was chosen.
-  const KEY = "report:" + document.title;
-  const state = { fields: {}, open: null, tables: {}, zoom: {} };
+  // A page that reloads keeps what was chosen, also with another run in its title.
+  const KEY = "report:" + location.pathname;
+  const state = { fields: {}, open: {}, tables: {}, zoom: {} };
   let storage = {};
   try {
     storage = sessionStorage;
@@ -24,7 +24,7 @@
 
   function keep() {
     state.fields = Object.fromEntries(inputs.map((each) => [nameOf(each), each[partOf(each)]]));
-    state.open = folds.filter((each) => each.open).map((each) => each.id);
+    state.open = Object.fromEntries(folds.map((each) => [each.id, each.open]));
     storage[KEY] = JSON.stringify(state);
   }
 
@@ -144,55 +144,60 @@
     URL.revokeObjectURL(link.href);
   }
 
-  // The number that a cell begins with: 1:02:03, 12,345, 6.55M, 3e-4 or 39.8 %.
+  // The number that a cell begins with: 1:02:03, 12,345, 6.55M, 3e-4, 39.8 % or 4.5 MiB.
   function rank(text) {
     const time = /^(\d+):(\d\d):(\d\d)/.exec(text);
     if (time) return 3600 * time[1] + 60 * time[2] + Number(time[3]);
-    const number = /^([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)([KMBT]?)/.exec(text);
+    const number = /^([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)([KMBT]?)(?: ([KMGT])iB)?/.exec(text);
     if (!number) return null;
-    return number[1].replaceAll(",", "") * 1000 ** " KMBT".indexOf(number[2] || " ");
+    const [, digits, thousands, bytes = " "] = number;
+    const unit = 1000 ** " KMBT".indexOf(thousands || " ") * 1024 ** " KMGT".indexOf(bytes);
+    return digits.replaceAll(",", "") * unit;
   }
 
-  function arrange(table, { column: index, descending, filter = "" }) {
+  function arrange(table, { column, descending, filter = "" }) {
+    const header = [...table.tHead.rows[0].cells];
+    const index = header.findIndex((cell) => cell.textContent === column);
     const body = table.tBodies[0];
     const rows = [...body.rows];
-    if (index !== undefined) {
+    if (index >= 0) {
       const text = (row) => row.cells[index].textContent;
       const number = (row) => rank(text(row)) ?? Infinity;
       const compare = (a, b) => number(a) - number(b) || text(a).localeCompare(text(b));
       rows.sort((a, b) => (descending ? compare(b, a) : compare(a, b)));
       body.append(...rows);
-      [...table.tHead.rows[0].cells].forEach((cell, place) => {
+      header.forEach((cell, place) => {
         cell.ariaSort = place === index ? (descending ? "descending" : "ascending") : null;
       });
     }
     for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(filter.toLowerCase());
   }
 
-  tables.forEach((table, number) => {
+  for (const table of tables) {
+    const name = table.parentElement.getAttribute("aria-label");
     const change = (more) => {
-      state.tables[number] = { ...state.tables[number], ...more };
-      arrange(table, state.tables[number]);
+      state.tables[name] = { ...state.tables[name], ...more };
+      arrange(table, state.tables[name]);
       keep();
     };
-    [...table.tHead.rows[0].cells].forEach((cell, index) => {
+    for (const cell of table.tHead.rows[0].cells) {
       cell.addEventListener("click", () => {
-        change({ column: index, descending: cell.ariaSort === "ascending" });
+        change({ column: cell.textContent, descending: cell.ariaSort === "ascending" });
       });
-    });
+    }
     const search = table.parentElement.previousElementSibling;
     if (search?.type === "search") {
-      search.value = state.tables[number]?.filter ?? "";
+      search.value = state.tables[name]?.filter ?? "";
       search.addEventListener("input", () => change({ filter: search.value }));
     }
-    if (state.tables[number]) arrange(table, state.tables[number]);
-  });
+    if (state.tables[name]) arrange(table, state.tables[name]);
+  }
 
   for (const input of inputs) {
     if (nameOf(input) in state.fields) input[partOf(input)] = state.fields[nameOf(input)];
   }
   for (const fold of folds) {
-    if (state.open) fold.open = state.open.includes(fold.id);
+    fold.open = state.open[fold.id] ?? fold.open;
     fold.addEventListener("toggle", draw);
   }
   form.addEventListener("input", ({ target }) => {

@@ -226,7 +226,7 @@ def _table(table: PageTable, page: Page) -> str:
         return f"<{tag}{kind}>{chip}{content}</{tag.split()[0]}>"
 
     header = "".join(
-        cell('th scope="col"', kind, text, f'<button type="button">{_text(text)}</button>', True)
+        cell('th scope="col"', kind, text, f"<button type=button>{_breakable(text)}</button>", True)
         for text, kind in zip(table.header, kinds, strict=True)
     )
     rows = []
@@ -260,6 +260,11 @@ def _kind(cells: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     return html.escape(text, quote=True)
+
+
+def _breakable(key: str) -> str:
+    """Returns a key as HTML with line breaks allowed at underscores."""
+    return _text(key).replace("_", "_<wbr>")
 
 
 def _own(name: str) -> str:

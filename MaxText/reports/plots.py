@@ -18,6 +18,8 @@ _LOGARITHMIC = 30.0  # ratio of the largest to the smallest value that a logarit
 
 _LEGEND = {"orientation": "h", "traceorder": "normal", "y": 1, "yanchor": "bottom"}
 
+_PERCENT = ".3~p"  # three digits, also of an MFU below 1 %
+
 _MAX_DESCRIBED = 8  # maximum series in the text alternative of a chart
 
 _LINES: Mapping[str, Mapping[str, Any]] = {
@@ -73,7 +75,7 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
         )
     figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
     if chart.percent:
-        figure.update_yaxes(tickformat=".0%")
+        figure.update_yaxes(tickformat=_PERCENT)
     size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
     return Plot(chart.name, chart.title, figure, _describe(chart), chart.y_title, size)
 
@@ -101,7 +103,7 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
     if "hoverinfo" not in style:
         step, tokens = names.index("step"), names.index("tokens")
         style["hovertemplate"] = (
-            f"%{{y:{'.1%' if chart.percent else '.5~g'}}} (step %{{customdata[{step}]:,d}}, "
+            f"%{{y:{_PERCENT if chart.percent else '.5~g'}}} (step %{{customdata[{step}]:,d}}, "
             f"%{{customdata[{tokens}]:.4~s}} tokens)"
         )
     line = common.pop("line") | {"width": style.pop("line_width")}

@@ -31,7 +31,7 @@ _CURVES_NOTE = (
 
 _MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
 
-_PICTURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
+_FIGURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
 
 
 def write_report(
@@ -55,8 +55,12 @@ def write_report(
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     differences = differing_keys(entries)
-    # More would make the table of runs unreadable.
-    keys = differences if len(differences) <= _MAX_KEYS else {}
+    keys = dict(list(differences.items())[:_MAX_KEYS])  # more would be unreadable
+    omitted = len(differences) - len(keys)
+    note = (
+        f"Of {len(differences)} keys that differ, {len(keys)} are shown here and in plots, main "
+        "keys first; all are under Configuration differences."
+    )
     losses = plot_hyperparameters(entries, keys)
     colors = {name: each.color for each in entries for name in (*each.runs, each.label)}
     page = Page(
@@ -66,10 +70,12 @@ def write_report(
         sections=[
             *sections,
             PageSection(
-                "Runs" if len(runs) > 1 else "Run", table=run_tables.overview(entries, keys)
+                "Runs" if len(runs) > 1 else "Run",
+                [note] if omitted else [],
+                run_tables.overview(entries, keys),
             ),
             *run_tables.provenance(entries),
-            *run_tables.configuration(entries, {} if keys else differences),
+            *run_tables.configuration(entries, differences if omitted else {}),
             PageSection(
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],
@@ -95,7 +101,7 @@ def write_report(
     try:
         output.mkdir(parents=True, exist_ok=True)
         loss = next((chart for chart in charts if chart.name == "loss"), None)
-        for axis in _PICTURES:
+        for axis in _FIGURES:
             figure = draw_chart(loss, axes.axis(axis), title) if loss else None
             file = output / f"loss_{axis}.png"
             if figure is None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
 from MaxText.reports.curves import Axes, column, curve, median_window, ratio
@@ -117,9 +116,8 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
 def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
     """Returns the recorded numbers without their own chart."""
     runs = all_runs(entries).values()
-    rows = [row for run in runs for row in (rows_of(run)[:1] + rows_of(run)[-1:])]
-    tags = dict.fromkeys(tag for row in rows for tag in row if "/" in tag)
-    return [tag for tag in tags if not tag.startswith((*_OWN_CHARTS, "progress/"))]
+    tags = dict.fromkeys(tag for run in runs for row in rows_of(run) for tag in row if "/" in tag)
+    return [tag for tag in tags if tag not in _OWN_CHARTS and not tag.startswith("progress/")]
 
 
 def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -128,13 +126,13 @@ def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np
         attempt.number: attempt.first_row.get("num_devices") or 1
         for attempt in run.goodput.attempts
     }
-    counts = np.array([devices[row["attempt"]] for row in rows], float)
+    counts = np.array([devices[row["restart"]] for row in rows], float)
     return column("perf/per_device_tokens_per_sec")(run, rows) * counts
 
 
 def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
     """Returns the unigram baseline if it is the same for all runs."""
-    found = {run.facts.get("unigram_entropy") for run in all_runs(entries).values()}
+    found = {run.facts.get("unigram_entropy_nats") for run in all_runs(entries).values()}
     level = found.pop()
     return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
 
@@ -168,12 +166,11 @@ def _mark_kind(row: Mapping[str, Any]) -> str:
     """Returns the kind of mark of an event; empty for none."""
     kind = row["event"]
     if kind in ("start", "resume"):
-        return "restart" if row["attempt"] > 0 else ""
-    if kind == "skip":
-        return f"skipped {'step' if is_step_skip(row) else 'record'}"
+        return "restart" if row["restart"] > 0 else ""
     if kind == "stop":
         return "diverged or failed" if row.get("reason") in ("diverged", "error") else ""
-    return {"checkpoint": kind, "rollback": kind, "growth": kind}.get(kind, "")
+    skipped = {"step_skipped": "skipped step", "record_skipped": "skipped record"}
+    return (skipped | {"checkpoint": kind, "rollback": kind, "growth": kind}).get(kind, "")
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:

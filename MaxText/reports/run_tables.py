@@ -7,12 +7,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
-from MaxText.metrics.goodput import is_step_skip
 from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
 from MaxText.metrics.tables import short_count
 from MaxText.reports import formatting
-from MaxText.reports.entries import Entry, alike, all_runs, averaged, differing_peaks, shown_parts
+from MaxText.reports.entries import (
+    Entry,
+    alike,
+    all_runs,
+    averaged,
+    differing_peaks,
+    main_keys_first,
+    settings,
+    shown_parts,
+)
 from MaxText.reports.page import PageSection, PageTable, Verbatim
 
 _RECENT_ROWS = 200  # reports in the median of the current speed
@@ -139,28 +147,42 @@ def _facts(run: RunHistory) -> dict[str, str]:
 def configuration(
     entries: Sequence[Entry], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[PageSection]:
-    """Returns the keys of one run, or `differences` between runs."""
+    """Returns the keys of one run, or common ones and `differences`."""
     runs = all_runs(entries)
-    if len(runs) > 1:
-        rows = [
-            [
-                key,
-                *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs),
-            ]
-            for key, values in differences.items()
-        ]
-        table = PageTable(["key", *runs], rows)
-        return [PageSection("Configuration differences", table=table)] if rows else []
-    (run,) = runs.values()
-    if not run.config:
+    configs = [settings(run) for run in runs.values() if run.config]
+    if not configs:
         return []
+    first = next(run for run in runs.values() if run.config)
+    facts = {
+        key: words
+        for key, words in _main_and_changed(first).items()
+        if all(config.get(key) == configs[0].get(key) for config in configs)
+    }
+    if len(runs) == 1:
+        everything = "\n".join(f"{key}: {to_yaml(value)}" for key, value in first.config.items())
+        texts = [Verbatim(everything, f"All {len(first.config)} keys", is_open=False)]
+        return [PageSection("Configuration", facts=facts, texts=texts)]
+    rows = [
+        [key, *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs)]
+        for key, values in differences.items()
+    ]
+    common = [PageSection("Configuration of all runs", facts=facts)] if facts else []
+    table = PageTable(["key", *runs], rows)
+    return common + ([PageSection("Configuration differences", table=table)] if rows else [])
+
+
+def _main_and_changed(run: RunHistory) -> dict[str, str]:
+    """Returns main and changed keys, such as "float32 (auto, default)"."""
     changed = run.facts.get("changed_keys") or {}  # absent in older runs
-    known = {key: to_yaml(value) for key, value in run.config.items()}
-    default = " (default)" if changed else ""
-    facts = {key: known[key] + default for key in MAIN_KEYS if key in known} | changed
-    everything = "\n".join(f"{key}: {value}" for key, value in known.items())
-    texts = [Verbatim(everything, f"All {len(known)} keys", is_open=False)]
-    return [PageSection("Configuration", facts=facts, texts=texts)]
+    resolved = run.facts.get("resolved_keys") or {}
+    shown = {}
+    for key, value in settings(run).items():
+        if key not in (*MAIN_KEYS, *changed, *resolved):
+            continue
+        notes = [to_yaml(run.config.get(key))] * (key in resolved)
+        notes += ["default"] * (bool(changed) and key not in changed)
+        shown[key] = to_yaml(value) + (f" ({', '.join(notes)})" if notes else "")
+    return dict(sorted(shown.items(), key=lambda item: main_keys_first(item[0])))
 
 
 def goodput_table(entries: Sequence[Entry]) -> PageTable:
@@ -190,7 +212,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
         for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
             step = formatting.whole(row.get("step"))
-            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["attempt"]), step, words])
+            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, words])
     if not rows:
         return []
     header = ["run", "time", "attempt", "step", "what"]
@@ -201,7 +223,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def event_text(row: Mapping[str, Any]) -> str:
-    """Returns an event in words; empty for usual ones."""
+    """Returns the text of an event; empty for usual ones."""
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
@@ -209,14 +231,14 @@ def event_text(row: Mapping[str, Any]) -> str:
     if kind == "config_change":
         changes = (row.get("changes") or {}).items()
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
-    if kind == "skip":
+    if kind in ("step_skipped", "record_skipped"):
         count = row.get("count") or 1
-        what = "step" if is_step_skip(row) else "record"
+        what = kind.removesuffix("_skipped")
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
     if kind == "rollback":
         return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":
-        known = ("time", "event", "phase", "attempt", "step", "seconds")
+        known = ("time", "event", "phase", "restart", "step", "seconds")
         return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
     if kind == "stop":
         return f"stop: {reason}"

@@ -13,7 +13,7 @@ from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.records import RunLogger
 from MaxText.training.assembly import TrainSetup
@@ -24,7 +24,7 @@ def write_final_artifacts(
     run_folder: epath.Path,
     config: Config,
     run_logger: RunLogger,
-    batches: BatchIterator,
+    batches: TrainIterator,
     setup: TrainSetup,
     state: Any,
     sharding: ShardingPlan,
@@ -36,7 +36,7 @@ def write_final_artifacts(
     TrainingDivergedError if the training loss diverged.
     """
     line, model = run_logger.terminal.line, setup.model
-    entropy = batches.unigram_entropy if is_in_nats(model.config.objective) else None
+    entropy = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
     if eval_loss is not None and entropy is not None:
         line(f"Validation loss {eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
     tokenizer = batches.tokenizer_folder

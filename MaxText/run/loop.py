@@ -10,7 +10,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.records import RunLogger
@@ -54,7 +54,7 @@ class Loop:
     sharding: ShardingPlan
     batch_schedule: BatchSchedule
     eval_batch_size: int
-    batches: BatchIterator
+    batches: TrainIterator
     eval_batches: EvalBatches | None
     train_step: ShapeSpecializedStep
     eval_step: Callable[..., Any]

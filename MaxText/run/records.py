@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_fields, parent_folder, sizes
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
 from MaxText.metrics.loss_trend import LossTrend
@@ -48,15 +49,15 @@ class RunLogger:
         self.events.close()
         self.profiler.close()
 
-    def log_data_events(self, batches: BatchIterator | EvalBatches | None, step: int) -> None:
+    def log_data_events(self, batches: TrainIterator | EvalBatches | None, step: int) -> None:
         """Records retried reads and skipped records."""
         if batches is None:
             return
         for message in batches.retries.drain():
-            self.events.emit("retry", step=step, reason=message)
+            self.events.emit("data_retry", step=step, reason=message)
         while batches.skipped:
             reason = batches.skipped.pop(0)
-            self.events.emit("skip", step=step, what="record", reason=reason, count=1)
+            self.events.emit("record_skipped", step=step, reason=reason, count=1)
 
 
 def open_run_logger(
@@ -65,7 +66,7 @@ def open_run_logger(
     restored: RestoreResult,
     setup: TrainSetup,
     batch_schedule: BatchSchedule,
-    batches: BatchIterator,
+    batches: TrainIterator,
     devices: Sequence[Any],
     last_step: int,
     peak: PeakFlops,
@@ -105,7 +106,7 @@ def open_run_logger(
         terminal=terminal,
         callbacks=callbacks,
     )
-    baseline = batches.unigram_entropy if is_in_nats(model.config.objective) else None
+    baseline = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
     fields = {
         "run_name": run.run_name,
         "num_steps": num_steps,
@@ -122,15 +123,23 @@ def open_run_logger(
         "cost": cost.fields(),
         "lineage": lineage.fields(),
         "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
-        "unigram_entropy": baseline,
+        "unigram_entropy_nats": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
         "changed_keys": changed_keys(config),
+        "resolved_keys": _resolved_keys(config, model.config),
     }
     emit_start(events, restored, fields)
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
+
+
+def _resolved_keys(config: Config, resolved: ModelConfig) -> dict[str, Any]:
+    """Returns what replaced `auto`, such as the dtype, by key."""
+    given = flatten(config)
+    chosen = flatten(config.model_copy(update={"model": resolved}))
+    return {key: value for key, value in chosen.items() if value != given[key]}
 
 
 def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:

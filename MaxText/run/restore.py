@@ -17,7 +17,7 @@ from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.record import Record
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 
 Log = Callable[[str], None]
 
@@ -197,7 +197,7 @@ def _grow(
 
 
 def restore_data_position(
-    restored: RestoreResult, batches: BatchIterator, steps: int, log: Callable[[str], None] = print
+    restored: RestoreResult, batches: TrainIterator, steps: int, log: Callable[[str], None] = print
 ) -> int:
     """Moves the data to a start, with exclusions; returns the last step.
 
@@ -223,12 +223,12 @@ def restore_data_position(
     return final_step(batches, steps)
 
 
-def active_rollbacks(restored: RestoreResult, batches: BatchIterator) -> list[Rollback]:
+def active_rollbacks(restored: RestoreResult, batches: TrainIterator) -> list[Rollback]:
     """Returns the recorded rollbacks of the run's current data."""
     return [each for each in restored.rollbacks if not batches.differences(each.data)]
 
 
-def final_step(batches: BatchIterator, steps: int) -> int:
+def final_step(batches: TrainIterator, steps: int) -> int:
     """Returns the last step of the run, by `steps` or by the data."""
     num_steps = batches.num_steps
     return (steps if num_steps is None else min(steps, num_steps)) - 1

@@ -18,7 +18,7 @@ from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
-from MaxText.input_pipeline.iterator import BatchIterator
+from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.run.restore import RestoreResult, active_rollbacks
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
@@ -52,7 +52,7 @@ class RollbackController:
         config: GuardConfig,
         checkpoints: CheckpointManager,
         emit: Callable[..., None],
-        batches: BatchIterator,
+        batches: TrainIterator,
         abstract_state: Any,
         restored: RestoreResult,
     ):
@@ -106,7 +106,7 @@ class RollbackController:
                 names = ("loss", "grad_norm", "update_norm")
                 reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
             at = self._last_skipped
-            self._emit("skip", step=at, what="update", count=skipped, reason=reason)
+            self._emit("step_skipped", step=at, count=skipped, reason=reason)
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
             self._checkpoints.update_health(each, each > self._last_skipped)

@@ -30,12 +30,12 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
 
     CPU programs go to a folder per processor type, because they use its instructions. `may_make`:
     "auto" may create base_output_directory. Nothing is cached if the folder cannot be written, or
-    on simulated devices: XLA's in-process collectives can deadlock in a program that was loaded.
+    on simulated devices.
     """
     import jax
 
     _count_hits()
-    if platform == "cpu" and jax.local_device_count() > 1:
+    if can_deadlock(platform):
         jax.config.update("jax_enable_compilation_cache", False)
         return "compilation cache: off on simulated devices"
     set_by_user = folder_in_use()
@@ -59,6 +59,13 @@ def enable(run: RunConfig, platform: str, *, may_make: bool = True) -> str:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", _SHORTEST_KEPT)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return f"compilation cache: {folder}"
+
+
+def can_deadlock(platform: str) -> bool:
+    """Whether cached programs can hang in XLA's in-process collectives."""
+    import jax
+
+    return platform == "cpu" and jax.local_device_count() > 1
 
 
 def folder_in_use() -> str | None:

@@ -26,7 +26,7 @@ FOLDER = "processes"
 Item = TypeVar("Item")
 
 # Timeout factors of slow phases; the finish also compiles, to sample text.
-_TIMEOUT_FACTORS = {"start_up": 6.0, "compile": 6.0, "finish": 6.0}
+_TIMEOUT_FACTORS = {"startup": 6.0, "compile": 6.0, "shutdown": 6.0}
 # Phases that a process cannot leave before the others reach them.
 _COLLECTIVE = ("step", "checkpoint", "evaluation")
 # Minimum seconds between writes of a status file, for storage that bills requests.
@@ -48,7 +48,7 @@ class Watchdog:
     With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
     {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
     After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
-    every thread's stack to stderr and exits with exit_codes.STALLED. The phases `start_up` (the
+    every thread's stack to stderr and exits with exit_codes.STALLED. The phases `startup` (the
     first), `compile` and `finish` may take six times as long, and so may steps of processes that
     wait for it.
     """
@@ -76,7 +76,7 @@ class Watchdog:
         period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
-        self._phase: tuple[str, int | None, float] = ("start_up", None, time.time())
+        self._phase: tuple[str, int | None, float] = ("startup", None, time.time())
         self._state = "running"
         self._progress = time.monotonic()
         self._over = threading.Event()
@@ -85,7 +85,7 @@ class Watchdog:
 
     def start(self) -> "Watchdog":
         """Starts watching until `close`; a `with` block does both."""
-        self.enter("start_up")
+        self.enter("startup")
         targets = [self._watch] if self._timeout > 0 else []
         if self._folder is not None:
             targets.append(self._write_periodically)
@@ -101,7 +101,7 @@ class Watchdog:
         self.close(_ENDED if error is None else _failed(error))
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Reports progress by phase, such as start_up, compile or step."""
+        """Reports progress by phase, such as startup, compile or step."""
         before, step_before, since = self._phase
         if (phase, step) != (before, step_before):
             since = time.time()

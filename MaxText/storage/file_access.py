@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import fsspec
-import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
@@ -167,18 +166,16 @@ def _choices(inside: str) -> list[str]:
 
 
 def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
-    num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names)
-    listings: dict[str, dict[str, FileInfo]] = {}
-    for name in names:
-        folder = name.rpartition("/")[0]
+    match = functools.partial(_match, key=key, literal=literal)
+    if not any(map(is_url, names)):
+        yield from map(match, names)
+        return
+    num_in_folder = collections.Counter(name.rpartition("/")[0] for name in names if is_url(name))
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
         # Lists a remote folder once instead of one request per name: there may be thousands.
-        if is_url(name) and num_in_folder[folder] > 1:
-            if folder not in listings:
-                listings[folder] = {file.path: file for file in files_in(folder)}
-            if name in listings[folder]:
-                yield [listings[folder][name]]
-                continue
-        yield _match(name, key, literal)
+        shared = [folder for folder, count in num_in_folder.items() if count > 1]
+        listed = {file.path: [file] for files in threads.map(files_in, shared) for file in files}
+        yield from threads.map(lambda name: listed.get(name) or match(name), names)
 
 
 def files_in(folder: str) -> list[FileInfo]:
@@ -303,49 +300,50 @@ def invalidate_cache(paths: Sequence[str]) -> None:
         file_system(url)[0].invalidate_cache()
 
 
-def read_ranges(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
-    """Fills arrays with byte ranges of files, remote ones in one call.
+def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
+    """Returns byte ranges of files, remote ones read in one call.
 
     Reads instead of mapping: past the end of a truncated file, a map would kill the process.
     """
-    remote: dict[str, list[tuple[str, int, np.ndarray]]] = {}
-    path, descriptor = "", None
-    for wanted, offset, array in zip(paths, offsets, into, strict=True):
-        if wanted is not path:
-            path = wanted
-            descriptor = None if is_url(path) else _descriptor(path)
-        if descriptor is None:
-            remote.setdefault(path.split("://")[0], []).append((path, offset, array))
+    contents: dict[int, bytes] = {}
+    remote: dict[str, list[int]] = {}
+    for number, (path, offset, size) in enumerate(zip(paths, offsets, sizes, strict=True)):
+        if is_url(path):
+            remote.setdefault(path.split("://")[0], []).append(number)
             continue
+        descriptor = _descriptor(path)
         try:
-            done = os.preadv(descriptor.number, (array.data,), offset)
-            while done < array.nbytes:
-                rest = array.reshape(-1).view(np.uint8)[done:]
-                if not (more := os.preadv(descriptor.number, (rest.data,), offset + done)):
-                    raise _is_truncated(path, offset + done, len(rest))
-                done += more
+            content = os.pread(descriptor.number, size, offset)
+            while (done := len(content)) < size:
+                if not (more := os.pread(descriptor.number, size - done, offset + done)):
+                    raise _is_truncated(path, offset + done, size - done)
+                content += more
         except OSError as error:
             raise _unreadable(path, error) from error
-    for members in remote.values():
-        _read_remote(*zip(*members, strict=True))
+        contents[number] = content
+    for numbers in remote.values():
+        ranges = [(paths[number], offsets[number], sizes[number]) for number in numbers]
+        contents.update(zip(numbers, _read_remote(ranges), strict=True))
+    return [contents[number] for number in range(len(paths))]
 
 
-def _read_remote(paths: Sequence[str], offsets: Sequence[int], into: Sequence[np.ndarray]) -> None:
-    ends = [offset + array.nbytes for offset, array in zip(offsets, into, strict=True)]
+def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    paths, begins, sizes = map(list, zip(*ranges, strict=True))
+    ends = [*map(sum, zip(begins, sizes, strict=True))]
     try:
         system, _ = file_system(paths[0])
-        names = [system._strip_protocol(path) for path in paths]
-        contents = system.cat_ranges(names, list(offsets), ends, on_error="return")
+        names = [*map(system._strip_protocol, paths)]
+        contents = system.cat_ranges(names, begins, ends, on_error="return")
     except Exception as error:
         if _is_mistake(error):
             raise
         raise _unreadable(paths[0], error) from error
-    for path, end, array, content in zip(paths, ends, into, contents, strict=True):
+    for (path, offset, size), content in zip(ranges, contents, strict=True):
         if isinstance(content, Exception):
             raise _unreadable(path, content) from content
-        if missing := array.nbytes - len(content):
-            raise _is_truncated(path, end - missing, missing)
-        array.reshape(-1).view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+        if missing := size - len(content):
+            raise _is_truncated(path, offset + len(content), missing)
+    return contents
 
 
 def _is_truncated(path: str, size: int, missing: int) -> FileReadError:

@@ -1,6 +1,5 @@
 """Paths as users type them, local or in a bucket."""
 
-import functools
 import importlib.util
 import re
 
@@ -40,19 +39,12 @@ def parse_path(text: str, key: str) -> epath.Path:
 
 def register_filesystems(what: str) -> None:
     """Registers RetryingGCSFileSystem with fsspec and etils.epath."""
-    if not _register():
+    if importlib.util.find_spec("gcsfs") is None:
         raise UserError(
             f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"
         )
-
-
-@functools.cache
-def _register() -> bool:
-    if importlib.util.find_spec("gcsfs") is None:
-        return False
     import fsspec
 
     name = "MaxText.storage.file_system.RetryingGCSFileSystem"
     for protocol in ("gs", "gcs"):
         fsspec.register_implementation(protocol, name, clobber=True)
-    return True

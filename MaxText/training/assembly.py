@@ -14,8 +14,8 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import (
     ShardingPlan,
+    assert_params_sufficiently_sharded,
     check_lengths,
-    check_sharding,
     compiler_options,
 )
 from MaxText.training import backend_defaults
@@ -43,7 +43,7 @@ def setup_train(
     config: Config,
     sharding: ShardingPlan,
     existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
-    old_slots_learning_rate: float = 1.0,  # factor of their updates
+    existing_slots_lr_scale: float = 1.0,  # factor of their updates
 ) -> TrainSetup:
     """Assembles a train step; raises UserError if the mesh does not fit."""
     platform = sharding.mesh.devices.flat[0].platform
@@ -54,11 +54,13 @@ def setup_train(
     schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     optimizer = scale_existing_slot_updates(
-        optimizer, model.parameters, existing_slots, old_slots_learning_rate
+        optimizer, model.parameters, existing_slots, existing_slots_lr_scale
     )
     initialize = make_initialize(model, optimizer, config.guard)
     check_lengths(model_config.shape.max_target_length, config.batch, sharding)
-    replicated = check_sharding(model.parameters, sharding, config.mesh.sharding_tolerance)
+    replicated = assert_params_sufficiently_sharded(
+        model.parameters, sharding, config.mesh.sharding_tolerance
+    )
     state = sharding.abstract_state(initialize, model.parameters)
     step = make_train_step(
         model,

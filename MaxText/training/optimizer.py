@@ -244,10 +244,10 @@ def _muon_dimensions(spec: ParamSpec) -> Any:
     dense connections: in a 4-layer MUDDFormer, Muon there ended at a higher validation loss.
     """
     is_unsharded = not any(spec.logical_axes)
-    if not spec.num_in_dims or "vocab" in spec.logical_axes or is_unsharded:
+    if not spec.num_input_dims or "vocab" in spec.logical_axes or is_unsharded:
         return None
     # Stacked layers and experts are separate matrices.
     first = sum(name in ("layers", "exp") for name in spec.logical_axes)
-    inputs = tuple(range(first, first + spec.num_in_dims))
-    outputs = tuple(range(first + spec.num_in_dims, len(spec.shape)))
+    inputs = tuple(range(first, first + spec.num_input_dims))
+    outputs = tuple(range(first + spec.num_input_dims, len(spec.shape)))
     return optax.contrib.MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)

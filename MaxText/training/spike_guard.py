@@ -20,7 +20,7 @@ from MaxText.config.training_sections import GuardConfig
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
 # outliers everywhere. Norms vary more from batch to batch than losses.
-_LEAST_DEVIATION_Q = (0.03, 0.5, 0.5)
+_MIN_DEVIATION_Q = (0.03, 0.5, 0.5)
 _SMALL_LOSS = 1.0  # nats below which relative changes mean little, as in memorized text
 # Nats (or the median itself, if more) that an early loss may be above the median so far. Early
 # losses vary widely, and a wrong skip leads to others: only a diverging run may exceed this.
@@ -34,12 +34,12 @@ class GuardState:
     """State of the guard, stored for equal decisions after a resume."""
 
     values_QW: Any  # float32, of the last accepted updates; a ring buffer
-    num_sound: Any  # int32, accepted updates so far
+    num_accepted: Any  # int32, accepted updates so far
     num_skipped: Any  # int32, skipped updates so far
     last_skipped: Any  # int32, the last skipped update; -1 for none
     skipped_W: Any  # bool, whether each of the last W updates was skipped; a ring buffer by step
     lowest_loss: Any  # float32, lowest median loss over W accepted updates
-    calm_step: Any  # int32, the last update at which the median was not far above that
+    last_stable_step: Any  # int32, the last update at which the median was not far above that
 
     def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
@@ -68,12 +68,12 @@ def initial_state(config: GuardConfig) -> GuardState | None:
 def _empty_state(window: int) -> GuardState:
     return GuardState(
         values_QW=jnp.zeros((_QUANTITIES, window), jnp.float32),
-        num_sound=jnp.int32(0),
+        num_accepted=jnp.int32(0),
         num_skipped=jnp.int32(0),
         last_skipped=jnp.int32(-1),
         skipped_W=jnp.zeros(window, bool),
         lowest_loss=jnp.float32(jnp.inf),
-        calm_step=jnp.int32(0),
+        last_stable_step=jnp.int32(0),
     )
 
 
@@ -93,10 +93,10 @@ def decide(
     values_Q = jnp.stack([loss, grad_norm, update_norm / rate]).astype(jnp.float32)
     is_finite = jnp.all(jnp.isfinite(values_Q))
 
-    count = jnp.minimum(state.num_sound, window)
+    count = jnp.minimum(state.num_accepted, window)
     median_Q = _median(state.values_QW, count)
     distance_QW = jnp.abs(state.values_QW - median_Q[:, None])
-    min_Q = jnp.array(_LEAST_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
+    min_Q = jnp.array(_MIN_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
     deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_Q)
     is_outlier = jnp.any(values_Q > median_Q + config.skip_step_scaling_factor * deviation_Q)
     # Until a quarter of the window is filled, only an exploding loss is caught.
@@ -104,26 +104,26 @@ def decide(
     explodes = (count > 0) & (values_Q[0] > early_bound)
     accepted = is_finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
-    slot = state.num_sound % window
+    slot = state.num_accepted % window
     values_QW = jnp.where(accepted, state.values_QW.at[:, slot].set(values_Q), state.values_QW)
-    num_sound = state.num_sound + accepted
+    num_accepted = state.num_accepted + accepted
     skipped_W = state.skipped_W.at[step % window].set(~accepted)
 
-    loss_median = _median(values_QW[:1], jnp.minimum(num_sound, window))[0]
-    is_lowest = (num_sound >= window) & (loss_median < state.lowest_loss)
+    loss_median = _median(values_QW[:1], jnp.minimum(num_accepted, window))[0]
+    is_lowest = (num_accepted >= window) & (loss_median < state.lowest_loss)
     lowest_loss = jnp.where(is_lowest, loss_median, state.lowest_loss)
     above = (loss_median - lowest_loss) / jnp.maximum(jnp.abs(lowest_loss), _SMALL_LOSS)
     rise = jnp.where(jnp.isfinite(lowest_loss), above, 0.0)
-    calm_step = jnp.where(rise <= config.rollback.on_rise / 4, step, state.calm_step)
+    last_stable_step = jnp.where(rise <= config.rollback.on_rise / 4, step, state.last_stable_step)
 
     new = GuardState(
         values_QW=values_QW,
-        num_sound=num_sound,
+        num_accepted=num_accepted,
         num_skipped=state.num_skipped + ~accepted,
         last_skipped=jnp.where(accepted, state.last_skipped, step),
         skipped_W=skipped_W,
         lowest_loss=lowest_loss,
-        calm_step=calm_step,
+        last_stable_step=last_stable_step,
     )
     metrics = {
         "skipped": (~accepted).astype(jnp.int32),
@@ -132,8 +132,8 @@ def decide(
         "recent_skips": jnp.sum(skipped_W),
         "skips_began": _skip_streak_start(skipped_W, step, config.rollback.after_skips),
         "loss_rise": rise,
-        # The first step of the window at the last calm step.
-        "rise_began": jnp.maximum(calm_step - window, 0),
+        # The first step of the window at the last stable step.
+        "rise_began": jnp.maximum(last_stable_step - window, 0),
     }
     return SkipDecision(accepted, new, metrics)
 

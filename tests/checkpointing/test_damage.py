@@ -1,4 +1,4 @@
-"""Damaged checkpoints are found and never trained from; storage that fails is no damage."""
+"""Damaged checkpoints are found and never trained from; failing storage is not damage."""
 
 import errno
 import gc

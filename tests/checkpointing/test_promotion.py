@@ -1,4 +1,4 @@
-"""Good checkpoints: which they are, what a resume takes, what retention keeps and gives up."""
+"""Healthy checkpoints: which they are, what a resume takes, what retention keeps and deletes."""
 
 import dataclasses
 import errno
@@ -75,7 +75,7 @@ def test_a_resume_takes_the_newest_one_confirmed_or_not(killed):
 def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     folder = killed / "checkpoints"
     (folder / "8" / "items" / "_METADATA").unlink()
-    # What a killed save leaves is no checkpoint.
+    # What a killed save leaves is not a checkpoint.
     shutil.copytree(folder / "4", folder / "6.orbax-checkpoint-tmp")
     checkpoints = open_run(killed)
     start, text = resume(checkpoints)
@@ -95,7 +95,7 @@ def test_damaged_and_newer_ones_go_with_the_next_save(killed):
     assert open_run(killed).last_healthy() == 0
 
 
-def test_going_back_gives_up_what_came_after(tmp_path):
+def test_a_rollback_deletes_later_checkpoints(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
     assert checkpoints.last_healthy() == 4
@@ -123,7 +123,7 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
 
 
-def test_retention_never_deletes_the_last_good_one(tmp_path):
+def test_retention_never_deletes_the_last_healthy_checkpoint(tmp_path):
     """One kept, saved more often than they become good, with skipped updates and a restart."""
     chance = random.Random(4)
 
@@ -144,7 +144,7 @@ def test_retention_never_deletes_the_last_good_one(tmp_path):
         newest_good = good
     checkpoints.close()
     assert newest_good is not None
-    # The newest, the last good one and the next to be good.
+    # The newest, the last healthy one and the next to be healthy.
     assert len(checkpoints.steps()) <= 3
     assert max(checkpoints.steps()) == 19
 
@@ -153,11 +153,14 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
     def with_guard(value, size=8):
         """As after some steps; of a fresh guard the value is 0."""
         fresh = initial_state(GuardConfig(skip_step_interval=size))
-        guard = dataclasses.replace(fresh, num_sound=jnp.int32(value))
+        guard = dataclasses.replace(fresh, num_accepted=jnp.int32(value))
         return dataclasses.replace(state_after(0), guard=guard)
 
+    earlier = vars(with_guard(7).guard) | {"num_sound": jnp.int32(7), "calm_step": jnp.int32(0)}
+    del earlier["num_accepted"], earlier["last_stable_step"]
     for row, (saved, wanted, expected) in enumerate([
         (with_guard(7), with_guard(7), with_guard(7)),
+        (dataclasses.replace(state_after(0), guard=earlier), with_guard(0), with_guard(7)),
         (with_guard(7), state_after(0), state_after(0)),
         (state_after(0), with_guard(7), with_guard(0)),
         (with_guard(7), with_guard(7, size=9), with_guard(0, size=9)),
@@ -167,7 +170,7 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
         checkpoints.close()
         start, text = resume(open_run(tmp_path / str(row), 0), wanted)
         assert_bit_equal(start.state, on_host(expected))
-        assert "num_sound" not in text
+        assert "num_accepted" not in text
 
 
 # --- Counting, and the file ----------------------------------------------------------------------
@@ -207,7 +210,7 @@ def test_the_file(tmp_path, monkeypatch):
         good.promote(step)
     assert good.changed
     good.write(lambda step: step != 9)
-    assert good.changed  # 9 is on its way
+    assert good.changed  # 9 is in flight
     assert [path.name for path in tmp_path.iterdir()] == ["healthy.json"]
     assert json.loads(file.read_text())["healthy"] == [2, 5]
     again = healthy_checkpoints(tmp_path)

@@ -1,4 +1,4 @@
-"""Where a run's data begins, and where it went back: a file that a restart finds."""
+"""Where a run's data begins, and its rollbacks: a file that a restart finds."""
 
 from types import SimpleNamespace
 
@@ -80,10 +80,10 @@ def test_a_damaged_file_counts_as_none(tmp_path, change):
     refused(r"rollbacks\.json", read_rollbacks, folder, print)
 
 
-def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
-    went_back, restarted, later = batches(), batches(), batches()
-    went_back.seek(6)
-    went_back.exclude(28, 36)
+def test_a_restart_from_before_excludes_the_same_data_at_the_same_step():
+    rolled_back, restarted, later = batches(), batches(), batches()
+    rolled_back.seek(6)
+    rolled_back.exclude(28, 36)
     lines = []
     start = RestoreResult(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
     start = start._replace(rollbacks=(rollback(),))
@@ -91,14 +91,14 @@ def test_a_restart_from_before_leaves_out_the_same_at_the_same_step():
     (line,) = lines
     assert all(fact in line for fact in ("28 to 35", "step 8", "bad text"))
     rows = [next(restarted).tokens_BT.tolist() for _ in range(2, 12)]
-    assert [next(went_back).tokens_BT.tolist() for _ in range(6, 12)] == rows[4:]
-    assert went_back.position == restarted.position
+    assert [next(rolled_back).tokens_BT.tolist() for _ in range(6, 12)] == rows[4:]
+    assert rolled_back.position == restarted.position
     later.seek(2)
     assert [next(later).tokens_BT.tolist() for _ in range(2, 7)] == rows[:5]
     # A checkpoint from after it says so itself.
-    start = start._replace(first_step=12, position=went_back.position)
+    start = start._replace(first_step=12, position=rolled_back.position)
     assert restore_data_position(start, later, 20, lines.append) == 19
-    assert later.position == went_back.position
+    assert later.position == rolled_back.position
     assert len(lines) == 1
 
 

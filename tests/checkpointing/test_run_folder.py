@@ -15,8 +15,8 @@ from MaxText.checkpointing.run_folder import (
 )
 from MaxText.errors import UserError
 from MaxText.storage.atomic import atomic_write_text
+from tests.programs import ended, started, wait_for
 from tests.refusals import refused
-from tests.runtime.child_programs import ended, started, wait_for
 
 
 def test_it_is_created_and_probed(tmp_path):
@@ -52,7 +52,7 @@ HOLDER = """
 
 def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
     lock = tmp_path / ".lock"
-    lock.write_bytes(b"\xff{")  # damage is no obstacle
+    lock.write_bytes(b"\xff{")  # damage does not matter
     with started(HOLDER, str(tmp_path)) as holder:
         wait_for(holder, "held")
         assert json.loads(lock.read_text())["process"] == holder.pid

@@ -1,14 +1,12 @@
-"""Options, messages and exit codes, in this process and in one of its own."""
-
-import subprocess
-import sys
+"""Options, messages and exit codes."""
 
 import pytest
 
 from MaxText.config import config_files
 from MaxText.config.catalog import all_keys
-from MaxText.config.command_line import parse
+from MaxText.config.command_line import exit_on_user_error, parse
 from MaxText.config.loading import load
+from MaxText.errors import UserError
 
 USAGE = "Trains a model."
 
@@ -40,7 +38,7 @@ def test_help_of_a_key(answer, told):
     assert "now:      0.25 (configs/decoder_blocks/gpt_neox.yml:" in text
     told(text)
     assert "steps" in answer("--help", "steps").partition("unit:")[2]
-    # The mistake of a command line does not withhold the help that mends it.
+    # The mistake of a command line does not withhold the help that corrects it.
     assert "now:" not in answer("--help", "steps", "stepz=1")
 
 
@@ -99,27 +97,22 @@ def test_from_maxtext(answer, write, told):
     told(answer("--from-maxtext", path))
 
 
-def test_a_data_set_without_its_key_is_told_how_to_be_named(answer, tmp_path):
+def test_a_data_set_without_its_key_gets_a_hint_to_the_key(answer, tmp_path):
     (tmp_path / "corpus").mkdir()
     assert f"dataset_path={tmp_path / 'corpus'}" in answer(str(tmp_path / "corpus"), code=2)
     assert f"dataset_path={tmp_path}" not in answer(str(tmp_path / "none"), code=2)
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("error", "code", "said"),
     [
-        ("raise UserError('no such thing')", 2, "error: no such thing\n"),
-        ("raise KeyboardInterrupt", 130, "stopped\n"), ("raise BrokenPipeError", 141, ""),
-        ("print('done')", 0, ""),
+        (UserError("no such thing"), 2, "error: no such thing\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"), (BrokenPipeError(), 141, ""),
     ],
 )  # fmt: skip
-def test_how_programs_end(body, code, said):
-    program = f"""
-from MaxText.config.command_line import exit_on_user_error
-from MaxText.errors import UserError
-with exit_on_user_error("stopped"):
-    {body}
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=config_files.REPOSITORY)
-    assert (done.returncode, done.stderr) == (code, said)
+def test_how_programs_end(error, code, said, capfd):
+    with pytest.raises(SystemExit) as caught, exit_on_user_error("stopped"):
+        raise error
+    assert (caught.value.code, capfd.readouterr().err) == (code, said)
+    print("more", flush=True)
+    assert capfd.readouterr().out == ("" if code == 141 else "more\n")

@@ -41,6 +41,12 @@ def test_older_saved_configurations_load_silently(write, capsys):
     assert capsys.readouterr().err == ""
     current = flatten(configure(run_name="r"))
     assert with_current_names(old, "x").keys() == {"adafactor", "rollback"}
+    growth = {"growth": {"old_slots_learning_rate": 0.5}, "dense_hidden_rounding": "ceil"}
+    path = write("schema_version: 1\ngrowth: {old_slots_learning_rate: 0.5}\nrun_name: r\n")
+    assert configure(path).checkpoint.growth.existing_slots_lr_scale == 0.5
+    assert with_current_names(growth, "x") == {
+        "growth": {"existing_slots_lr_scale": 0.5}, "dynamic_dense_hidden_round": "ceil"
+    }  # fmt: skip
     assert diff_configs(current | {"adafactor_momentum": 0.5}, current).keys() == {"adafactor"}
 
 
@@ -64,7 +70,7 @@ def test_options_in_every_form(words):
 
 def test_mistakes_in_options_are_found_at_once():
     _, rest = read_options(Options, ["numbr=3", "number=0", "--fats", "lerning_rate=1"])
-    assert [problem.what.partition(":")[0] for problem in rest.problems] == [
+    assert [problem.message.partition(":")[0] for problem in rest.problems] == [
         "numbr", "number", "fats", "from= is missing",
     ]  # fmt: skip
     assert rest.keys == ["lerning_rate=1"]

@@ -47,7 +47,7 @@ _EDGES = (
     "[[[global],999999999999]]", "[[[],1]]", "[true]", "[null]", "[~, 1]", "[1.5]", "[99999999999]",
     "{a: 1}", "{a: {b: c}}", "[{a: 1}]", "? a", "a: b", "- a", "&a [*a]", "*a", "&a", "!!python/x",
     "!!int 3", "!!binary YQ==", "!tag a", "# a", "%", "%YAML 9.9", "---", "...", "|", ">", "@a",
-    "`", "../..", "/", "//", ".", "~", "~nobody", "a/../b", "gs://", "s3://a", "hf:", "file:///x",
+    "`", "../..", "/", "//", ".", "~", "~unknown", "a/../b", "gs://", "s3://a", "hf:", "file:///x",
     "a\x00b", "(", "(?P<a", "a{99999999999}", "[[(,1]]", "$(id)", "`id`", "{0}", "%s", "=", "==",
     "2024-01-01", "<<", "a=b", "--steps", "-", "--",
 )  # fmt: skip
@@ -170,7 +170,7 @@ def _environments(draw: st.DrawFn) -> Input:
 
 _WORDS = st.one_of(
     st.sampled_from(["--help", "-h", "--show-config", "--why", "--from-maxtext", "--", "-", ""]),
-    st.sampled_from(["base.yml", "nowhere.yml", "~nobody/a.yml", "a\0.yml", "a" * 5000 + ".yml"]),
+    st.sampled_from(["base.yml", "nowhere.yml", "~unknown/a.yml", "a\0.yml", "a" * 5000 + ".yml"]),
     st.sampled_from(["/.yml", "\ud800.yml", "configs/.yml", "steps=1", "steps=2", "stages=[a]"]),
     st.sampled_from(_NAMES),
     st.text(_CHARACTERS, max_size=8),

@@ -150,7 +150,7 @@ def test_without_the_module_they_are_unknown(answer):
     assert "mixer: 'mine' is not among the choices" in answer("mixer=mine", code=2)
 
 
-def test_a_file_beside_the_config_is_named_from_the_current_folder(tmp_path):
+def test_a_file_next_to_the_config_is_named_from_the_current_folder(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text(PART)
     (tmp_path / "sub" / "mine.yml").write_text("import_modules: [mine.py]\nmixer: mine\n")

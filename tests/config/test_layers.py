@@ -59,7 +59,7 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     assert "XQZ" not in warnings
 
 
-def test_inheritance_is_recursive_and_looks_beside_the_file_first(write):
+def test_inheritance_is_recursive_and_looks_next_to_the_file_first(write):
     write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
     write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
     config = configure(write("base_config: a/middle.yml\neval_steps: 3\n"))
@@ -89,6 +89,16 @@ def test_shipped_configs_are_found_from_any_folder(name, write, tmp_path, monkey
     assert path.name == Path(name).name
     write("steps: 5\n", name)  # what lies at the path itself comes first
     assert load([name]).config.run.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [("configs/recipes/fattorib.yml", "reproductions/fattorib.yml"),
+     ("learned.yml", "comparisons/position_learned.yml"),
+     ("comparisons/small.yml", "comparisons/_base.yml")],
+)  # fmt: skip
+def test_earlier_names_of_shipped_configs_are_found(earlier, now):
+    assert load([earlier]).config_path == config_files.SHIPPED / now
 
 
 @pytest.mark.parametrize("name", ["gpt22.yml", "mine/gpt2.yml", "/nowhere/configs/gpt2.yml"])

@@ -75,14 +75,14 @@ def test_python_values_and_files_are_translated_too(write):
     assert configure(path).model.dense_connections.mudd_postnorm == "residual"
 
 
-def test_keys_of_other_programs_name_ours():
-    for name, (_, ours) in maxtext_keys.REFERENCE_KEYS.items():
+def test_keys_of_other_programs_name_the_key_here():
+    for name, (_, key) in maxtext_keys.REFERENCE_KEYS.items():
         assert not {name} & {*all_keys(), *maxtext_keys.ALIASES, *maxtext_keys.UNSUPPORTED}
-        assert ours in all_names()
+        assert key in all_names()
     with pytest.raises(ConfigurationError) as caught:
         load([f"{name}=something" for name in maxtext_keys.REFERENCE_KEYS])
-    for whose, ours in maxtext_keys.REFERENCE_KEYS.values():
-        assert f"{whose}; use {ours}" in str(caught.value)
+    for whose, key in maxtext_keys.REFERENCE_KEYS.values():
+        assert f"{whose}; use {key}" in str(caught.value)
 
 
 def test_values_with_a_note_are_not_accepted():

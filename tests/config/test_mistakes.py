@@ -43,8 +43,8 @@ NEEDED_BY = {
 
 
 def keys_of(line: str) -> set[str]:
-    words = (word.lstrip("-").partition("=") for word in shlex.split(line))
-    typed = {name for name, equals, _ in words if equals}
+    parts = (word.lstrip("-").partition("=") for word in shlex.split(line))
+    typed = {name for name, equals, _ in parts if equals}
     return typed | {name.partition(".")[0] for name in typed}
 
 
@@ -56,7 +56,7 @@ def test_one_problem_for_one_mistake(program, snapshot):
             load(shlex.split(line), program)
         (problem,) = caught.value.problems
         # A key of the line is blamed: where it was set is shown.
-        set_at = [place.removeprefix("command line, ") for place in problem.where]
+        set_at = [place.removeprefix("command line, ") for place in problem.location]
         assert keys_of(line) & {place.partition("=")[0].lstrip("-") for place in set_at}, line
         messages[line] = "\n".join(problem.lines())
     assert messages == snapshot
@@ -77,7 +77,7 @@ def test_all_problems_are_listed_at_once(write, monkeypatch, told):
     with pytest.raises(UserError) as caught:
         load([path, *words])
     assert len(caught.value.problems) == 9
-    places = str([problem.where for problem in caught.value.problems])
+    places = str([problem.location for problem in caught.value.problems])
     for place in ("config.yml:1, steps: ten", "config.yml:3", "M_VOCAB_SIZE=many", "dtype=bf16"):
         assert place in places
     told(caught.value)
@@ -173,7 +173,7 @@ RAW = ["[[a,1]]", "", "{a: b}", "9" * 5000, "\x00"]
 @pytest.mark.parametrize("raw", some_quick(RAW, 8))
 def test_no_value_of_any_key_makes_a_traceback(raw):
     names = sorted(all_keys())
-    # The slow tests draw anew in each run.
+    # The slow tests draw other words in each run.
     for name in names if raw == RAW[0] else random.sample(names, len(names) // 3):
         with contextlib.suppress(UserError):
             load([f"{name}={raw}"])

@@ -1,4 +1,4 @@
-"""What is no mistake: keys without effect, values given twice, dashes, several config files."""
+"""What is not a mistake: keys without effect, values given twice, dashes, several config files."""
 
 import pytest
 
@@ -41,9 +41,9 @@ def test_one_line_and_the_run_goes_on(capsys, snapshot):
         load(["dataset_path=d", *line.split()], "train.py")
         shown[line] = capsys.readouterr().err
         (notice,) = shown[line].splitlines()
-        kind, words = notice.split(": ", 1)
+        kind, message = notice.split(": ", 1)
         assert kind in ("note", "warning")
-        assert any(word.partition("=")[0] in words for word in line.split())
+        assert any(word.partition("=")[0] in message for word in line.split())
     for line in OF_OTHER_KEYS:
         load(line.split(), "train.py")
         shown[line] = capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_the_place_is_that_of_the_key_at_fault(write):
     with pytest.raises(ConfigurationError) as caught:
         configure(path, num_experts=2)
     (problem,) = caught.value.problems
-    assert problem.where[0].partition("config.yml:")[2].startswith("2, num_experts_per_tok: 3")
+    assert problem.location[0].partition("config.yml:")[2].startswith("2, num_experts_per_tok: 3")
     assert "mlp_activations" not in str(caught.value)
 
 

@@ -1,7 +1,7 @@
 """Shipped configurations: they load, resolve to what is recorded, and are those of their papers.
 
 resolved/<name>.yml holds the keys in which a preset differs from the schema; UPDATE_RESOLVED=1
-writes them anew. tests/parallelism/test_preset_shardings.py has the sizes of the presets."""
+rewrites them. tests/parallelism/test_preset_shardings.py has the sizes of the presets."""
 
 import os
 import re
@@ -19,7 +19,7 @@ from MaxText.training.backend_defaults import resolve_auto
 
 RESOLVED = Path(__file__).parent / "resolved"
 PRESETS = config_files.preset_names(config_files.MODELS)
-RECIPES = ["gpt2", "tokenformer", "base_v2", "recipes/fattorib"]
+RECIPES = ["gpt2", "tokenformer", "base_v2", "reproductions/fattorib"]
 BUNDLES = config_files.preset_names(config_files.DECODER_BLOCKS)
 # What is recorded as <name>.yml.
 RECORDED = {
@@ -106,7 +106,7 @@ def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
 
 
 def test_the_words_of_the_class_of_muddformer_give_the_preset():
-    theirs = load(
+    from_yml = load(
         [
             "Llama2Medium.yml", "dense_conn=True", "dynamic_dense_type=qkvm",
             "dynamic_dense_act_cls=gelu", "dynamic_dense_fix_last_layer=True",
@@ -116,12 +116,12 @@ def test_the_words_of_the_class_of_muddformer_give_the_preset():
             "eval_loop_num_batches=162", "record_internal_nn_metrics=0",
         ]
     ).config  # fmt: skip
-    ours = configure(model_name="MUDDLlama2Medium")
-    assert theirs.model.dense_connections == ours.model.dense_connections
-    assert theirs.model.feed_forward == ours.model.feed_forward
-    assert theirs.optimizer == ours.optimizer
-    assert not theirs.data.enable_data_shuffling
-    assert theirs.evaluation.eval_steps == 162
+    preset = configure(model_name="MUDDLlama2Medium")
+    assert from_yml.model.dense_connections == preset.model.dense_connections
+    assert from_yml.model.feed_forward == preset.model.feed_forward
+    assert from_yml.optimizer == preset.optimizer
+    assert not from_yml.data.enable_data_shuffling
+    assert from_yml.evaluation.eval_steps == 162
 
 
 def test_a_preset_as_config_file_gives_the_same_model():

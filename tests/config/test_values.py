@@ -56,10 +56,10 @@ def test_wrong_values_name_key_place_and_default(argument):
     with pytest.raises(ConfigurationError) as caught:
         load([argument])
     (problem,) = caught.value.problems
-    assert problem.what.startswith(f"{name}: ")
-    assert problem.where[0].startswith(f"command line, {name}=")
-    assert raw in problem.where[0] or len(raw) > 300  # what is long is cut
-    facts = dict(problem.facts)
+    assert problem.message.startswith(f"{name}: ")
+    assert problem.location[0].startswith(f"command line, {name}=")
+    assert raw in problem.location[0] or len(raw) > 300  # what is long is cut
+    facts = dict(problem.context)
     assert facts["accepted"]
     assert facts["default"] == values.to_yaml(all_keys()[name].default)
 

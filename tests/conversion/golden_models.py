@@ -68,7 +68,7 @@ class Golden(NamedTuple):
         reader = MaxTextWeights if self.source == "maxtext" else FattoribCheckpoint
         return reader(str(path), load(self.arguments).config)
 
-    def ours(self, path: Path, tensors: Arrays) -> dict[str, Any]:
+    def converted(self, path: Path, tensors: Arrays) -> dict[str, Any]:
         """A tree of our parameters from arrays by their names."""
         weights = self.opened(self.store(path, tensors))
         return unflatten(
@@ -122,19 +122,19 @@ def of_muddformer(case: str) -> Golden:
         name: gradients.get(name, np.full_like(array, np.nan)) for name, array in parameters.items()
     }
     golden = Golden(facts, arrays, next_tokens(arrays["tokens"]), parameters, gradients)
-    theirs = facts["config"]
+    source = facts["config"]
     if "prepost" in case:
-        heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["n_head"])
+        heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), source["n_head"])
         keys = heads | {
-            "decoder_block": "muddformer_prepost", "base_emb_dim": theirs["dim"], "head_dim": -1,
-            "base_mlp_dim": theirs["mlp_dim"], "base_num_decoder_layers": theirs["n_layer"],
-            "vocab_size": theirs["vocab_size"], "max_target_length": facts["length"],
-            "normalization_layer_epsilon": theirs["norm_eps"],
+            "decoder_block": "muddformer_prepost", "base_emb_dim": source["dim"], "head_dim": -1,
+            "base_mlp_dim": source["mlp_dim"], "base_num_decoder_layers": source["n_layer"],
+            "vocab_size": source["vocab_size"], "max_target_length": facts["length"],
+            "normalization_layer_epsilon": source["norm_eps"],
         }  # fmt: skip
         return golden._replace(source="maxtext", arguments=typed(keys))
     released = muddformer(case.partition("_")[0])[0]
     fields = {name: released[name] for name in ("model_type", "architectures", "auto_map")}
-    return golden._replace(config_json=fields | theirs)
+    return golden._replace(config_json=fields | source)
 
 
 def of_tokenformer(case: str, size: str = "small") -> Golden:
@@ -143,13 +143,13 @@ def of_tokenformer(case: str, size: str = "small") -> Golden:
     Only the small ones have gradients.
     """
     facts, arrays = _read("tokenformer", case)
-    theirs = facts["config" if size == "small" else "grown_config"]
+    source = facts["config" if size == "small" else "grown_config"]
     prefix = "params_small/" if size == "small" else "params_large_init/"
     if case == "torch_a":
         batch = Batch(*(arrays[name] for name in ("tokens", "labels", "loss_mask")))
         published = tokenformer()[0]
-        sizes = {name: theirs[name] for name in published if name in theirs}
-        config = published | sizes | {"vocab_size": theirs["padded_vocab_size"]}
+        sizes = {name: source[name] for name in published if name in source}
+        config = published | sizes | {"vocab_size": source["padded_vocab_size"]}
         return Golden(
             facts, arrays, batch, below(arrays, prefix), below(arrays, "grads_small/"),
             config_json=config,
@@ -157,9 +157,9 @@ def of_tokenformer(case: str, size: str = "small") -> Golden:
     # Keys that mean nothing here, or whose name is another option of convert.py.
     unknown = {"param_scan_axis", "use_untrainable_positional_embedding", "trainable_position_size",
                "dtype"}  # fmt: skip
-    if not theirs["logits_via_embedding"]:
+    if not source["logits_via_embedding"]:
         unknown.add("normalize_embedding_logits")
-    keys = {name: value for name, value in theirs.items() if name not in unknown}
+    keys = {name: value for name, value in source.items() if name not in unknown}
     parts = [arrays[f"batch/{name}"] for name in ("inputs", "targets")]
     parts.append((arrays["batch/targets_segmentation"] != 0).astype(np.float32))
     parts += [arrays[f"batch/inputs_{name}"] for name in ("position", "segmentation")]
@@ -173,18 +173,18 @@ def of_tokenformer(case: str, size: str = "small") -> Golden:
 def of_fattorib(case: str) -> Golden:
     """One of fattorib/transformer."""
     facts, arrays = _read("fattorib", case)
-    theirs, width = facts["config"], facts["config"]["embedding_dim"]
-    heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["num_head"])
+    source, width = facts["config"], facts["config"]["embedding_dim"]
+    heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), source["num_head"])
     keys = heads | {
         "decoder_block": "fattorib", "base_emb_dim": width, "base_mlp_dim": 4 * width,
-        "base_num_decoder_layers": theirs["N"], "head_dim": width // theirs["num_head"],
-        "vocab_size": theirs["vocab_size"], "max_target_length": arrays["tokens"].shape[1],
+        "base_num_decoder_layers": source["N"], "head_dim": width // source["num_head"],
+        "vocab_size": source["vocab_size"], "max_target_length": arrays["tokens"].shape[1],
     }  # fmt: skip
-    if theirs.get("use_static_sgu"):
+    if source.get("use_static_sgu"):
         keys |= {
-            "head_dim": width // theirs["num_head"] // 2, "position_embedding": "learned",
+            "head_dim": width // source["num_head"] // 2, "position_embedding": "learned",
             "block_arrangement": "sequential", "static_sgu": True,
-            "static_sgu_kernel": theirs["sgu_kernel"], "head_qk": True,
+            "static_sgu_kernel": source["sgu_kernel"], "head_qk": True,
         }  # fmt: skip
     return Golden(
         facts, arrays, next_tokens(arrays["tokens"]), below(arrays, "params/"),

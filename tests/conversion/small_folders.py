@@ -1,4 +1,4 @@
-"""Folders of Hugging Face of a few kilobytes: random models of every family."""
+"""Hugging Face checkpoints of a few kilobytes: random models of every family."""
 
 import json
 from pathlib import Path

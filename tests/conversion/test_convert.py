@@ -1,8 +1,6 @@
 """Whole conversions: folders to runs and back, and to programs."""
 
 import json
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -23,6 +21,7 @@ from tests.conversion.golden_models import hugging_face
 from tests.conversion.running import model_in_run, names, parameters_in_run, run
 from tests.conversion.small_folders import muddformer, random, same_bits, tokenformer, write
 from tests.growth.growing import logits_of
+from tests.programs import ended, started
 from tests.small_models import random_batch
 
 
@@ -45,7 +44,7 @@ def test_an_import_is_verified_when_it_is_read(here):
             read()
 
 
-# The program that lies beside such a folder knows these words alone.
+# The program next to such a folder knows these words alone.
 OLDER = {
     "dense_type": "qkvm",
     "auto_map": {"AutoModelForCausalLM": "somewhere/else--modeling_muddformer.MUDDFormer"},
@@ -129,11 +128,11 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
     write(here / "hf", *random("llama"))
     read, calls = HFWeights.read, []
 
-    def broken(self, ours):
-        calls.append(ours)
+    def broken(self, param_name):
+        calls.append(param_name)
         if first or len(calls) == 4:
             raise error
-        return read(self, ours)
+        return read(self, param_name)
 
     monkeypatch.setattr(HFWeights, "read", broken)
     before = set(threading.enumerate())
@@ -141,7 +140,7 @@ def test_failures_leave_nothing(first, error, here, monkeypatch):
         run("from=hf:hf", "to=run")
     assert names(here) == ["hf"]
     assert len(calls) == (1 if first else 4)
-    # The end of the program waits for threads that are no daemons.
+    # The end of the program waits for threads other than daemons.
     new = [one for one in threading.enumerate() if one not in before and not one.daemon]
     for one in new:
         one.join(10)
@@ -237,7 +236,7 @@ def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
     near = {"rtol": 0, "atol": 1e-5 * np.abs(logits["run"]).max()}
     np.testing.assert_allclose(logits["large"], logits["run"], **near)
     np.testing.assert_allclose(logits["again"], logits["run"], **near)
-    # What else keeps a model out of the layout is told with its zoom.
+    # The message about the zoom names the other obstacles to the layout.
     other = checkpoint_config.load(["load_parameters_path=large", "ffn_bias=true"]).config
     with pytest.raises(UserError, match=r"(?s)zoom_dims\.ffn=40\.0, .*ffn_bias=True, "):
         find_family(other, "tokenformer")
@@ -252,7 +251,7 @@ def test_a_family_that_transformers_does_not_have_cannot_be_verified(here):
     assert names(here) == ["hf", "run"]
 
 
-def test_an_exported_program_runs_without_this_package(here, users_environment):
+def test_an_exported_program_runs_without_this_package(here):
     golden = hugging_face("gptneox")
     golden.store(here / "hf", golden.parameters)
     tokens, logits = (golden.arrays[name] for name in ("input_ids", "logits"))
@@ -260,7 +259,8 @@ def test_an_exported_program_runs_without_this_package(here, users_environment):
     assert names(here / "out") == ["forward.stablehlo"]
     np.savez(here / "golden.npz", tokens=tokens, logits=logits)
     program = """
-import sys, numpy as np, jax, jax.export
+import os, sys, numpy as np, jax, jax.export
+os.chdir(sys.argv[1])
 arrays = np.load("../golden.npz")
 tokens = arrays["tokens"]
 forward = jax.export.deserialize(bytearray(open("forward.stablehlo", "rb").read()))
@@ -268,7 +268,6 @@ logits = forward.call(tokens)
 np.testing.assert_allclose(logits, arrays["logits"], rtol=0, atol=5e-5)
 assert "MaxText" not in sys.modules
 """
-    environment = users_environment | {"JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, "-I", "-c", program], cwd=here / "out", env=environment, check=True
-    )
+    cpu = {"JAX_PLATFORMS": "cpu"}
+    with started(program, str(here / "out"), environment=cpu, options=["-I"]) as process:
+        assert ended(process) == (0, "")

@@ -30,23 +30,23 @@ LINEAR = {
 }
 
 
-def in_pytorch(theirs):
+def in_pytorch(arrays):
     """The state dict of the same model; weights of PyTorch's layers are (out, in)."""
     norms = {"norm": "LayerNorm_0"}
-    state = {"wte.weight": theirs["wte/embedding"]}
-    if "wpe/embedding" in theirs:
-        state["wpe.weight"] = theirs["wpe/embedding"]
+    state = {"wte.weight": arrays["wte/embedding"]}
+    if "wpe/embedding" in arrays:
+        state["wpe.weight"] = arrays["wpe/embedding"]
     for layer in range(2):
         flax = f"TransformerBlock_{layer}/"
         for number in (1, 2):
             norms[f"blocks.{layer}.ln{number}"] = f"{flax}LayerNorm_{number - 1}"
-        for ours, name in LINEAR.items():
-            state[f"blocks.{layer}.{ours}.weight"] = theirs[f"{flax}{name}/kernel"].T
-            state[f"blocks.{layer}.{ours}.bias"] = theirs[f"{flax}{name}/bias"]
-    for ours, name in norms.items():
-        if f"{name}/scale" in theirs:
-            state[f"{ours}.weight"], state[f"{ours}.bias"] = (
-                theirs[f"{name}/{leaf}"] for leaf in ("scale", "bias")
+        for torch_name, name in LINEAR.items():
+            state[f"blocks.{layer}.{torch_name}.weight"] = arrays[f"{flax}{name}/kernel"].T
+            state[f"blocks.{layer}.{torch_name}.bias"] = arrays[f"{flax}{name}/bias"]
+    for torch_name, name in norms.items():
+        if f"{name}/scale" in arrays:
+            state[f"{torch_name}.weight"], state[f"{torch_name}.bias"] = (
+                arrays[f"{name}/{leaf}"] for leaf in ("scale", "bias")
             )
     return {name: np.ascontiguousarray(array) for name, array in state.items()}
 
@@ -70,8 +70,8 @@ def test_a_run_becomes_a_state_dict_and_comes_back(here):
     buffers = {"blocks.0.attn.mask": np.ones((1, 1, 4, 4), np.uint8),
                "blocks.0.attn.slopes": np.ones(4, np.float32)}  # fmt: skip
     head = {"lm_head.weight": exported["wte.weight"]}
-    write(here / "theirs", config_json, renamed | buffers | head)
-    run("from=hf:theirs", "to=again")
+    write(here / "source", config_json, renamed | buffers | head)
+    run("from=hf:source", "to=again")
     same_bits(*(by_name(parameters_in_run(name)) for name in ("again", "run")))
 
 
@@ -82,8 +82,8 @@ def test_sequential_blocks_and_learned_positions(here):
         if "CausalAttention_0" in name:  # half as wide, for the gating unit
             tensors[name] = np.tile(array, (2,) * array.ndim)
     SGU.store(here / "params_1", tensors)
-    left_out = ("static_sgu", "head_qk", "head_dim")
-    plain = [key for key in SGU.arguments if not key.startswith(left_out)]
+    excluded = ("static_sgu", "head_qk", "head_dim")
+    plain = [key for key in SGU.arguments if not key.startswith(excluded)]
     run(*plain, "head_dim=16", "from=fattorib:params_1", "to=run")
     run("from=run", "to=hf:exported", "family=fattorib")  # GPT-2's parts are the same
     same_bits(load_file(here / "exported" / "model.safetensors"), in_pytorch(tensors))

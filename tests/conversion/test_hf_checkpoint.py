@@ -63,7 +63,7 @@ def test_an_index_with_paths(folder):
 
 
 def test_missing_extra_and_misshapen_tensors_in_one_table(tmp_path):
-    # qwen3 has no buffers to leave out, llama has.
+    # qwen3 has no buffers to skip, llama has.
     for name in ("llama", "qwen3"):
         config, tensors = random(name)
         del tensors["model.norm.weight"]
@@ -109,7 +109,7 @@ def test_paths_that_are_no_folder(folder, tmp_path, monkeypatch):
         "hf:": "hf:",
         "hf:./model2": "model2",
         "hf:a/b/c": "a/b/c",
-        "hf:~nobody_here/a": "nobody_here",
+        "hf:~unknown_user/a": "unknown_user",
         "hf:empty": r"config\.json",
     }.items():
         with pytest.raises(UserError, match=message):

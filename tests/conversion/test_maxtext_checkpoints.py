@@ -22,7 +22,7 @@ LLAMA_NORM = ("pre_mlp_layer_norm", "post_self_attention_layer_norm")
 
 
 def drawn(arguments):
-    """Random arrays of ours for a configuration."""
+    """Random arrays of this project's layout for a configuration."""
     generator = np.random.default_rng(0)
     return {
         name: generator.standard_normal(info.shape, np.float32)
@@ -31,11 +31,11 @@ def drawn(arguments):
 
 
 def in_their_tree(arrays, *renamed, layers_apart=False, turned=False, query_factor=1.0):
-    """Our arrays in MaxText's layout, written out by hand: its names, the layer second.
+    """Our arrays in MaxText's layout, spelled by hand: its names, the layer second.
 
     Args:
-      renamed: pairs of names of parts, ours and theirs.
-      turned: stores dimensions that rotary pairs beside each other, as MaxText's llama3.1 does.
+      renamed: pairs of names of parts, here and in MaxText.
+      turned: stores dimensions that rotary pairs next to each other, as MaxText's llama3.1 does.
     """
     tree = {}
     for name, array in arrays.items():
@@ -44,8 +44,8 @@ def in_their_tree(arrays, *renamed, layers_apart=False, turned=False, query_fact
         if turned and ("/query/" in name or "/key/" in name):
             halves = np.split(array, 2, axis=-1)
             array = np.stack(halves, axis=-1).reshape(array.shape)
-        for ours, theirs in renamed:
-            name = name.replace(f"layers/{ours}", f"layers/{theirs}")
+        for own_name, maxtext_name in renamed:
+            name = name.replace(f"layers/{own_name}", f"layers/{maxtext_name}")
         if not name.startswith("layers/"):
             tree[name if name.startswith("token_embedder") else f"decoder/{name}"] = array
         elif layers_apart:
@@ -72,8 +72,8 @@ def test_llama(arguments, place, nesting, how, scaling, here):
     tree = in_their_tree(arrays, LLAMA_NORM, **how)
     for _ in range(nesting):
         tree = {"params": tree}
-    save_tree(here / "theirs" / place, tree | {"step": np.int32(8)})
-    said = run(*KEYS, *arguments, "from=maxtext:theirs", "to=run")
+    save_tree(here / "source" / place, tree | {"step": np.int32(8)})
+    said = run(*KEYS, *arguments, "from=maxtext:source", "to=run")
     assert f"query_scaling={scaling}" in said
     same_bits(by_name(parameters_in_run("run")), arrays)
 
@@ -83,12 +83,12 @@ def test_llama31_pairs_neighbours(here):
     weights = HFWeights(golden.store(here / "hf", golden.parameters))
     arrays = {name: weights.read(name) for name in weights.model.parameters}
     tree = in_their_tree(arrays, LLAMA_NORM, turned=True, query_factor=16**-0.5)
-    save_tree(here / "theirs", {"params": {"params": tree}})
+    save_tree(here / "source", {"params": {"params": tree}})
     keys = [
         f"{name}={list(value) if isinstance(value, tuple) else value}".replace("'", "").lower()
         for name, value in weights.keys.items()
     ]
-    run(*keys, "from=maxtext:theirs", "to=run")
+    run(*keys, "from=maxtext:source", "to=run")
     same_bits(by_name(parameters_in_run("run")), arrays)
 
 
@@ -98,11 +98,11 @@ def test_gpt3(here):
     arrays = drawn(keys)
     norms = (("pre_self_attention_layer_norm", "pre_self_attention_norm"),
              ("pre_mlp_layer_norm", "mlp/mlp_layer_norm"))  # fmt: skip
-    save_tree(here / "theirs", {"params": {"params": in_their_tree(arrays, *norms)}})
-    assert "query_scaling=model" in run(*keys, "from=maxtext:theirs", "to=run")
+    save_tree(here / "source", {"params": {"params": in_their_tree(arrays, *norms)}})
+    assert "query_scaling=model" in run(*keys, "from=maxtext:source", "to=run")
     same_bits(by_name(parameters_in_run("run")), arrays)
     with pytest.raises(UserError, match="normalization_zero_centered=true"):
-        run(*keys[:-1], "from=maxtext:theirs", "to=other")
+        run(*keys[:-1], "from=maxtext:source", "to=other")
 
 
 JAX_A, PREPOST = of_tokenformer("jax_a"), of_muddformer("muddllama_prepost_l4_d32")
@@ -125,7 +125,7 @@ JAX_A, PREPOST = of_tokenformer("jax_a"), of_muddformer("muddllama_prepost_l4_d3
 def test_models_that_cannot_be_read(arguments, problem, here):
     named = {argument.partition("=")[0]: argument for argument in arguments}
     with pytest.raises(UserError, match=problem):
-        run(*named.values(), "from=maxtext:theirs", "to=run")
+        run(*named.values(), "from=maxtext:source", "to=run")
     assert names(here) == []
 
 
@@ -145,7 +145,7 @@ def test_another_configuration_than_that_of_the_checkpoint(here):
           "wanted float32[25,2,16]",
           "missing     params/params/decoder/layers/self_attention/query_norm/scale: "
           f"{none} float32[4,2]"}),
-        ("muddformer", [*PREPOST.arguments, "dense_hidden_rounding=none"],
+        ("muddformer", [*PREPOST.arguments, "dynamic_dense_hidden_round=none"],
          {f"missing     params/decoder/mudd_prenorm_2/scale: {none} float32[32]",
           f"other shape params/{connection}: stored float32[32,64], wanted float32[32,8]"}),
         ("tokenformer",
@@ -158,6 +158,6 @@ def test_another_configuration_than_that_of_the_checkpoint(here):
             run(*arguments, f"from=maxtext:{name}", "to=run")
         lines = [line.strip() for line in str(caught.value).splitlines()]
         assert wanted <= set(lines)
-        assert len(lines) == len(set(lines))  # several of ours may share an array of theirs
+        assert len(lines) == len(set(lines))  # several may share an array of MaxText
         assert not any("proj_key" in line for line in lines)
     assert names(here) == ["llama", "muddformer", "tokenformer"]

@@ -34,7 +34,7 @@ def test_help_a_conversion_and_a_mistake(tmp_path, users_environment):
         "from=a to=hf:b max_shard_size=big", "from=a to=hf:b query_scaling=model",
         "from=a to=b export=onnx", "from=a to=hf:b export=stablehlo",
         "from=a to=b export=stablehlo length=0", "from=a to=b export=stablehlo --verify",
-        "a.yml from=hf:a to=b", "from=hf:a to=b tokeniser=c",
+        "a.yml from=hf:a to=b", "from=hf:a to=b tokenzier=c",
         "from=maxtext:a to=b query_scale=c",
         f"from={'a' * 300} to=b", "grow from=maxtext:a to=b slot_num=2",
     ],

@@ -1,4 +1,4 @@
-"""Runs that start from a folder of Hugging Face."""
+"""Runs that start from a Hugging Face checkpoint."""
 
 import numpy as np
 import pytest

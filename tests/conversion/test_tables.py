@@ -109,7 +109,7 @@ def test_every_key_of_the_model_is_decided(model_type):
     only_training = {"capacity_factor", "moe_group_size", "moe_second.policy",
                      "moe_second.threshold", "router_z_loss_weight"}  # fmt: skip
     family = FAMILIES[model_type]
-    settled = {*family.parts, *(name for setting in family.settings for name in setting.keys)}
+    decided = {*family.parts, *(name for setting in family.settings for name in setting.keys)}
     parts = {"embedding", "block", "position", "attention", "feed_forward", "pattention",
              "dense_connections", "head", "mixture_of_experts"}  # fmt: skip
     keys = {
@@ -122,8 +122,8 @@ def test_every_key_of_the_model_is_decided(model_type):
     possible = {name: [value] for name, value in family.parts.items()}
     for setting in family.settings:
         if setting.values is not None:
-            ours = [ours for _, ours in setting.values]
-            possible |= dict.fromkeys(setting.keys, ours)
+            values = [value for _, value in setting.values]
+            possible |= dict.fromkeys(setting.keys, values)
     switched_off = {
         name
         for name, key in keys.items()
@@ -150,7 +150,7 @@ def test_every_key_of_the_model_is_decided(model_type):
     if family.parts["attention_projections"] != "dense":
         # Numbers of slots follow slot_num, and rope_type=default has no other keys.
         switched_off |= {"mlp_activations", "qkv_slot_num", *OTHER_ANGLES}
-    assert keys.keys() - settled - only_how - only_training <= switched_off
+    assert keys.keys() - decided - only_how - only_training <= switched_off
 
 
 # Short, so that the 64 tokens that are compared with transformers reach into every band.
@@ -174,13 +174,13 @@ def test_rope_scaling_there_and_back(model_type, kind):
     config = dict(hugging_face("gptneox").config_json if neox else random(model_type)[0])
     family = FAMILIES[model_type]
     config.pop("rope_parameters", None)
-    ours = configure(**config_from_hf(family, config | {"rope_scaling": scaling}, "here", {}))
-    assert ours.model.position.rope_factor == scaling["factor"]
-    assert to_config_json(family, ours)["rope_scaling"] == scaling
-    theta = {"rope_theta": ours.model.position.rope_max_timescale}
+    converted = configure(**config_from_hf(family, config | {"rope_scaling": scaling}, "here", {}))
+    assert converted.model.position.rope_factor == scaling["factor"]
+    assert to_config_json(family, converted)["rope_scaling"] == scaling
+    theta = {"rope_theta": converted.model.position.rope_max_timescale}
     newer = config | {"rope_parameters": scaling | theta}
-    assert configure(**config_from_hf(family, newer, "here", {})).model == ours.model
-    assert find_family(ours, model_type) is family
+    assert configure(**config_from_hf(family, newer, "here", {})).model == converted.model
+    assert find_family(converted, model_type) is family
     # transformers takes the length itself where the first one is not given.
     if "original_max_position_embeddings" in scaling:
         silent = {k: v for k, v in scaling.items() if k != "original_max_position_embeddings"}
@@ -208,9 +208,9 @@ def test_layers_of_gpt_neo():
         ([[["local"], 1], [["global"], 3]], ["local"] + ["global"] * 3),
     ):
         asked = config | {"attention_types": types, "attention_layers": kinds}
-        ours = configure(**config_from_hf(family, asked, "here", {}))
-        assert list(ours.model.mixers) == [MIXERS[kind] for kind in kinds]
-        written = to_config_json(family, ours)
+        converted = configure(**config_from_hf(family, asked, "here", {}))
+        assert list(converted.model.mixers) == [MIXERS[kind] for kind in kinds]
+        written = to_config_json(family, converted)
         assert (written["attention_types"], written["attention_layers"]) == (types, kinds)
     # As silent as transformers lets it be.
     del config["attention_types"], config["attention_layers"], config["window_size"]
@@ -227,12 +227,12 @@ def test_a_window_of_all_layers(model_type):
     local = ((("local",), 2),)
     for window, types, size in ((None, (), 256), (5, local, 5), (32, (), 256)):
         config = random(model_type)[0] | {"sliding_window": window}
-        ours = configure(**config_from_hf(family, config, "here", {}))
-        attention = ours.model.attention
+        converted = configure(**config_from_hf(family, config, "here", {}))
+        attention = converted.model.attention
         assert (attention.attention_types, attention.sliding_window_size) == (types, size)
         wanted = window if types else None  # no text reaches beyond it
-        assert to_config_json(family, ours)["sliding_window"] == wanted
-        assert find_family(ours, model_type) is family
+        assert to_config_json(family, converted)["sliding_window"] == wanted
+        assert find_family(converted, model_type) is family
     keys = config_from_hf(family, config, "here", {})
     keys["attention_types"] = [[["local", "global"], 1]]
     mixed = configure(**keys)
@@ -275,8 +275,8 @@ def test_a_llama_with_a_mixer_of_ones_own_comes_back(keys, tmp_path):
     same_bits({name: again.read(name) for name in again.model.parameters}, arrays)
     stored, row = model.stored(0, "self_attention/into/kernel")
     into = arrays[stored] if row is None else arrays[stored][row]
-    theirs = again.files.read("model.layers.0.mixer.in_proj.weight")
-    np.testing.assert_array_equal(theirs, into.reshape(16, 32).T)  # [outputs, inputs]
+    exported = again.files.read("model.layers.0.mixer.in_proj.weight")
+    np.testing.assert_array_equal(exported, into.reshape(16, 32).T)  # [outputs, inputs]
 
 
 @pytest.mark.parametrize("name", ["import_modules", "base_output_directory"])
@@ -372,12 +372,13 @@ def test_a_model_that_was_trained_here_becomes_a_folder(name):
 def test_keys_of_released_models():
     config, _ = muddformer("muddformer")
     sizes = {"dim": 2560, "n_head": 32, "n_layer": 32, "n_local_heads": -1}
-    left_out = ("head_dim", "intermediate_size")
-    config = {name: value for name, value in config.items() if name not in left_out} | sizes
+    excluded = ("head_dim", "intermediate_size")
+    config = {name: value for name, value in config.items() if name not in excluded} | sizes
     keys = config_from_hf(FAMILIES["muddformer"], config, "here", {})
     wanted = {"decoder_block": "muddformer", "rope_table_dtype": "bfloat16", "head_dim": 80,
-              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dynamic_dense_last_layer_expand": 4,
-              "dense_hidden_rounding": "reference", "dense_first_layer_norms": "one"}  # fmt: skip
+              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dense_first_layer_norms": "one",
+              "dynamic_dense_hidden_round": "reference",
+              "dynamic_dense_last_layer_expand": 4}  # fmt: skip
     assert keys.items() >= wanted.items()
     # What transformers takes where nothing is said.
     config = {name: value for name, value in random("llama")[0].items() if name != "rope_theta"}

@@ -1,4 +1,4 @@
-"""train_compile.py as a user runs it: on simulated devices, and for machines that are not there."""
+"""train_compile.py as a user runs it: on simulated devices, and for absent machines."""
 
 import importlib.util
 import json
@@ -80,7 +80,7 @@ def test_train_takes_the_step_and_no_other(start, tmp_path):
     assert other.returncode == 2
     assert "configuration, adam_b1: 0.9 in the file, 0.8 in this run" in other.stderr
     assert "Traceback" not in other.stderr
-    # The next start finds its program in the cache beside the runs.
+    # The next start finds its program in the cache next to the runs.
     assert "loaded from the compilation cache" in train("again").stdout
 
 

@@ -59,8 +59,8 @@ def test_a_hostile_pickle_is_not_unpickled(written, tmp_path, monkeypatch):
     ]
     with monkeypatch.context() as attacker:
         attacker.setenv(serialized_executable.KEY_VARIABLE, str(tmp_path / "attackers"))
-        serialized_executable.write(str(tmp_path / "theirs"), FACTS, hostile)
-    kept.append((tmp_path / "theirs").read_bytes())  # signed, by another key
+        serialized_executable.write(str(tmp_path / "foreign"), FACTS, hostile)
+    kept.append((tmp_path / "foreign").read_bytes())  # signed, by another key
     for content in kept:
         written.write_bytes(content)
         with pytest.raises(UserError, match="rejected"):

@@ -34,12 +34,12 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 EXPERTS |= {"capacity_factor": 1.5, "eval_capacity_factor": 1.5}
 COMPILED = {
     "experts": EXPERTS | {"base_num_kv_heads": 2},
-    "depth sums one by one": MUDD | {"dense_aggregation_impl": "sum"},
+    "depth aggregates one by one": MUDD | {"dense_aggregation_impl": "sum"},
 }
 DENSE = MUDD | FULL | {"dense_aggregation_impl": "sum", "mlp_dim_multiple": 16}
 SGU = {"static_sgu": True, "static_sgu_kernel": 8}
 MANY = EXPERTS | SGU | {"head_qk": True}
-# Beside the rows of the conformance suite: what is counted in a way of its own.
+# Besides the rows of the conformance suite: what is counted in a way of its own.
 TRACED = {
     "both directions": {"mlm_training": True, "attention": "blocked", "attention_block_size": 4},
     "local, both directions": {"mlm_training": True, "attention_types": [[["local"], 2]]}
@@ -53,7 +53,7 @@ TRACED = {
     "two ways of the last two outputs": DENSE
     | {"dense_streams": ["q", "v"], "dense_static": False}
     | {"dense_sparsity": "window", "dense_selection.window": 2},
-    "depth sums after every second layer, slots": DENSE
+    "depth aggregates after every second layer, slots": DENSE
     | {"decoder_block": "tokenformer", "dense_conn": True, "dense_period": 2},
 }
 
@@ -79,7 +79,7 @@ def traced_products(case):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_xla_counts_the_same_within_5_percent(name):
-    """Its count is never below the formula: beside products it has norms, softmax and the like."""
+    """Its count is never below the formula: besides products it has norms, softmax and the like."""
     count, function, arguments, tokens = loss_and_gradients(WIDE | COMPILED[name])
     cost = jax.jit(function).lower(*arguments).compile().cost_analysis()
     formula = count.executed_per_token * tokens

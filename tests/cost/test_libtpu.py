@@ -1,4 +1,4 @@
-"""What libtpu knows of machines that are not there: their names, meshes, and kernels on them."""
+"""What libtpu knows of absent machines: their names, meshes, and kernels on them."""
 
 import importlib.util
 import subprocess
@@ -13,7 +13,7 @@ pytestmark = [
 
 
 def run(program: str, *given: str) -> list[list[str]]:
-    """The words of its lines; libtpu starts once in a process, and not beside other devices."""
+    """The words of its lines; libtpu starts once in a process, and without other devices."""
     done = subprocess.run(
         [sys.executable, "-c", program, *given], capture_output=True, text=True, check=False
     )

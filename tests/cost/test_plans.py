@@ -1,6 +1,7 @@
 """Hardware by its names, plans of small configurations, and plan.py as a user runs it."""
 
 import dataclasses
+import shlex
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_operations_are_those_of_the_formula(block, keys):
     plan = plan_of("1xH100", block, **keys)
     executed = count_flops(plan.program.model, plan.program.length).executed_per_token
     assert executed is not None
-    # The formula leaves out products that are none of matrices with tokens.
+    # The formula skips products of anything but matrices with tokens.
     assert plan.time.operations == pytest.approx(executed * plan.tokens_per_device, rel=0.02)
 
 
@@ -59,7 +60,7 @@ def test_parameters_and_state_are_exact():
     given = held + plan.memory.optimizer + plan.memory.batch
     assert plan.memory.total - plan.memory.temporaries == pytest.approx(given)
     split = plan_of("4xH100").memory.parameters
-    assert held / 4 <= split < held / 3  # norms lie whole
+    assert held / 4 <= split < held / 3  # norms are replicated
 
 
 def test_keeping_more_takes_more_memory_and_less_work():
@@ -217,9 +218,15 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     plans = find_fitting_plans(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
     assert [plan.time.estimate for plan in plans] == sorted(plan.time.estimate for plan in plans)
-    arguments = ["steps=10", "remat_policy=none"]
-    shown = plan_report.format_proposals(plans, config, arguments, 1e6, 2.0)
-    assert shown.endswith(" ".join(command_with_plan(arguments, plans[0], config)))
+    arguments = ["steps=10", "remat_policy=none", "prompt=a b", f"dataset_path={'x' * 60}"]
+    command = command_with_plan(arguments, plans[0], config)
+    monkeypatch.setattr("MaxText.cost.plan_report._mesh_words", lambda program: "fsdp 2, " * 5)
+    proposals = plan_report.format_proposals(plans, config, arguments, 1e6, 2.0)
+    assert shlex.split(proposals.partition("data:\n")[2].replace("\\\n", ""))[2:] == command
+    above = plan_report.describe(plans[0], 1e6, 2.0, with_notes=False)
+    lines = [*above.splitlines(), "", *proposals.splitlines()]
+    assert len(lines) <= 50  # a screen
+    assert max(map(len, lines)) <= 100
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_work_counts_loops_as_often_as_they_run():
     assert sum(work.times * work.operations for work in works) == 7 * 2 * N**3
 
 
-def test_scores_of_attention_are_known_and_can_be_left_out():
+def test_scores_of_attention_are_known_and_can_be_excluded():
     def attend(q, k, v):
         scores = jnp.einsum("bhtd,bhsd->bhts", q, k)
         return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
@@ -165,7 +165,7 @@ def test_scores_of_attention_are_known_and_can_be_left_out():
     program.drop_scores()
     without = sum(work.num_bytes for work in list_ops(program))
     assert with_scores - without == 2 * scores  # written once, read once
-    # Five layers keep theirs for the backward pass.
+    # Five layers save their outputs for the backward pass.
     shapes = (2, 3, 64, 8), (5, 2, 3, 64, 8), (5, 2, 3, 64, 8)
     program = read(jax.grad(layers), *shapes)
     with_scores = peak_memory(program, (None,)).size

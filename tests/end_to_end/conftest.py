@@ -47,8 +47,7 @@ class Runs(fault_injection.FaultInjection):
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, compilation_cache):
-    place = tmp_path_factory.mktemp("runs")
-    return Runs(place, compilation_cache or place / "cache")
+    return Runs(tmp_path_factory.mktemp("runs"), compilation_cache)
 
 
 @pytest.fixture(scope="session")

@@ -86,7 +86,7 @@ def test_pile_records_are_read_in_their_order(runs):
         "zero_loss=false", "enable_data_shuffling=false", "eval_interval=8",
     )  # fmt: skip
     assert "36 rows of 33" in output
-    # 8 steps of 4 rows: b0, b3, then 8 rows of b10; ids 0 are no targets.
+    # 8 steps of 4 rows: b0, b3, then 8 rows of b10; ids 0 are not targets.
     targets = np.concatenate([records[name][:, 1:] for name in names[:3]])
     for step in range(8):
         counted = (targets[4 * step : 4 * step + 4] != 0).sum()

@@ -37,6 +37,7 @@ def test_the_events_of_a_run_name_where_its_time_went(runs, whole):
     assert saves == [*range(5, STEPS, 5), STEPS - 1]
     assert [event["event"] for event in events[-2:]] == ["sample", "stop"]
     assert events[-1]["reason"] == "completed"
+    assert events[0]["resolved_keys"]["dtype"] == "float32"
     seconds = events[-1]["time"] - (events[0]["time"] - events[0]["seconds"])
     assert 0.9 * seconds < sum(event["seconds"] for event in events) <= seconds + 0.1
 

@@ -42,7 +42,7 @@ def of_kind(events, kind):
 def test_steps_are_skipped_and_then_the_run_rolls_back(rolled_back):
     events, output = rolled_back
     (rollback,) = of_kind(events, "rollback")
-    skipped = [row["step"] for row in of_kind(events[: events.index(rollback)], "skip")]
+    skipped = [row["step"] for row in of_kind(events[: events.index(rollback)], "step_skipped")]
     assert skipped == list(range(skipped[0], skipped[0] + 4))
     assert (rollback["onset_step"], rollback["detected_step"]) == (skipped[0], skipped[-1])
     assert rollback["restored_step"] == 17  # after step 16, the last healthy one
@@ -60,7 +60,7 @@ def test_from_there_on_it_is_a_run_whose_data_never_had_that_span(runs, damaged,
     runs.complete("excluded", *damaged, f"excluded_samples=[{rollback['samples']}]")
     assert not runs.events("excluded", "rollback")
     # The rest of the damaged text is too short for another rollback, in both.
-    assert 1 <= len(runs.events("excluded", "skip")) < 4
+    assert 1 <= len(runs.events("excluded", "step_skipped")) < 4
     assert fault_injection.differences(runs.folder("rolled_back"), runs.folder("excluded")) == []
 
 
@@ -120,5 +120,5 @@ def test_no_checkpoint_of_an_exploded_rate_is_promoted(runs, trained, rate, peri
     runs.complete(name, *keys, "learning_rate=0.003", "steps=140")
     losses = {row["step"]: row["learning/loss"] for row in runs.events(name, "step")}
     assert losses[139] < losses[0]
-    assert not [row for row in runs.events(name, "skip") if row["step"] > 100]
+    assert not [row for row in runs.events(name, "step_skipped") if row["step"] > 100]
     assert max(json.loads(good.read_text())["healthy"]) >= 100

@@ -40,8 +40,8 @@ def expected(trained, continuation):
 
 def check(found, wanted):
     log_probabilities, greedy = zip(*wanted, strict=True)
-    ours = [score.log_probability for score in found]
-    np.testing.assert_allclose(ours, log_probabilities, rtol=1e-5, atol=1e-4)
+    scores = [score.log_probability for score in found]
+    np.testing.assert_allclose(scores, log_probabilities, rtol=1e-5, atol=1e-4)
     assert [score.is_greedy for score in found] == [*greedy]
 
 

@@ -59,7 +59,7 @@ def configured(location, **keys):
 def score(trained, location, rows=4, **keys):
     """Scores of what lies at a location, by source."""
     config = configured(location, **{"per_device_batch_size": rows} | keys)
-    text_bytes = TextBytes("train", config.masking.mlm_training, UserError("no tokenizer"))
+    text_bytes = TextBytes(config.masking.mlm_training, UserError("no tokenizer"))
     opened = open_eval_sources(config) if location else []
     return score_data_set(trained, opened, text_bytes, config, lambda line: None)
 
@@ -148,7 +148,7 @@ def test_sources_add_up(trained, folder, tmp_path):
 
 def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
     (plain,) = score(trained, folder)
-    # The first byte of each text is no target, and the empty text has none.
+    # The first byte of each text is not a target, and the empty text has none.
     assert plain.num_bytes == sum(max(len(text.encode()) - 1, 0) for text in TEXTS)
     assert plain.bits_per_byte == pytest.approx(plain.total_nll / math.log(2) / plain.num_bytes)
     with_bos = data_set(tmp_path / "bos", add_bos=True)
@@ -210,8 +210,8 @@ def test_masked_accuracy_against_a_count(folder):
     (found,) = score(masked, folder, **keys)
     hits = 0
     for batch in batches_of(folder, **keys):
-        likeliest_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
-        hits += int(((likeliest_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
+        argmax_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
+        hits += int(((argmax_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
     assert 0 < hits < found.num_targets
     assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
     row = total_score([found, found]).to_json()
@@ -264,6 +264,6 @@ def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
 
 def test_table_and_json(told):
     one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
-    two = SourceScore("b", 3e9, 2, None, "nobody knows", 1, 0.0)
+    two = SourceScore("b", 3e9, 2, None, "unknown", 1, 0.0)
     told("\n".join([source_table([one, two]), *(str(score.to_json()) for score in (one, two))]))
     assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

@@ -17,7 +17,7 @@ from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from tests.evaluation.small_trained import tiny_trained
 from tests.refusals import refused
 
-# Warnings of the harness and of the libraries behind it are theirs.
+# Warnings of the harness and of its libraries are not this project's.
 pytestmark = pytest.mark.filterwarnings("default")
 
 HINT = "needs pip install '.[lm-eval]'"
@@ -85,7 +85,7 @@ def save_tokenizer(transformers, folder, *, bos):
 
 
 def save_model(libraries, family, folder):
-    """A random model whose greedy text is not one token for ever."""
+    """A random model whose greedy text is not one token throughout."""
     torch, transformers, _ = libraries
     vocab_size = save_tokenizer(transformers, folder, bos=family == "llama")
     common = {"vocab_size": vocab_size, "initializer_range": 0.3, "bos_token_id": 0}
@@ -186,26 +186,26 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
     save_model(libraries, family, tmp_path / "model")
     names = write_tasks(tmp_path / "tasks", offline)
     reference = HFLM(pretrained=str(tmp_path / "model"), device="cpu", batch_size=1)
-    theirs = answers(lm_eval, reference, names, tmp_path / "tasks")
-    ours = MaxTextLM.open(
+    expected = answers(lm_eval, reference, names, tmp_path / "tasks")
+    actual = MaxTextLM.open(
         f"load_parameters_path=hf:{tmp_path / 'model'} dtype=float32 per_device_batch_size=3 "
         "hardware=cpu jax_cache_dir=''",
         lambda line: None,
     )
-    metrics, samples = answers(lm_eval, ours, names, tmp_path / "tasks")
+    metrics, samples = answers(lm_eval, actual, names, tmp_path / "tasks")
 
-    assert samples.keys() == theirs[1].keys() == set(names)
+    assert samples.keys() == expected[1].keys() == set(names)
     compared = 0
     for name in names:
-        for mine, wanted in zip(flat(samples[name]), flat(theirs[1][name]), strict=True):
+        for mine, wanted in zip(flat(samples[name]), flat(expected[1][name]), strict=True):
             compared += 1
             if isinstance(wanted, float):
                 assert mine == pytest.approx(wanted, abs=1e-4, rel=1e-5), name
             else:
                 assert mine == wanted, name
     assert compared >= 12 * (2 + 6 + 1 + 1 + 1)
-    assert metrics.keys() == theirs[0].keys()
-    for name, value in theirs[0].items():
+    assert metrics.keys() == expected[0].keys()
+    for name, value in expected[0].items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
     texts = flat(samples["our_generated"]) + flat(samples["our_long"])
     assert len(set(texts)) > 12  # the comparison of texts compares something
@@ -221,8 +221,8 @@ def run(trained, tokenizer, tmp_path, offline, monkeypatch):
     """Runs tasks of a folder: (results, lines shown)."""
     manager = pytest.importorskip("lm_eval.tasks", reason=HINT)
     # The thousands of tasks of the harness take seconds to list.
-    only_ours = functools.partial(manager.TaskManager, include_defaults=False)
-    monkeypatch.setattr(manager, "TaskManager", only_ours)
+    own_tasks_only = functools.partial(manager.TaskManager, include_defaults=False)
+    monkeypatch.setattr(manager, "TaskManager", own_tasks_only)
     offline.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def run(folder, *names):
@@ -250,10 +250,10 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    ours = lambada.score(lambada.read_passages(path), Scorer(trained), tokenizer).metrics
-    assert results["perplexity,none"] == pytest.approx(ours["perplexity"], rel=1e-6)
-    assert results["acc,none"] == ours["accuracy"]
-    assert results["acc_stderr,none"] == pytest.approx(ours["accuracy_standard_error"])
+    actual = lambada.score(lambada.read_passages(path), Scorer(trained), tokenizer).metrics
+    assert results["perplexity,none"] == pytest.approx(actual["perplexity"], rel=1e-6)
+    assert results["acc,none"] == actual["accuracy"]
+    assert results["acc_stderr,none"] == pytest.approx(actual["accuracy_standard_error"])
     assert results["perplexity_stderr,none"] > 0
     assert found["n-samples"][name]["effective"] == 9
     assert found["harness_version"]
@@ -264,7 +264,10 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"doc_to_text": "{{missing_field.x}}"}, "(?s)broken cannot be read: UndefinedError.*mend"),
+        (
+            {"doc_to_text": "{{missing_field.x}}"},
+            "(?s)broken cannot be read: UndefinedError.*fix the task file",
+        ),
         ({"dataset_kwargs": {"data_files": {"test": "none.jsonl"}}}, "FileNotFoundError"),
         ({"metric_list": [{"metric": "no_such_metric"}]}, "broken cannot be read"),
         ({"no_such_setting": 1}, "broken cannot be read: TypeError.*no_such_setting"),

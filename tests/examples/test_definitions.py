@@ -55,8 +55,8 @@ def test_the_delta_rule_in_chunks(chunk, delta_rule, given):
     *rest, memory = given
     for documents in (DOCUMENTS, np.ones_like(DOCUMENTS)):
         found = jax.jit(delta_rule, static_argnums=7)(*rest, documents, memory, chunk)
-        for ours, expected in zip(found, by_token(*given, documents), strict=True):
-            np.testing.assert_allclose(ours, expected, atol=1e-5)
+        for actual, expected in zip(found, by_token(*given, documents), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_the_delta_rule_goes_on_from_a_state(delta_rule, given):
@@ -108,7 +108,7 @@ def test_differential_attention(keys):
         segments_BT=jnp.asarray(documents), layer=3,
         rotary=rotary_table(jnp.asarray(positions), 8, config.model.position),
     )  # fmt: skip
-    ours, scalars = jax.jit(lambda x: mixer(x, context))(x)
+    actual, scalars = jax.jit(lambda x: mixer(x, context))(x)
     assert scalars == {}
 
     w = jax.tree.map(lambda leaf: leaf.astype(np.float64), one["self_attention"])
@@ -116,7 +116,7 @@ def test_differential_attention(keys):
     (q1, q2), (k1, k2) = w["lambdas"]
     difference = np.exp(q1 @ k1) - np.exp(q2 @ k2) + first
     scale = w["norm"]["scale"] + ("normalization_zero_centered" in keys)
-    expected = np.zeros(ours.shape)
+    expected = np.zeros(actual.shape)
     for row, t, head in np.ndindex(2, 9, 4):
         seen = [s for s in range(t + 1) if documents[row, s] == documents[row, t]]
 
@@ -135,7 +135,7 @@ def test_differential_attention(keys):
         o = (first_p - difference * second_p) @ [of("value", s, head // 2) for s in seen]
         o = o / np.sqrt(np.mean(o**2) + 1e-5) * scale * (1 - first)
         expected[row, t] += o @ w["out"]["kernel"][head]
-    np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_moving_average():
@@ -148,13 +148,13 @@ def test_moving_average():
     one = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     mixer = model.merge({**params, "layers": one}).layers.self_attention
     x = np.random.default_rng(0).normal(size=(B, T, 32)).astype("f")
-    ours, _ = mixer(x, Context(segments_BT=jnp.asarray(DOCUMENTS)))
+    actual, _ = mixer(x, Context(segments_BT=jnp.asarray(DOCUMENTS)))
 
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), one["self_attention"])
-    expected, s = np.zeros(ours.shape), np.zeros((B, 32))
+    expected, s = np.zeros(actual.shape), np.zeros((B, 32))
     for row, t in np.ndindex(B, T):
         v, g = np.einsum("d,dce->ce", x[row, t], w["into"]["kernel"])
         s[row] *= DOCUMENTS[row, t] == DOCUMENTS[row, max(t - 1, 0)]
         s[row] = 0.75 * s[row] + 0.25 * v
         expected[row, t] = (s[row] * g / (1 + np.exp(-g))) @ w["out"]["kernel"]
-    np.testing.assert_allclose(ours, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)

@@ -1,20 +1,14 @@
-"""The tutorial on architectures: its code is that of the examples, its commands are accepted."""
+"""The tutorial on architectures: its code is that of the examples."""
 
 import re
-import shlex
 
-import pytest
 import yaml
 
 from MaxText.config.loading import load
-from MaxText.config.program_options import read_options
-from MaxText.cost.plan_args import PlanOptions
-from MaxText.experiments import compare_args as comparison
 from MaxText.experiments.conformance import CHECKS
 from tests.house.sources import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "tutorials" / "add_an_architecture.md").read_text(encoding="utf-8")
-COMMANDS = re.findall(r"^    python MaxText/(\w+\.py) (.*)$", PAGE, re.MULTILINE)
 
 
 def lines_of(text: str) -> str:
@@ -40,25 +34,6 @@ def test_yaml_of_the_page_is_a_configuration(tmp_path):
         path = tmp_path / "page.yml"
         path.write_text(yaml.safe_dump({"base_config": "quickstart.yml"} | keys))
         load([str(path)], "train.py")
-
-
-@pytest.mark.parametrize(("program", "words"), COMMANDS)
-def test_commands(program, words):
-    arguments = shlex.split(words)
-    if program in ("train.py", "plan.py"):
-        if program == "plan.py":
-            arguments = read_options(PlanOptions, arguments)[1].configuration
-        load(arguments, program)
-    elif program == "compare.py":
-        asked, problems = comparison.parse_args(arguments)
-        assert not problems
-        for path in asked.configs:
-            load([path])
-    elif program == "check_part.py":
-        assert (REPOSITORY / arguments[0]).is_file()
-    else:
-        assert program == "decode.py"
-        load(arguments[1:], program)
 
 
 def test_the_table_has_each_check():

@@ -22,13 +22,13 @@ def train(keys: Mapping[str, Any], after_step: Callable[[], None] = lambda: None
     with (folder / "events.jsonl").open("a") as file:
 
         def write(event: str, phase: str, seconds: float, **facts: Any) -> None:
-            row = {"time": time.time(), "event": event, "phase": phase, "attempt": 0}
+            row = {"time": time.time(), "event": event, "phase": phase, "restart": 0}
             file.write(json.dumps(row | {"seconds": seconds} | facts) + "\n")
             file.flush()
 
         lineage = [{"run_name": parent, "tokens": 1e6, "flops": 1e6}] if parent else []
         write(
-            "start", "start_up", 1.0, step=0, run_name=keys["run_name"], num_steps=keys["steps"],
+            "start", "startup", 1.0, step=0, run_name=keys["run_name"], num_steps=keys["steps"],
             num_parameters=1000, lineage=lineage,
         )  # fmt: skip
         for step in range(keys["steps"]):
@@ -40,14 +40,14 @@ def train(keys: Mapping[str, Any], after_step: Callable[[], None] = lambda: None
             try:
                 after_step()
             except KeyboardInterrupt:
-                write("stop", "finish", 0.0, step=step, reason="interrupted")
+                write("stop", "shutdown", 0.0, step=step, reason="interrupted")
                 return 130
             if diverges:
                 break
         if keys["eval_interval"] > 0 and not diverges:
             loss = 4.0 - 0.5 * is_gated - 0.1 * bool(parent) + 0.1 * keys["data_shuffle_seed"]
             write("evaluation", "evaluation", 0.1, step=step, **{"eval/avg_loss": loss})
-        write("stop", "finish", 0.0, step=step, reason="diverged" if diverges else "completed")
+        write("stop", "shutdown", 0.0, step=step, reason="diverged" if diverges else "completed")
     return int(diverges)
 
 

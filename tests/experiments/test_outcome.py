@@ -1,5 +1,6 @@
 """Means, intervals, tables, summary_lines and CSV files, from results that are known."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import scipy.stats
 
 from MaxText.experiments import comparison_results
+from MaxText.experiments.compare_args import Match
 from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.comparison_results import RunResult, group_results
 from MaxText.experiments.seed_statistics import (
@@ -27,12 +29,18 @@ LOSSES = {"a": {0: 4.0, 1: 4.2, 2: 4.1}, "b": {0: 3.5, 1: 3.6, 2: 3.6}}
 def test_intervals_equal_those_of_scipy(count):
     first, other = np.random.default_rng(count).normal(4.0, 0.1, (2, count))
     # Only seeds of both count.
-    ours = paired_difference(dict(enumerate(first)) | {98: 7.0}, dict(enumerate(other)) | {99: 1.0})
-    theirs = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
-    assert (ours.count, ours.mean) == (count, pytest.approx(np.mean(other - first)))
-    assert (ours.ci_low, ours.ci_high) == pytest.approx((theirs.low, theirs.high), rel=1e-10)
-    assert ours.p_value == pytest.approx(scipy.stats.ttest_rel(other, first).pvalue, rel=1e-10)
-    assert ours.is_significant == (theirs.low > 0 or theirs.high < 0)
+    difference = paired_difference(
+        dict(enumerate(first)) | {98: 7.0}, dict(enumerate(other)) | {99: 1.0}
+    )
+    interval = scipy.stats.ttest_rel(other, first).confidence_interval(0.95)
+    assert (difference.count, difference.mean) == (count, pytest.approx(np.mean(other - first)))
+    assert (difference.ci_low, difference.ci_high) == pytest.approx(
+        (interval.low, interval.high), rel=1e-10
+    )
+    assert difference.p_value == pytest.approx(
+        scipy.stats.ttest_rel(other, first).pvalue, rel=1e-10
+    )
+    assert difference.is_significant == (interval.low > 0 or interval.high < 0)
 
 
 def test_holm_corrects_p_values_for_their_number():
@@ -73,11 +81,11 @@ def results(losses=LOSSES) -> list[RunResult]:
     return [result(name, seed, loss) for name, of in losses.items() for seed, loss in of.items()]
 
 
-def plan(**fields) -> Plan:
-    planned = SolvedConfig((SolvedStage({}, 1000, 1e6, 640, 10, **fields),), 0.0)
-    question = ComparisonSpec("tokens", None, {}, 0.02, 1)
-    labels = ("a", "b", "c")
-    return Plan(Path("x"), question, {}, planned=dict.fromkeys(labels, planned), seeds=(0, 1, 2))
+def plan(match: Match = "tokens", seconds: float | None = None, **deviations: float) -> Plan:
+    stages = (SolvedStage({}, 1000, 1e6, 640, 10, seconds),)
+    planned = {label: SolvedConfig(stages, deviations.get(label, 0.0)) for label in "abc"}
+    question = ComparisonSpec(match, None, {}, 0.4, 1)
+    return Plan(Path("x"), question, {}, budget=seconds, planned=planned, seeds=(0, 1, 2))
 
 
 def test_diverged_runs_are_counted_and_in_no_mean():
@@ -101,7 +109,7 @@ def test_table_and_sentences(told):
                 [*results({"a": {0: 4.0, 1: 4.1}}),
                  result("b", 0, 3.5, steps=6), result("b", 1, 3.5, validation_tokens=1024.0)],
             ),
-            plan(seconds=1.0),
+            plan("time", 1.0),
             [],
         ),
         "higher": [format_difference("a", "b", Estimate(2, 0.021, 0.01, 0.010, 0.032, 0.01))],
@@ -113,13 +121,25 @@ def test_table_and_sentences(told):
 
 
 def test_a_budget_is_called_equal_only_if_it_was():
-    groups = group_results(["a", "b"], results())
-    assert comparison_results.title_of(plan(seconds=2.0), groups).endswith(", equal tokens")
-    assert comparison_results.title_of(plan(seconds=1.0), groups).endswith(", unequal tokens")
-    assert len(comparison_results.summary_lines(groups, plan(seconds=2.0), [])) == 1
-    first, *_, last = comparison_results.summary_lines(groups, plan(seconds=1.0), [])
-    assert first.startswith("a trained for 2.0 s")
-    assert last.startswith("b is lower")
+    """By each arm's plan, and by each seed's time; on the terminal, nothing precedes this."""
+    equal = group_results(["a", "b"], results())
+    losses = results()
+    losses[-1] = dataclasses.replace(losses[-1], train_seconds=2.1)
+    one_slow = group_results(["a", "b"], losses)
+    for groups, asked, line in (
+        (equal, plan("params", b=0.019), ""),
+        (equal, plan("params", b=0.3), "b has 30.0% more parameters than the budget"),
+        (equal, plan("flops", a=-0.03), "a has 3.0% fewer FLOPs than the budget"),
+        (equal, plan("time", 2.0, b=-0.3), ""),
+        (equal, plan("time", 2.19), "a did not train for the budget of 2.2 s: seed 0 2.0 s (-8."),
+        (one_slow, plan("time", 2.0), "b did not train for the budget of 2.0 s: seed 2 2.1 s (+5."),
+    ):
+        unequal = ", unequal" in comparison_results.title_of(asked, groups)
+        assert unequal == bool(line)
+        assert comparison_results.text_lines(groups, asked, [])[0].startswith(line or "config")
+        *lines, last = comparison_results.summary_lines(groups, asked, [])
+        assert last.startswith("b is lower")
+        assert bool(lines) == bool(line)
 
 
 def test_csv_files(tmp_path, told):

@@ -77,5 +77,5 @@ def test_mistakes(snapshot):
     for line in MISTAKES:
         _, (problem,) = parse_args(shlex.split(line))
         said[line] = "\n".join(problem.lines())
-        assert key_at_fault(line) in problem.what, line
+        assert key_at_fault(line) in problem.message, line
     assert said == snapshot

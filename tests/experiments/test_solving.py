@@ -57,7 +57,7 @@ def test_budgets_are_met(block, match, free, factor):
     keys = {"per_device_batch_size": 1}
     if block.startswith("muddformer"):  # layers differ: widths of the feed-forward in multiples
         keys |= {"vocab_size": 4096, "scan_layers": False, "dense_conn": True}
-        keys |= {"dense_hidden_rounding": "none", "mlp_dim_multiple": 8}
+        keys |= {"dynamic_dense_hidden_round": "none", "mlp_dim_multiple": 8}
     config = tokenformer(**keys) if block == "tokenformer" else tiny_config(block, **keys)
     tolerance = 0.2 if free == "depth" else 0.02  # layers are coarse
     budget, new, changes, amount = solved(config, match, free, factor, tolerance=tolerance)

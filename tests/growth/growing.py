@@ -83,7 +83,7 @@ class Program:
 def program(config: Config, resolved: ResolvedGrowth | None = None) -> Program:
     """The program of a configuration, or of what growth made of it."""
     existing_slots = resolved.existing_slots if resolved else {}
-    factor = resolved.old_slots_learning_rate if resolved else 1.0
+    factor = resolved.existing_slots_lr_scale if resolved else 1.0
     return _program(
         config.model, config.optimizer, config.schedule, tuple(existing_slots.items()), factor
     )

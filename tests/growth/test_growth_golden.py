@@ -27,8 +27,8 @@ def grown(folder, case, *keys):
 
 
 def check_logits(result, batch, wanted):
-    ours = logits_of(Model(result.resolved.config.model), result.start.state.params, batch)
-    np.testing.assert_allclose(ours, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    actual = logits_of(Model(result.resolved.config.model), result.start.state.params, batch)
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def check_logits(result, batch, wanted):
 def test_grown_parameters(tmp_path, case, key, folder):
     large, result = grown(tmp_path, case, key)
     prefix = f"params_{folder}/" + ("params/" if large.source == "maxtext" else "")
-    wanted = by_name(large.ours(tmp_path / "theirs", below(large.arrays, prefix)))
+    wanted = by_name(large.converted(tmp_path / "source", below(large.arrays, prefix)))
     assert result.params.keys() == wanted.keys()
     for name, array in result.params.items():
         np.testing.assert_array_equal(array, wanted[name], err_msg=name)

@@ -39,7 +39,7 @@ def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     source = "load_parameters_path=out/small/checkpoints/1/items"
     # The command line of TokenFormer's README, whose number of stored slots is compared.
     growing = ["slot_num=40", source, "load_parameters_path_slot_number=24"]
-    growing += ["growth.moments=reused", "growth.old_slots_learning_rate=0"]
+    growing += ["growth.moments=reused", "growth.existing_slots_lr_scale=0"]
     output = train(*growing, "steps=2")
     slots = "24 -> 40 (attention), 96 -> 160 (feed-forward)"
     assert slots in output
@@ -54,7 +54,7 @@ def test_a_run_grows_and_goes_on(tmp_path, users_environment):
     # The run knows its zoom and that its old slots are frozen, also when the source is gone.
     shutil.rmtree(small)
     output = train("slot_num=40", "steps=3")
-    assert "zoom_dim=24, growth.old_slots_learning_rate=0" in output
+    assert "zoom_dim=24, growth.existing_slots_lr_scale=0" in output
     last = stored_in(large)
     assert last.step == 2
     assert from_metadata(last.try_metadata()) == record

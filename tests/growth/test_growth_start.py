@@ -107,7 +107,7 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
 
     found = grown.start.state.opt_state
     assert int(found[1].count) == (0 if moments == "zeroed" else 2)
-    assert int(found[4].count) == 0  # the schedule begins anew
+    assert int(found[4].count) == 0  # the schedule restarts
     for kind in ("mu", "nu"):
         got = by_name(getattr(found[1], kind))
         old = by_name_repeated(getattr(state.opt_state[1], kind))
@@ -159,7 +159,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
         config = config_of(load_parameters_path=str(run), slot_num=10, **keys)
         resolved = resolve_growth(config, [])
         sharding = mesh.make_sharding_plan(config.mesh, jax.devices()[:1], config.model.pipeline)
-        rate = resolved.old_slots_learning_rate
+        rate = resolved.existing_slots_lr_scale
         built = setup_train(resolved.config, sharding, resolved.existing_slots, rate)
         params = program(resolved.config).random_state().params
         gradients = jax.tree.map(lambda x: x + number, params)
@@ -184,7 +184,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
 
 
 def test_one_array_at_a_time(tmp_path, monkeypatch):
-    """Beside the arrays of the new model there is one stored array, and no second model."""
+    """Besides the arrays of the new model there is one stored array, and no second model."""
 
     def nbytes(arrays):
         return sum(array.nbytes for array in arrays if not array.is_deleted())

@@ -67,7 +67,7 @@ def damaged(
 ) -> Iterator[tuple[bytes, int]]:
     """Contents with one or two damages each, and the offset of the first of them."""
     rng = random.Random(seed)
-    kinds = ["cut", "left out", "flipped", "zeroed", "repeated", *["inserted"] * 3 * bool(inserted)]
+    kinds = ["cut", "removed", "flipped", "zeroed", "repeated", *["inserted"] * 3 * bool(inserted)]
     for _ in range(number):
         found, first = _damage(content, rng, rng.choice(kinds), inserted)
         if found and rng.random() < 0.3:
@@ -82,7 +82,7 @@ def _damage(
     at, length = rng.randrange(len(content)), rng.randrange(1, 300)
     before, after, end = content[:at], content[at:], content[at + length :]
     changed = {
-        "cut": before, "left out": before + end,
+        "cut": before, "removed": before + end,
         "flipped": before + bytes([content[at] ^ 1 << rng.randrange(8)]) + after[1:],
         "zeroed": before + bytes(len(after) - len(end)) + end,
         "repeated": before + content[max(0, at - length) :],

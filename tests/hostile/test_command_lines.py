@@ -58,7 +58,7 @@ def run(program: str, arguments: list[str]) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory) -> Iterator[Path]:
-    """A folder of Hugging Face, a run and a data set, and some that are broken."""
+    """A Hugging Face checkpoint, a run and a data set, and some that are broken."""
     folder = tmp_path_factory.mktemp("above") / "place"  # ".." is read as a data set, too
     llama_folder(folder / "hf")
     before = Path.cwd()

@@ -81,7 +81,7 @@ def _damaged(tmp_path: Path, name: str, write: Callable[[Path, list[np.ndarray]]
 
 
 @pytest.mark.parametrize("name", [*_CHECKED, *_UNCHECKED])
-def test_damage_is_an_error_or_leaves_out_documents(tmp_path, name):
+def test_damage_is_an_error_or_skips_documents(tmp_path, name):
     checked = name in _CHECKED
     written, noticed = {ids.tobytes() for ids in DOCUMENTS}, 0
     for number, folder in enumerate(_damaged(tmp_path, name, {**_CHECKED, **_UNCHECKED}[name])):
@@ -92,7 +92,7 @@ def test_damage_is_an_error_or_leaves_out_documents(tmp_path, name):
             assert ids.tobytes() in written or not checked, folder
             assert ids.dtype == np.int32
             assert ids.min(initial=0) >= 0
-        # Damage of what nobody reads, such as padding, changes nothing.
+        # Damage of what no program reads, such as padding, changes nothing.
         noticed += bool(error) or (checked and len(whole) < len(DOCUMENTS))
         if not skip and not error:
             assert len(documents) == len(DOCUMENTS), f"{folder}: no error for lost documents"

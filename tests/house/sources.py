@@ -70,7 +70,7 @@ def main_of(program: str) -> Callable[[], int]:
 
 def run_main(program: str, arguments: Sequence[str]) -> int:
     """Runs the main of a program in this process; returns its exit code."""
-    # The environment says that the allocator is set, so the program does not start anew.
+    # The environment says that the allocator is set, so the program does not restart itself.
     environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
     with (
         mock.patch.dict(os.environ, environment),

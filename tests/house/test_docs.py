@@ -1,5 +1,6 @@
 """Commands of the README and the documentation: accepted, and run with small sizes."""
 
+import gzip
 import os
 import re
 import shlex
@@ -13,22 +14,27 @@ import pytest
 from MaxText.config.loading import load
 from MaxText.config.program_options import read_options
 from MaxText.conversion import request
+from MaxText.conversion.families import FAMILIES
 from MaxText.cost.plan_args import PlanOptions
 from MaxText.experiments import compare_args
 from tests import programs
-from tests.house.sources import REPOSITORY, main_of
+from tests.house.sources import REPOSITORY, main_of, shown
 from tests.house.test_language import ANY_RETIRED
+from tests.input_pipeline.token_store import token_files
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 # A fence after <!-- run: WORDS --> or <!-- not run: REASON -->. Words are further arguments, of all
-# its commands or of the program named before them, SIZES by name, and JAX_...= of the environment.
-# OLD=>NEW replaces text.
+# its programs of MaxText/ or of the one named before them, SIZES by name, and JAX_...= of the
+# environment. OLD=>NEW replaces text.
 FENCE = re.compile(
     r"(?:<!-- (not run|run):(.*?) ?-->\n+)?^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 COMMAND = re.compile(r"^(?:\S*python3? )MaxText/(\w+\.py)( .*)?$", re.MULTILINE)
-FOLLOWED = re.compile(r"README\.md|docs/(tutorials|how-to)/.*")
-MAX_NOT_RUN = 35  # commands that need what a test machine lacks; only fewer
+ANY_COMMAND = re.compile(
+    r"^ *(?:\$ +)?(?:[\w./]*python3? |bash |source \S+/|pip |maxtext-).*$", re.MULTILINE
+)
+FOLLOWED = [page for page in PAGES if re.match("README|docs/(tutorials|how-to)/", shown(page))]
+MAX_NOT_RUN = 11  # commands that need what a test machine lacks; only fewer
 
 # Arguments by name; a marker may use the names.
 SIZES = {
@@ -77,7 +83,7 @@ def _added(program: str, words: list[str]) -> list[str]:
     return added
 
 
-WITH_COMMANDS = {path.relative_to(REPOSITORY).as_posix(): commands(path) for path in PAGES}
+WITH_COMMANDS = {shown(path): commands(path) for path in PAGES}
 WITH_COMMANDS = {name: found for name, found in WITH_COMMANDS.items() if found}
 
 
@@ -111,27 +117,39 @@ def accept(program: str, arguments: list[str]) -> None:
             load(read_options(options, arguments)[1].configuration, program)
         case "train.py" if arguments[0] == "--from-maxtext":
             pass  # it reads a file of the user's
+        case "check_part.py":
+            assert (REPOSITORY / arguments[0]).is_file()
         case _:
             load(arguments, program)
 
 
 @pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_commands_are_accepted(page):
+def test_commands_are_accepted(page, capsys):
     for command in WITH_COMMANDS[page]:
         accept(command.program, command.arguments)
+    assert " is called " not in capsys.readouterr().err  # no old names
 
 
-def test_commands_are_run_or_say_why_not():
-    followed = {page: found for page, found in WITH_COMMANDS.items() if FOLLOWED.fullmatch(page)}
-    unmarked = [
-        f"{page}: {command.program} {shlex.join(command.arguments)}"
-        for page, found in followed.items()
-        for command in found
-        if command.small is None and not command.reason
-    ]
-    assert not unmarked
-    not_run = [command for found in followed.values() for command in found if command.reason]
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_commands_are_in_fences(page):
+    assert not ANY_COMMAND.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=shown)
+def test_commands_are_run_or_say_why_not(page):
+    fences = FENCE.findall(page.read_text(encoding="utf-8"))
+    assert not [fence for marker, _, fence in fences if not marker]
+
+
+def test_few_commands_are_not_run():
+    not_run = [command for path in FOLLOWED for command in commands(path) if command.reason]
     assert len(not_run) <= MAX_NOT_RUN
+
+
+def test_families_are_listed_in_order():
+    page = REPOSITORY / "docs" / "reference" / "model_families.md"
+    table = page.read_text(encoding="utf-8").partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)[1:] == list(FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +161,15 @@ def trained(tmp_path_factory, compilation_cache):
     shutil.copytree(REPOSITORY / "docs" / "how-to", folder / "corpus")
     shutil.copytree(folder / "corpus", folder / "domain")
     (folder / "prompts.jsonl").write_text('{"prompt": "A run"}\n')
+    (folder / "lambada_test.jsonl").write_text('{"text": "A run is a run"}\n')
+    (folder / "wiki.test.raw").write_text(" = A run = \n A run . \n")
+    with gzip.open(folder / "rows.jsonl.gz", "wt") as rows:
+        rows.write('{"content": "A run is a run."}\n' * 100)
+    ids = token_files.documents(0, [500] * 20, 512)
+    (folder / "pile_tfrecords").mkdir()
+    token_files.write_tfrecord(folder / "pile_tfrecords" / "train.tfrecord", ids)
+    token_files.write_megatron(folder / "pile_text_document", ids)
+    token_files.write_tar(folder / "shards-0000.tar", ids)
     environment = {**os.environ, "M_JAX_CACHE_DIR": str(compilation_cache)}
     gpt2 = [
         "model_name=gpt2-124m",
@@ -155,6 +182,8 @@ def trained(tmp_path_factory, compilation_cache):
          "tokenizer_vocab_size=512"],
         ["train.py", "configs/quickstart.yml", *SIZES["short"].split()],
         ["train.py", *gpt2],
+        ["train.py", "examples/moving_average.yml", *SIZES["short"].split(),
+         "base_num_decoder_layers=4"],
         ["convert.py", "from=maxtext_output/first", "to=hf:models/gpt2"],
         ["prepare_data.py", "prepare_source=domain/", "dataset_path=data/domain",
          "tokenizer_path=maxtext_output/quickstart/tokenizer"],
@@ -170,7 +199,7 @@ def clone(trained, tmp_path):
 
 
 def run(folder: Path, program: str, arguments: list[str], environment: dict[str, str]) -> None:
-    less = LESS_TEXT if any(word.startswith("configs/") for word in arguments) else {}
+    less = LESS_TEXT if any(word.endswith(".yml") for word in arguments) else {}
     ended = programs.run(program, arguments, folder, environment | less)
     assert ended.returncode == 0, (program, arguments, ended.stderr[-2000:])
     if program == "train.py":

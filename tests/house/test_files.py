@@ -2,7 +2,6 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections import Counter
 from importlib.metadata import packages_distributions
@@ -17,10 +16,11 @@ from tests.house.sources import (
     python_files,
     shown,
 )
+from tests.programs import ended, started
 from tests.seeded_faults.__main__ import all_faults
 
-MOST_LINES = 600
-MOST_LINES_OF_TRAIN = 300
+MAX_LINES = 600
+MAX_LINES_OF_TRAIN = 300
 FOLDERS = ("MaxText", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in python_files(folder)]
 ENTRY_SCRIPTS = {path for path in PACKAGE.glob("*.py") if is_program(path)}
@@ -31,8 +31,8 @@ def test_files_are_short():
     lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     largest = sorted(lines.items(), key=lambda item: -item[1])[:5]
     print("\n".join(f"{count:4d} lines: {name}" for name, count in largest))
-    assert not [name for name, count in lines.items() if count > MOST_LINES]
-    assert lines["MaxText/train.py"] <= MOST_LINES_OF_TRAIN
+    assert not [name for name, count in lines.items() if count > MAX_LINES]
+    assert lines["MaxText/train.py"] <= MAX_LINES_OF_TRAIN
 
 
 def test_names_say_what_is_inside():
@@ -112,7 +112,7 @@ def test_each_fault_applies_and_names_tests_that_exist():
                 assert f"def {part}(" in source or f"class {part}" in source, (fault.name, test)
 
 
-# Often installed beside us; whether they are in this environment must not matter.
+# Often installed next to this package; whether they are in this environment must not matter.
 OFTEN_INSTALLED = {
     "datasets",
     "evaluate",
@@ -130,12 +130,12 @@ OFTEN_INSTALLED = {
 def test_no_name_hides_another_module():
     # python MaxText/train.py puts MaxText/ first on the path until its first lines have run, and
     # so do debuggers and notebooks for longer.
-    ours = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    own = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     others = OFTEN_INSTALLED | set(sys.stdlib_module_names) | set(packages_distributions())
-    assert not ours & others
+    assert not own & others
 
 
-def test_the_configuration_is_checked_without_jax():
+def test_configuration_and_preparation_do_without_jax():
     modules = [
         ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
         for path in (PACKAGE / "config").glob("*.py")
@@ -143,13 +143,16 @@ def test_the_configuration_is_checked_without_jax():
     ]
     program = "\n".join(
         [
-            f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})",
+            "import sys",
             *(f"import {module}" for module in modules),
             "MaxText.config.loading.configure('quickstart.yml')",
             "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
+            "import MaxText.input_pipeline.prepare.prepare",
+            "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)",
         ]
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    with started(program, options=["-u"]) as process:
+        assert ended(process) == (0, "")
 
 
 # Package -> the packages and modules that it may import besides itself and the modules of MaxText
@@ -188,7 +191,7 @@ def test_imports_go_down():
         assert {one.split(".")[0] for one in below} <= {*list(BELOW)[:place]}, name
         for path in (PACKAGE / name).rglob("*.py"):
             for module in imported_modules(path):
-                ours = module.removeprefix("MaxText.")
-                if ours != module and ours.split(".")[0] in BELOW:
-                    allowed = any(f"{ours}.".startswith(f"{one}.") for one in (name, *below))
+                inside = module.removeprefix("MaxText.")
+                if inside != module and inside.split(".")[0] in BELOW:
+                    allowed = any(f"{inside}.".startswith(f"{one}.") for one in (name, *below))
                     assert allowed, f"{shown(path)} imports {module}"

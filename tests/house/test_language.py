@@ -2,10 +2,12 @@
 
 import ast
 import re
+import runpy
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from MaxText.config.catalog import keys_by_section
 from tests.house.sources import REPOSITORY, parsed, python_files, shown
 
 # Retired words and what replaces them. Names in stored files and keys that users type stay.
@@ -17,7 +19,7 @@ RETIRED = {
     r"(left|leaves?|leaving)[_ ]out": "skipped, excluded, omitted",
     r"written[_ ]out": "unrolled, expanded",
     r"(go(es|ing)?|went|gone)[_ ]back([_ ](to|at|behind))?": "roll back",
-    r"(?<![\"`|])(rewinds?|rewound)(?![\"`|]|\.json)": "rollback",
+    r"(?<![\"`|])(rewinds?|rewound)(?![\"`|]|\.json|_\w+: rollback\.|: rollback\.)": "rollback",
     r"(?<!there )(is|are) no (?!longer|more|less|worse|better|later|larger)[a-z]+": "is not",
     r"mend(s|ed|ing)?": "fix",
     r"filler(_id)?|filling(?! in\b)": "padding",
@@ -30,18 +32,18 @@ RETIRED = {
     r"need not be there|that (is|are) not there|what is there": "absent, existing",
     r"(?<!self-)heal(s|ed|ing)?|may_heal": "recover",
     r"may_pass|is_passing": "is_transient",
-    r"steady_(?!state)\w+": "retrying",
-    r"import meanwhile": "run_periodically",
+    r"steady_(?!state)\w+|(?-i:Steady(?!State)[A-Z]\w+)": "retrying",
+    r"meanwhile(\.py|\(|\.meanwhile)|import meanwhile": "run_periodically",
     r"cut[_ ]short": "truncated",
-    r"(?<!\.)(?<!_)given[_ ]up|give_up": "failed permanently",
+    r"(?<!\.)given[_ ]up|give_up": "failed permanently",
     r"settle[sd]?|settling": "resolve",
     r"verdicts?|is_sound|sound updates?": "decision, accepted steps",
     r"troubles?": "failure, divergence",
     r"good (checkpoint|step|state)s?|good_steps|(latest|last|mark)[_ ]good": "healthy checkpoint",
     r"pictures?": "figure, plot",
     r"folders? of Hugging Face": "Hugging Face checkpoint",
-    r"of (ours|theirs)": "this project's",
-    r"reason, in words": "as text",
+    r"(of )?(ours|theirs)": "this project's, the expected",
+    r"(?<!for word )in words(?!\.\w)": "as text",
     r"mistakes? of the user": "user error",
     r"no whole number": "not an integer",
     r"sums? over depth|depth[_ ]sums?": "depth aggregation",
@@ -59,14 +61,17 @@ RETIRED = {
     r"for ever|as long as it lasts": "indefinitely",
     r"texts? at once": "batch size",
     r"imports no jax": "nothing: a test checks it",
-    r"places?_[BDLNST]+|num_places": "positions_*",
+    r"(?-i:places?_[A-Z]+)|num_places": "positions_*",
     r"(made|makes?) (again|anew)|computed? again|computes again": "recomputed",
     r"kept for the backward pass": "saved for the backward pass",
     r"\w*(normalis|tokenis|initialis|serialis|optimis(?!m)|materialis)\w*": "American spelling",
-    r"\w*colour\w*|centred?|centring": "American spelling",
+    r"\w*colour\w*|centre\w*|centring": "American spelling",
 }
-ANY_RETIRED = re.compile(rf"\b(?:{'|'.join(RETIRED)})\b", re.IGNORECASE)
-SPEAKING = ("MaxText", "benchmarks", "examples", "configs", "docs", "*.md", "tests/README.md")
+# Parts of identifiers are words too.
+ANY_RETIRED = re.compile(rf"(?<![a-z])(?:{'|'.join(RETIRED)})(?![a-z])", re.IGNORECASE)
+SPEAKING = ("MaxText", "benchmarks", "examples", "configs", "docs", "tests", "*.md")
+
+QUOTING = ("tests/house/test_language.py",)
 
 # A first line is a verb and its object or a noun phrase, not a clause about the name.
 MAX_FIRST_LINE = 72
@@ -77,13 +82,18 @@ CLAUSE = re.compile(
 
 MAX_WORDS_OF_SENTENCE = 30
 MAX_WORDS_OF_PAGE = 1000
-MAX_WORDS = 30_000  # docs/ and README.md, with the generated reference of keys
-GENERATED = REPOSITORY / "docs" / "reference" / "configuration.md"
-PAGES = [
-    page
-    for page in (REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md")))
-    if page.parent.name != "generated"
-]
+MAX_WORDS = 30_000  # docs/ and README.md, with all generated pages
+GENERATED = "docs/reference/configuration.md"
+
+
+def pages() -> dict[str, str]:
+    """The pages of the documentation: those of the repository and those of the site's build."""
+    written = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    conf = runpy.run_path(str(REPOSITORY / "docs" / "conf.py"))
+    texts = {shown(page): page.read_text(encoding="utf-8") for page in written}
+    return texts | {
+        f"docs/reference/generated/{name}": text for name, text in conf["pages"]().items()
+    }
 
 
 def texts() -> Iterator[Path]:
@@ -91,7 +101,7 @@ def texts() -> Iterator[Path]:
     command = ["git", "ls-files", "--", *SPEAKING]
     listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True)
     for name in listed.stdout.splitlines():
-        if name.endswith((".py", ".md", ".yml")) and "golden" not in name:
+        if name.endswith((".py", ".md", ".yml", ".ambr")) and name not in QUOTING:
             yield REPOSITORY / name
 
 
@@ -149,20 +159,27 @@ def sentences(page: str) -> Iterator[str]:
 
 def test_sentences_are_short():
     others = ("CHANGELOG.md", "CONTRIBUTING.md", "tests/README.md")
-    pages = [*PAGES, *(REPOSITORY / name for name in others)]
+    texts = pages() | {name: (REPOSITORY / name).read_text(encoding="utf-8") for name in others}
     found = [
-        f"{shown(page)}: {sentence}"
-        for page in pages
-        if page != GENERATED
-        for sentence in sentences(page.read_text(encoding="utf-8"))
+        (name, sentence)
+        for name, text in texts.items()
+        for sentence in sentences(text)
+        if words(sentence) > MAX_WORDS_OF_SENTENCE
+    ]
+    # In help texts, the values of a key begin sentences in lower case.
+    keys = [key for section in keys_by_section().values() for key in section]
+    found += [
+        (key.name, sentence)
+        for key in [*keys, *(entry for key in keys for entry in key.entries.values())]
+        for sentence in re.split(r"(?<=\.)\s", key.help)
         if words(sentence) > MAX_WORDS_OF_SENTENCE
     ]
     assert not found
 
 
 def test_pages_are_short():
-    of_page = {shown(page): words(page.read_text(encoding="utf-8")) for page in PAGES}
+    of_page = {name: words(text) for name, text in pages().items()}
     print(sum(of_page.values()), "words")
     assert sum(of_page.values()) <= MAX_WORDS
-    of_page.pop(shown(GENERATED))
+    of_page.pop(GENERATED)
     assert not {name: count for name, count in of_page.items() if count > MAX_WORDS_OF_PAGE}

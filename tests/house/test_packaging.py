@@ -41,7 +41,7 @@ def pinned(python: str) -> dict[str, str]:
             name = canonicalize_name(pin.name)
             assert name not in versions, f"{name} is pinned twice for Python {python}"
             (specifier,) = pin.specifier
-            assert specifier.operator == "==", f"{pin} is no exact version"
+            assert specifier.operator == "==", f"{pin} is not an exact version"
             versions[name] = specifier.version
     return versions
 
@@ -108,7 +108,7 @@ def test_ci_runs_the_commands_of_the_readme():
     # The same two programs, so that what the README promises is what is checked.
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     ci = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
-    assert "    bash setup.sh && .venv/bin/python -m pytest -n auto\n" in readme
+    assert "\nbash setup.sh && .venv/bin/python -m pytest -n auto\n" in readme
     assert re.search(r"^bash setup\.sh$", ci, re.MULTILINE)
     assert re.search(r"^\.venv/bin/python -m pytest -n auto$", ci, re.MULTILINE)
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)

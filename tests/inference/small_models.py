@@ -1,4 +1,4 @@
-"""Tiny folders of Hugging Face with a tokenizer, and runs imported from them."""
+"""Tiny Hugging Face checkpoints with a tokenizer, and runs imported from them."""
 
 import json
 from pathlib import Path

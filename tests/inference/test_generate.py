@@ -40,7 +40,7 @@ def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
     return [found[number] for number in range(len(prompts))]
 
 
-def test_greedy_is_the_likeliest_token_of_the_whole_forward_pass(small):
+def test_greedy_is_the_argmax_of_the_whole_forward_pass(small):
     model, params, _, engine = small
     found = completions(engine(GREEDY), StoppingCriteria(10))
     for prompt, completion in zip(PROMPTS, found, strict=True):

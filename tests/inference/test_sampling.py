@@ -82,7 +82,7 @@ def test_repetition_penalty_pushes_both_signs_down():
     np.testing.assert_allclose(p_BV[0], scipy.special.softmax([0.25, -2, 0.25, 0]), rtol=1e-5)
 
 
-def test_greedy_takes_the_lowest_of_the_likeliest_and_knows_only_the_penalty():
+def test_greedy_takes_the_lowest_of_equal_maxima_and_knows_only_the_penalty():
     greedy = Params(temperature=0, repetition_penalty=2, **ALL_FILTERS)
     logits_BV = jnp.array([[1.0, 3, 3, 2], [1, 3, 3, 2], [-jnp.inf, -5, -4, -jnp.inf]])
     generated_BV = jnp.array([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 1, 0]], bool)
@@ -201,10 +201,10 @@ def test_distributions_are_those_of_transformers(options):
     ]
     logits_BV = random_logits((8, 200))
     history_BT = np.random.default_rng(1).integers(0, 200, (8, 30))
-    theirs_BV = torch.tensor(np.array(logits_BV))
+    expected_BV = torch.tensor(np.array(logits_BV))
     for step in steps:
-        theirs_BV = step(torch.tensor(history_BT), theirs_BV)
+        expected_BV = step(torch.tensor(history_BT), expected_BV)
     generated_BV = np.zeros((8, 200), bool)
     np.put_along_axis(generated_BV, history_BT, True, axis=-1)
-    ours_BV = distribution(logits_BV, Params(**options), generated_BV)
-    np.testing.assert_allclose(ours_BV, theirs_BV.softmax(-1).numpy(), rtol=2e-5, atol=1e-9)
+    actual_BV = distribution(logits_BV, Params(**options), generated_BV)
+    np.testing.assert_allclose(actual_BV, expected_BV.softmax(-1).numpy(), rtol=2e-5, atol=1e-9)

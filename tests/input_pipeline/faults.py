@@ -1,4 +1,4 @@
-"""Ways to break the files of a run while it reads them, and to mend them again."""
+"""Ways to break the files of a run while it reads them, and to restore them."""
 
 import contextlib
 from pathlib import Path
@@ -37,17 +37,17 @@ def undisturbed(folder, keys, count=20):
     return take(opened(folder, keys), count)
 
 
-class Mend:
-    """Takes the lines of a run, and calls `mend` at the n-th one about a failed try."""
+class Repair:
+    """Takes the lines of a run, and calls `repair` at the n-th one about a failed try."""
 
-    def __init__(self, mend, at: int = 1):
+    def __init__(self, repair, at: int = 1):
         self.lines: list[str] = []
-        self._mend, self._at = mend, at
+        self._repair, self._at = repair, at
 
     def __call__(self, line: str) -> None:
         self.lines.append(line)
         if " Try " in line and sum(" Try " in line for line in self.lines) == self._at:
-            self._mend()
+            self._repair()
 
 
 def moved(files):

@@ -14,7 +14,7 @@ from MaxText.config.catalog import unflatten
 from MaxText.config.data_sections import DataConfig
 from MaxText.config.schema import Config
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
-from MaxText.input_pipeline.iterator import BatchIterator, EvalBatches
+from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.input_pipeline.token_store.manifest import (
@@ -27,6 +27,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     TokenizerEntry,
     unigram_entropy,
 )
+from MaxText.input_pipeline.token_store.store import checksums_name, file_checksums
 from MaxText.layers.batch import Batch
 
 VOCAB_SIZE = 50_000
@@ -101,13 +102,17 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
         files.append(
             RecordFile(name=path.name, num_bytes=size, num_records=records, num_tokens=of_file.size)
         )
+    if file_format == "bin":
+        checksums = [file_checksums(folder / file.name) for file in files]
+        np.save(folder / f"{checksums_name()}.npy", np.concatenate(checksums))
     np.save(folder / "document_offsets.npy", offsets)
     np.save(folder / "document_rows.npy", np.arange(len(documents), dtype=np.int32))
     (folder / "source_files.json").write_text(json.dumps([[0, "numbers.txt"]]))
     return Split(
         files=tuple(files), num_tokens=ids.size, num_documents=len(documents),
-        num_text_bytes=3 * ids.size, unigram_entropy=round(unigram_entropy(np.bincount(ids)), 6),
-        largest_id=int(ids.max()), tokens_sha256=hashlib.sha256(ids).hexdigest(),
+        num_text_bytes=3 * ids.size, max_token_id=int(ids.max()),
+        unigram_entropy_nats=round(unigram_entropy(np.bincount(ids)), 6),
+        tokens_sha256=hashlib.sha256(ids).hexdigest(),
         offsets_sha256=hashlib.sha256(offsets.astype("<i8")).hexdigest(),
     )  # fmt: skip
 
@@ -129,7 +134,7 @@ def run_config(data, masking=None, **keys) -> Config:
 
 def open_train(
     data, batch: int = 8, host: int = 0, hosts: int = 1, schedule=None, log=quiet, **keys
-) -> BatchIterator:
+) -> TrainIterator:
     schedule = schedule or BatchSchedule.constant(batch, LENGTH)
     config = run_config(data, max_target_length=schedule.window, **keys)
     return make_train_iterator(config, schedule, (host, hosts), log)

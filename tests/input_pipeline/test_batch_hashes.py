@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.data_sections import MaskingConfig
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from tests.input_pipeline.small_data import (
     LENGTH,
     data_keys,
@@ -31,7 +31,12 @@ from tests.input_pipeline.token_store import token_files
 HASHES = Path(__file__).with_name("batch_hashes.json")
 MASKED = {"masking": MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})}
 RAMPED = BatchSchedule(
-    (Stage(0, 4, LENGTH // 2), Stage(2, 8, LENGTH // 2), Stage(3, 8, LENGTH)), LENGTH
+    (
+        ScheduleStage(0, 4, LENGTH // 2),
+        ScheduleStage(2, 8, LENGTH // 2),
+        ScheduleStage(3, 8, LENGTH),
+    ),
+    LENGTH,
 )
 MIX = [("a", 1, "chunks", 1.0), ("b", 2, "documents_random", 2.5), ("c", 1, "documents_fixed", 0.7)]
 
@@ -65,8 +70,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hashed")
     for seed, name in enumerate("abc"):
         splits = {"train": random_documents(seed, 90, 50), "validation": random_documents(9, 9, 50)}
-        write_data_set(folder / name, splits, file_format="bin")
-    write_data_set(folder / "chunked", {"train": random_documents(0, 90, 50)})
+        write_data_set(folder / name, splits)
+    train = {"train": random_documents(0, 90, 50)}
+    write_data_set(folder / "chunked", train, file_format="array_record")
     (folder / "m").mkdir()
     token_files.write_megatron(folder / "m" / "m", random_documents(4, 90, 50))
     documents = random_documents(5, 90, 50)

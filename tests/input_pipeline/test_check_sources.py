@@ -7,7 +7,6 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.input_pipeline import data_sources as sources
-from MaxText.input_pipeline.token_store.manifest import find_split
 from tests.input_pipeline.small_data import denying, numbered_documents, write_data_set
 from tests.programs import run
 from tests.refusals import refused
@@ -33,6 +32,7 @@ def test_valid_data(folder):
     ("damage", "arguments", "message"),
     [
         (lambda d: (d / "manifest.json").write_text("{"), [], r"manifest\.json.*damaged"),
+        (lambda d: (d / "manifest.json").write_text('{"schema_version": 99}'), [], "version 99"),
         (lambda d: next(d.rglob("*.bin")).unlink(), [], r"\.bin cannot be read \(No such file"),
         (None, ["vocab_size=10"], "vocab_size=10"),
         (None, ["eval_interval=5"], "validation"),
@@ -59,10 +59,3 @@ def test_checked_before_devices_are_looked_for(tmp_path, users_environment):
     result = run("train.py", arguments, tmp_path, users_environment)
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("error: dataset_path=nowhere")
-
-
-def test_missing_split_names_the_remedy(tmp_path):
-    splits = dict.fromkeys(("test", "train"), numbered_documents([8, 4]))
-    manifest, folder = write_data_set(tmp_path / "d", splits), str(tmp_path / "d")
-    message = r"validation.* test, train\).*validation_fraction above 0.*eval_interval=-1"
-    refused(message, find_split, manifest, folder, "validation", "eval_split")

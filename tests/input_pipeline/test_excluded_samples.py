@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -21,7 +21,9 @@ from tests.input_pipeline.small_data import (
     write_data_set,
 )
 
-PLAN = BatchSchedule((Stage(0, 4, 16), Stage(5, 8, 8), Stage(12, 8, 16)), window=LENGTH)
+PLAN = BatchSchedule(
+    (ScheduleStage(0, 4, 16), ScheduleStage(5, 8, 8), ScheduleStage(12, 8, 16)), window=LENGTH
+)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +122,7 @@ def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
     run.exclude(15, 16)
     run.exclude(first, end)
     if exclude_first:
-        assert run.position["excluded"] == []  # nothing was left out so far
+        assert run.position["excluded"] == []  # nothing was excluded so far
         run.resume(saved)
     assert run.position["samples"] == 16
     assert run.position["excluded"] == [[first, end]]

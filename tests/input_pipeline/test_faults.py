@@ -15,7 +15,7 @@ from MaxText.input_pipeline import prefetch
 from tests.input_pipeline.faults import (
     IN_PLACE,
     KINDS,
-    Mend,
+    Repair,
     changed,
     failing_reads,
     kept_files,  # noqa: F401
@@ -36,7 +36,7 @@ def of_kind(*kinds):
 def test_files_that_come_back_leave_the_batches_the_same(kept, fault):
     folder, files, keys = kept
     expected = undisturbed(folder, keys)
-    log = Mend(lambda: restore(), at=2)
+    log = Repair(lambda: restore(), at=2)
     iterator = opened(folder, keys, log)
     restore = moved(files)
     if fault == "cut":  # new files, so that one who keeps them open does not see the whole ones
@@ -57,13 +57,13 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
     expected = undisturbed(folder, keys)
     stuck = [folder.parent / f"{file.name}.stuck" for file in files]
 
-    def mend():
+    def repair():
         for file, pipe in zip(files, stuck, strict=True):
             file.rename(pipe)
         restore()
 
     keys = keys | {"data_retry.timeout": 0.3, "data_retry.attempts": 60}
-    iterator = opened(folder, keys, Mend(mend))
+    iterator = opened(folder, keys, Repair(repair))
     restore = moved(files)
     for file in files:
         os.mkfifo(file)  # opening it waits for a writer
@@ -74,11 +74,21 @@ def test_a_read_that_hangs_is_abandoned(kept, monkeypatch):
 
 
 @of_kind("prepared_bin")
+def test_a_mapped_file_that_is_cut(kept):
+    folder, _, keys = kept
+    expected = undisturbed(folder, keys)
+    iterator = opened(folder, keys, Repair(lambda: restore(), at=2))
+    restore = changed([folder / "train" / "document_offsets.npy"], lambda content: content[:200])
+    assert_same(take(iterator, 20), expected)
+    assert re.findall("document_offsets.npy is damaged", "".join(iterator.retries.drain()))
+
+
+@of_kind("prepared_bin")
 def test_evaluation_retries_too(kept):
     folder, files, keys = kept
     data = data_keys(folder, eval_split="train", **keys)
     expected = list(open_eval(data, batch=4))
-    evaluation = open_eval(data, batch=4, log=Mend(lambda: restore()))
+    evaluation = open_eval(data, batch=4, log=Repair(lambda: restore()))
     restore = moved(files)
     assert_same(evaluation, expected)
     assert "Step 0" in evaluation.retries.drain()[0]
@@ -89,20 +99,13 @@ def test_evaluation_retries_too(kept):
 @of_kind("megatron")
 def test_a_missing_file_ends_the_run_after_all_tries(kept):
     folder, files, keys = kept
-    log = Mend(lambda: None)
+    log = Repair(lambda: None)
     iterator = opened(folder, keys | {"data_retry.attempts": 3}, log)
     restore = moved(files)
     refused(r"after 4 tries .*ids\.bin", next, iterator)
     assert sum(" Try " in line for line in log.lines) == 3
-    # After the files are back the iterator goes on.
+    # After the files are back the iterator goes on, and at the same step after another failure.
     restore()
-    assert_same(take(iterator, 20), undisturbed(folder, keys))
-
-
-@of_kind("megatron")
-def test_a_failed_read_goes_on_at_the_same_step(kept):
-    folder, _, keys = kept
-    iterator = opened(folder, keys | {"data_retry.attempts": 2})
     with failing_reads(1, from_step=9):
         assert_same(take(iterator, 20), undisturbed(folder, keys))
 
@@ -120,7 +123,7 @@ def test_other_data_of_the_same_name_are_refused(kept):
     iterator = opened(folder, keys | {"data_retry.attempts": 2})
     with (
         failing_reads(1, from_step=4, then=replace, path=str(files[0])),
-        pytest.raises(UserError, match="another batch"),
+        pytest.raises(UserError, match=r"another batch|is damaged"),
     ):
         take(iterator, 20)
 
@@ -209,7 +212,7 @@ def test_a_mistake_is_not_retried(kept, fault, monkeypatch):
 def test_reader_processes(kept):
     folder, files, keys = kept
     expected = undisturbed(folder, keys, 40)
-    iterator = opened(folder, keys | {"grain_worker_count": 2}, Mend(lambda: restore()))
+    iterator = opened(folder, keys | {"grain_worker_count": 2}, Repair(lambda: restore()))
     restore = moved(files)
     batches = list(itertools.islice(iterator, 5))
     assert "Step 0" in iterator.retries.drain()[0]

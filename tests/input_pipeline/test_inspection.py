@@ -1,5 +1,7 @@
 """inspect_data.py: every number it shows, against plain NumPy."""
 
+import functools
+import re
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +43,7 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     found = measure_tokens(store, ALL, seen.append)
     stream = np.concatenate(documents)
     assert found.num_read == sum(seen) == stream.size
-    assert (found.smallest_id, found.largest_id) == (stream.min(), stream.max())
+    assert (found.smallest_id, found.max_token_id) == (stream.min(), stream.max())
     assert found.largest_at == stream.argmax()
 
 
@@ -52,7 +54,7 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     store = open_data(tmp_path / "set", tmp_path).store
     found = measure_tokens(store, 350, quiet)
     # Blocks 0, 3, and 6 of ten.
-    assert (found.num_read, found.smallest_id, found.largest_id) == (300, 1, 700)
+    assert (found.num_read, found.smallest_id, found.max_token_id) == (300, 1, 700)
     assert measure_tokens(store, 1, quiet).num_read == 100
 
 
@@ -120,7 +122,7 @@ def test_tokens_are_shown_as_text_or_ids(tmp_path):
     keys = {"dataset_path": str(tmp_path / "set"), "vocab_size": 300, "mlm.mask_id": 258, **masks}
     first = f"8 targets of 8\n  numbers.txt, row 0: tokens 0 to 8\n  | {'<pad>' * 8}\n"
     assert f"Sequence 0: {first}" in shown_batch(mlm_training=True, **keys)
-    # Records are shown as text by the tokenizer beside them, without one as ids.
+    # Records are shown as text by the tokenizer next to them, without one as ids.
     tokenizer = load_tokenizer("bytes")
     (ids,) = tokenizer.encode(["some text"])
     path = tmp_path / "validation.tfrecord"  # named for evaluation, but the only one
@@ -129,6 +131,20 @@ def test_tokens_are_shown_as_text_or_ids(tmp_path):
     assert "  | 115 111" in shown_batch(**keys)
     tokenizer.save(tmp_path)
     assert "  | some tex" in shown_batch(**keys)
+
+
+def test_checksums_are_compared(tmp_path):
+    text_set(tmp_path / "set")
+    lines: list[str] = []
+    opened = functools.partial(inspection, lines.append, dataset_path=str(tmp_path / "set"))
+    opened().show_statistics(ALL)
+    (tmp_path / "set/train/tokens_crc32c.npy").unlink()  # as in sets of earlier versions
+    opened().show_statistics(ALL)
+    shown = re.findall("Checksums: (.*), ", "\n".join(lines))
+    assert shown == ["CRC-32C of every 4 KiB", "SHA-256 of the manifest"]
+    path = tmp_path / "set/train/tokens-00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    refused("set is damaged: .*tokens_sha256", opened().show_statistics, ALL)
 
 
 def test_mistakes(tmp_path):

@@ -226,7 +226,7 @@ def test_padding_is_reported(sizes, packing, said, tmp_path):
     assert share == 0.5 if not packing else share > 0.6
 
 
-def test_records_that_are_left_out_are_told(tmp_path):
+def test_skipped_records_are_reported(tmp_path):
     path = tmp_path / "train.tfrecord"
     token_files.write_tfrecord(path, [np.arange(1, 30), np.arange(30, 90), np.arange(90, 99)])
     content = bytearray(path.read_bytes())
@@ -249,7 +249,7 @@ def test_a_far_step_reads_no_more_than_the_first(folder, monkeypatch):
     iterator.seek(10**6)
     spy.assert_not_called()
     take(iterator, 1)
-    # The one that was taken, and those that are ready or on their way.
+    # The one that was taken, and those that are ready or in flight.
     assert spy.call_count <= 1 + prefetch.BATCHES_READY
     assert iterator.position["step"] == 10**6 + 1
 
@@ -301,15 +301,9 @@ def test_evaluation_reads_the_split_once_in_order_each_time(folder, numbered):
     assert not batch.loss_mask_BT[10:].any()
 
 
-def test_manifests_of_later_versions_are_refused(folder, tmp_path):
-    manifest = json.loads((folder / MANIFEST_NAME).read_text())
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest | {"schema_version": 99}))
-    refused("schema_version 99", open_train, data_keys(tmp_path))
-
-
 def test_mistakes(folder, tmp_path, told):
     split = read_manifest(str(folder)).splits["train"]
-    largest, tokens = split.largest_id or 0, split.num_tokens
+    largest, tokens = split.max_token_id or 0, split.num_tokens
     (tmp_path / "empty").mkdir()
     write_data_set(tmp_path / "single", {"train": numbered_documents([1])})
     data = data_keys(folder)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.config.data_sections import MaskingConfig
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from tests.input_pipeline.faults import failing_reads
 from tests.input_pipeline.sequences.test_order import RANGES
 from tests.input_pipeline.small_data import (
@@ -89,7 +89,10 @@ def test_position_gives_the_same_batches_on_any_hosts(
     sets, cache, run, excluded, share, stop, hosts
 ):
     data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), **{"data_retry.delay": 0.0})
-    plan = BatchSchedule((Stage(0, 4, 16), Stage(4, 4 * share, 8), Stage(9, 4, 16)), window=LENGTH)
+    plan = BatchSchedule(
+        (ScheduleStage(0, 4, 16), ScheduleStage(4, 4 * share, 8), ScheduleStage(9, 4, 16)),
+        window=LENGTH,
+    )
     options = {"schedule": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)
     # Host 1 of 2 wrote the position; any number of hosts resumes from it.
@@ -140,7 +143,11 @@ def test_each_target_counts_once_per_epoch_after_its_predecessor(
     token_files.write_megatron(folder / "d", documents)
     plan = BatchSchedule.constant(batch, length)
     if staged:
-        stages = (Stage(0, batch, length // 2), Stage(2, batch + 1, length), Stage(5, 1, length))
+        stages = (
+            ScheduleStage(0, batch, length // 2),
+            ScheduleStage(2, batch + 1, length),
+            ScheduleStage(5, 1, length),
+        )
         plan = BatchSchedule(stages, length)
     keys = {"enable_data_shuffling": shuffle, "cross_document_attention": attend, **packing}
     data = data_keys(folder, num_epoch=2, data_cache_dir=str(cache), **keys)

@@ -10,7 +10,7 @@ from MaxText.launchers import supervision
 from MaxText.launchers.local_processes import process_env
 from MaxText.launchers.options import LocalOptions
 from MaxText.launchers.supervision import combined_exit_code, is_restartable
-from tests.runtime.child_programs import ended, started, wait_for
+from tests.programs import ended, started, wait_for
 
 # Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
 WORKER = """
@@ -89,10 +89,10 @@ def test_all_are_started_again_on_another_port(run, capsys):
 @pytest.mark.parametrize(
     ("ends", "number", "max_restarts", "code", "starts"),
     [
-        (["0:76", "1:2"], 2, 3, 2, 1),  # another start does not mend a mistake
+        (["0:76", "1:2"], 2, 3, 2, 1),  # another start does not correct a mistake
         (["0:hang", "1:-9"], 2, 0, 128 + signal.SIGKILL, 1),
         (["76"], 1, 2, exit_codes.STALLED, 3),
-        (["76", "saved76", "76", "0"], 1, 2, 0, 4),  # a checkpoint begins the count anew
+        (["76", "saved76", "76", "0"], 1, 2, 0, 4),  # a checkpoint restarts the count
         (["76", "begun76", "76", "0"], 1, 2, exit_codes.STALLED, 3),
         (["75"], 1, 0, exit_codes.PREEMPTED, 1),
     ],

@@ -71,7 +71,7 @@ def test_what_reaches_gcloud_and_the_run(launch, shown):
         ("RESOURCE_EXHAUSTED: Quota limit 'TPUS' has been exceeded", 1),
     ],
 )
-def test_what_waiting_does_not_mend_is_not_waited_for(gcloud, launch, shown, errors, calls):
+def test_only_transient_failures_are_waited_for(gcloud, launch, shown, errors, calls):
     gcloud.will_answer(*[(1, "", errors)] * 5)
     with pytest.raises(UserError, match=r"tpu-vm create pod .* code 1"):
         launch().create()

@@ -99,8 +99,8 @@ def test_memories_are_keys_that_all_see():
         for m, x in zip(kept, (k, v), strict=True)
     ]
     memory = tuple(map(jnp.float32, kept))
-    ours = softmax(q, k, v, AttentionSpec(), segments_BT=segments, memory=memory, block_size=8)
-    np.testing.assert_allclose(ours, dense(q, *whole, mask), atol=2e-6)
+    actual = softmax(q, k, v, AttentionSpec(), segments_BT=segments, memory=memory, block_size=8)
+    np.testing.assert_allclose(actual, dense(q, *whole, mask), atol=2e-6)
 
 
 def linear_by_definition(q, k, v, segments, epsilon, xp=np):
@@ -126,8 +126,8 @@ def linear(q, k, v, segments_BT, *, chunk, epsilon=0.1):
 @pytest.mark.parametrize(("length", "chunk"), [(1, 4), (23, 5), (24, 8)])
 def test_linear_attention(length, chunk):
     q, k, v, segments = projected(length)
-    ours = linear(*map(jnp.float32, (q, k, v)), segments, chunk=chunk)
-    np.testing.assert_allclose(ours, linear_by_definition(q, k, v, segments, 0.1), atol=2e-6)
+    actual = linear(*map(jnp.float32, (q, k, v)), segments, chunk=chunk)
+    np.testing.assert_allclose(actual, linear_by_definition(q, k, v, segments, 0.1), atol=2e-6)
 
 
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -155,14 +155,14 @@ def test_gradient_of_linear_attention():
     q, k, v, segments = projected(12)
     arrays = tuple(map(jnp.float32, (q, k, v)))
 
-    def ours(q, k, v):
+    def actual(q, k, v):
         return (linear(q, k, v, segments, chunk=5) ** 2).sum()
 
     def quadratic(q, k, v):
         return (linear_by_definition(q, k, v, segments, 0.1, jnp) ** 2).sum()
 
     with jax.default_matmul_precision("highest"):
-        gradients = jax.jit(lambda *x: [jax.grad(f, (0, 1, 2))(*x) for f in (ours, quadratic)])
+        gradients = jax.jit(lambda *x: [jax.grad(f, (0, 1, 2))(*x) for f in (actual, quadratic)])
         for found, expected in zip(*gradients(*arrays), strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
 
@@ -170,7 +170,7 @@ def test_gradient_of_linear_attention():
 def test_bidirectional_linear_attention():
     q, k, v, segments = projected(20)
     with jax.default_matmul_precision("highest"):
-        ours = jax.jit(bidirectional_linear_attention)(
+        actual = jax.jit(bidirectional_linear_attention)(
             *map(jnp.float32, (q, k, v)), segments_BT=segments
         )
     k, v = (np.repeat(x, N // K, axis=2) for x in (k, v))
@@ -178,8 +178,8 @@ def test_bidirectional_linear_attention():
     same = segments[:, :, None] == segments[:, None]
     weights = same[:, :, :, None, None] * np.exp(k)[:, None]
     weights = weights / weights.sum(2, keepdims=True)  # over the tokens that t sees
-    theirs = np.einsum("btnh,btsnh,bsni->btni", phi, weights, v)
-    np.testing.assert_allclose(ours, theirs, atol=2e-6)
+    reference = np.einsum("btnh,btsnh,bsni->btni", phi, weights, v)
+    np.testing.assert_allclose(actual, reference, atol=2e-6)
 
 
 def test_slopes():

@@ -116,8 +116,8 @@ def test_shared_layers_are_layers_with_the_same_weights():
     def logits(params, repeated):
         return shared.merge(params)(batch), model.merge(repeated)(batch)
 
-    ours, theirs = logits(params, repeated)
-    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    actual, reference = logits(params, repeated)
+    np.testing.assert_allclose(actual, reference, atol=1e-5)
 
 
 @pytest.mark.parametrize(

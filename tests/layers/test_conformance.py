@@ -33,7 +33,7 @@ def kinds(*names: str, repeats: int = 1) -> dict[str, Any]:
     return {"attention_types": [[list(names), repeats]]} | window
 
 
-# Several chunks: of one alone the state has no gradient, which the formula does not leave out.
+# Several chunks: of one alone the state has no gradient, which the formula counts.
 LINEAR = kinds("linear", "global") | {"linear_attention.chunk": 5}
 
 # name -> (decoder_block, keys)
@@ -119,7 +119,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def sums_as_products():
-    """Sums over depth that a traced program shows as products, forward as they are backward."""
+    """Depth aggregates that a traced program shows as products, forward as they are backward."""
 
     def product(weights_BTCS, sources, scales_SD):
         states_SBTD = jnp.stack(depth_aggregate._to_f32(sources, scales_SD))

@@ -1,4 +1,4 @@
-"""Sums over depth: every form against sums written down naively, values and gradients."""
+"""Depth aggregation: every form against sums written down naively, values and gradients."""
 
 import functools
 from types import SimpleNamespace
@@ -93,14 +93,14 @@ def test_values_and_gradients(form, dtype, has_scales):
     step = 2e-6 if dtype == "float32" else 2.0**-7
     np.testing.assert_allclose(value, expected_value, rtol=1e-5 if dtype == "float32" else 1e-3)
     leaves = map(jax.tree.leaves, (gradients, expected_gradients))
-    for ours, theirs in zip(*leaves, strict=True):
-        assert ours.dtype == theirs.dtype
-        ours, theirs = np.float32(ours), np.float32(theirs)
-        np.testing.assert_allclose(ours, theirs, atol=2 * step * np.abs(theirs).max())
+    for actual, reference in zip(*leaves, strict=True):
+        assert actual.dtype == reference.dtype
+        actual, reference = np.float32(actual), np.float32(reference)
+        np.testing.assert_allclose(actual, reference, atol=2 * step * np.abs(reference).max())
 
 
 def test_gradients_of_other_backends():
-    """CPU has another form of the gradients of sums one by one, so theirs is tried alone."""
+    """CPU has another form of the gradients of sums one by one, tried alone here."""
     weights, _, sources, scales = given(jnp.float32)
     streams = [sources[c % S] * (c + 1) for c in range(C)]
 
@@ -168,7 +168,7 @@ def test_kernels_lower():
     assert text.count("custom_call") >= 6
 
 
-# Ways 1 and 3 are normalised, ways 0 and 2 are not.
+# Ways 1 and 3 are normalized, ways 0 and 2 are not.
 NORMS = Norms((1, 3), 1e-3)
 FACTORS = jnp.asarray(np.random.default_rng(1).normal(size=(2, D)), jnp.float32)
 
@@ -201,8 +201,8 @@ def test_kernel_with_norms():
     assert not supports_fused_norms("kernel", sources[0][:, :11])
 
 
-def near(ours, theirs):
-    for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+def near(actual, reference):
+    for mine, other in zip(jax.tree.leaves(actual), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(mine, other, atol=4e-6 * np.abs(other).max())
 
 

@@ -71,8 +71,8 @@ def test_alpha_near_one_is_cross_entropy():
     losses = loss_of(logits_BTV, targets_BT, alpha=1.0001)
     np.testing.assert_allclose(losses, expected, atol=1e-3)
     (gradient,) = back((jnp.ones((B, T)), jnp.zeros((B, T))))
-    ours = gradient_of(logits_BTV, targets_BT, 1.0001, np.ones((B, T)))
-    np.testing.assert_allclose(ours, gradient, atol=1e-3)
+    actual = gradient_of(logits_BTV, targets_BT, 1.0001, np.ones((B, T)))
+    np.testing.assert_allclose(actual, gradient, atol=1e-3)
 
 
 def test_the_gradient_has_the_probabilities_that_decoding_draws_from():

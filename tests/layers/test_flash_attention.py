@@ -66,19 +66,19 @@ def check_kernel(spec, arrays, segments, *shardings):
         return dot_product_attention(q, k, v, spec, segments_BT=segments)
 
     found, expected = differentiated(kernel, *arrays), differentiated(plain, *arrays)
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-5 * max(1.0, np.abs(theirs).max()))
+    for actual, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-5 * max(1.0, np.abs(reference).max()))
 
 
 @pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 100), (False, 200)])
 def test_masks_are_those_of_the_library(causal, window, monkeypatch):
     spec = AttentionSpec(causal=causal, window=window)
     kernel = (512, 512), 2, 2, spec, True
-    ours = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
+    actual = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
     flash_attention._splash_kernel.cache_clear()
     monkeypatch.setattr(flash_attention, "_by_diagonal", lambda kind: kind)
-    theirs = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    reference = jax.tree.leaves(flash_attention._splash_kernel(*kernel))
+    jax.tree.map(np.testing.assert_array_equal, actual, reference)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "scores", "documents"), CASES)

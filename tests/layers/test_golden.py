@@ -86,14 +86,14 @@ def close_gradients(found, wanted, near):
     """Where they were recorded."""
     found, wanted = by_name(found), by_name(wanted)
     assert found.keys() == wanted.keys()
-    for name, theirs in wanted.items():
-        recorded = ~np.isnan(theirs)
+    for name, reference in wanted.items():
+        recorded = ~np.isnan(reference)
         if not recorded.any():
             continue
-        if np.abs(theirs[recorded]).max() < ROUNDING:
+        if np.abs(reference[recorded]).max() < ROUNDING:
             assert np.abs(found[name][recorded]).max() < ROUNDING, name
         else:
-            close(found[name][recorded], theirs[recorded], near, name)
+            close(found[name][recorded], reference[recorded], near, name)
 
 
 # Covered also by test_dense_connections.py, test_rotary.py and test_pattention.py.
@@ -106,9 +106,9 @@ VARIANTS = ("muddpythia_l3_d48", "muddllama_prepost_l4_d32", "llama31", "jax_b")
 def test_numbers_of_the_reference(name, tmp_path):
     read, near, way = WAYS[name]
     golden = read(name)
-    theirs, folder = tmp_path / "theirs", tmp_path / "run"
-    golden.store(theirs, golden.parameters)
-    run(*golden.arguments, f"from={golden.source}:{theirs}", f"to={folder}")
+    reference, folder = tmp_path / "source", tmp_path / "run"
+    golden.store(reference, golden.parameters)
+    run(*golden.arguments, f"from={golden.source}:{reference}", f"to={folder}")
     model, params = model_in_run(folder, *way), parameters_in_run(folder)
     # The JAX program of TokenFormer rounds a tied table, here for the loss only.
     is_rounded = name in ("jax_a", "jax_b")
@@ -128,7 +128,7 @@ def test_numbers_of_the_reference(name, tmp_path):
         rounding = np.abs(golden.arrays["logits_unrounded_rope"] - golden.logits).max()
         assert np.abs(logits - golden.logits).max() < rounding / 10
     close(loss, golden.loss, near.loss)
-    wanted = golden.ours(tmp_path / "gradients", golden.gradients)
+    wanted = golden.converted(tmp_path / "gradients", golden.gradients)
     close_gradients(gradients, wanted, near.gradients)
 
     if golden.source != "hf":
@@ -141,7 +141,7 @@ def test_numbers_of_the_reference(name, tmp_path):
     if golden.config_json.get("tie_word_embeddings"):
         tensors.pop("lm_head.weight", None)
     same_bits(exported, tensors)
-    again, given = HFWeights(tmp_path / "out"), HFWeights(theirs)
+    again, given = HFWeights(tmp_path / "out"), HFWeights(reference)
     assert (again.keys, again.family) == (given.keys, given.family)
 
 
@@ -161,26 +161,28 @@ def test_four_train_steps(name, tmp_path):
     model = Model(config.model)
     schedule, optimizer, _ = made_for_training(config, model)
     step = jax.jit(make_train_step(model, optimizer, schedule))
-    params = golden.ours(tmp_path / "before", golden.parameters)
+    params = golden.converted(tmp_path / "before", golden.parameters)
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
     for number in range(4):
         state, metrics = step(state, golden.batch)
-        for ours in ("learning_rate", "loss", "grad_norm", "param_norm"):
-            theirs = "raw_grad_norm" if ours == "grad_norm" else ours
-            expected = golden.arrays[f"train/{theirs}"][number]
-            np.testing.assert_allclose(metrics[ours], expected, rtol=1e-5, err_msg=ours)
-    after = golden.ours(tmp_path / "after", below(golden.arrays, "params_after_4_steps/params/"))
-    gradients = golden.ours(tmp_path / "gradients", golden.gradients)
+        for name in ("learning_rate", "loss", "grad_norm", "param_norm"):
+            stored_name = "raw_grad_norm" if name == "grad_norm" else name
+            expected = golden.arrays[f"train/{stored_name}"][number]
+            np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, err_msg=name)
+    after = golden.converted(
+        tmp_path / "after", below(golden.arrays, "params_after_4_steps/params/")
+    )
+    gradients = golden.converted(tmp_path / "gradients", golden.gradients)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients))
     compared, moved = 0, 0.0
-    for ours, theirs, before, gradient in zip(
+    for actual, reference, before, gradient in zip(
         *map(jax.tree.leaves, (state.params, after, params, gradients)), strict=True
     ):
         # Adam makes a step of full size out of any gradient, also of one that is only rounding.
         counts = np.abs(gradient) > 1e-5 * largest
-        np.testing.assert_allclose(ours[counts], theirs[counts], rtol=1e-5, atol=2e-6)
+        np.testing.assert_allclose(actual[counts], reference[counts], rtol=1e-5, atol=2e-6)
         compared += counts.sum()
-        moved = max(moved, np.abs(theirs - before).max())
+        moved = max(moved, np.abs(reference - before).max())
     assert compared > 0.95 * model.num_parameters  # the rest: rows of tokens that do not occur
     assert moved > 1e-3
 
@@ -189,13 +191,13 @@ def test_four_train_steps(name, tmp_path):
 def test_bfloat16_activations(name, tmp_path):
     # Sums over slots are float32 here and were bfloat16 there, so only the rounding is alike.
     golden = of_tokenformer(name)
-    params = golden.ours(tmp_path / "theirs", golden.parameters)
+    params = golden.converted(tmp_path / "source", golden.parameters)
     found = Model(config_of(golden, "dtype=bfloat16").model).merge(params)(golden.batch)
     close(found, golden.logits, (0, 0, 0.03))
-    # Not further from the truth than theirs.
-    theirs = golden.arrays["small/logits_bf16_activations"]
-    theirs, ours = (np.abs(logits - golden.logits).mean() for logits in (theirs, found))
-    assert ours < 1.2 * theirs
+    # Not further from the truth than the reference.
+    reference = golden.arrays["small/logits_bf16_activations"]
+    reference, actual = (np.abs(logits - golden.logits).mean() for logits in (reference, found))
+    assert actual < 1.2 * reference
 
 
 @pytest.mark.parametrize("name", ["jax_a", "torch_a"])
@@ -219,5 +221,5 @@ def test_score_normalizations(name):
     def normalized(scores):
         return {what: Theta(section, "qkv", 8)(scores) for what, section in recorded.items()}
 
-    for what, ours in normalized(scores).items():
-        close(ours, arrays[f"norm_fn/{what}"], (0, 0, 1e-5), what)
+    for what, actual in normalized(scores).items():
+        close(actual, arrays[f"norm_fn/{what}"], (0, 0, 1e-5), what)

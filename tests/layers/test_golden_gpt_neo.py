@@ -30,9 +30,9 @@ ROWS = (
     row("ln_f/g", "decoder_norm/scale", "D", "D"),
     row("ln_f/b", "decoder_norm/bias", "D", "D"),
     *(
-        row(f"{LAYER}norm_{number}/{theirs}", f"layers/{norm}/{ours}", "D", "D")
+        row(f"{LAYER}norm_{number}/{mtf_name}", f"layers/{norm}/{own_name}", "D", "D")
         for number, norm in ((1, "pre_self_attention_layer_norm"), (2, "pre_mlp_layer_norm"))
-        for theirs, ours in (("g", "scale"), ("b", "bias"))
+        for mtf_name, own_name in (("g", "scale"), ("b", "bias"))
     ),
     row(f"{LAYER}norm_rezero_1/g", "layers/attention_gate/scale", "", ""),
     row(f"{LAYER}norm_rezero_2/g", "layers/mlp_gate/scale", "", ""),
@@ -44,41 +44,45 @@ ROWS = (
     row(f"{LAYER}attn/attention/mem_k", "layers/self_attention/memory_key", "P N H", "P N H"),
     row(f"{LAYER}attn/attention/mem_v", "layers/self_attention/memory_value", "P N H", "P N H"),
     *(
-        row(f"{LAYER}{theirs}/conv1d_main/{product}/{leaf}", f"layers/{ours}/{name}/{leaf}", *axes)
-        for theirs, ours in FEED_FORWARDS.items()
+        row(
+            f"{LAYER}{mtf_name}/conv1d_main/{product}/{leaf}",
+            f"layers/{own_name}/{name}/{leaf}",
+            *axes,
+        )
+        for mtf_name, own_name in FEED_FORWARDS.items()
         for product, name in (("c_fc", "wi"), ("c_proj", "wo"))
         for leaf, axes in (("kernel", ("D F", "D F")), ("bias", ("D", "D")))
     ),
 )
 
 
-def keys_of(theirs: dict) -> dict:
-    """Their options as keys of ours."""
+def keys_of(options: dict) -> dict:
+    """The options of GPT-Neo's program as keys of this project."""
     keys = {
-        "base_emb_dim": theirs["n_embd"],
-        "base_mlp_dim": 4 * theirs["n_embd"],
-        "base_num_decoder_layers": theirs["n_layer"],
+        "base_emb_dim": options["n_embd"],
+        "base_mlp_dim": 4 * options["n_embd"],
+        "base_num_decoder_layers": options["n_layer"],
         "head_dim": -1,
-        "vocab_size": theirs["n_vocab"],
-        "max_target_length": theirs["n_ctx"],
-        **dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), theirs["n_head"]),
+        "vocab_size": options["n_vocab"],
+        "max_target_length": options["n_ctx"],
+        **dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), options["n_head"]),
     }
-    kinds = theirs["attention_types"]
+    kinds = options["attention_types"]
     if set(kinds) != {"global"}:
         keys["attention_types"] = [[kinds, 1]]
     if "local" in kinds:
-        keys["sliding_window_size"] = theirs["local_attention_radius"]
+        keys["sliding_window_size"] = options["local_attention_radius"]
     if "linear" in kinds:
         keys["linear_attention.chunk"] = 7
-    if theirs.get("axial_pos_emb"):
-        keys |= {"position_embedding": "axial", "axial_pos_shape": theirs["axial_pos_emb"]}
-    if theirs.get("rotary_emb"):
+    if options.get("axial_pos_emb"):
+        keys |= {"position_embedding": "axial", "axial_pos_shape": options["axial_pos_emb"]}
+    if options.get("rotary_emb"):
         keys["position_embedding"] = "rotary"
-    if theirs["num_mem_kv"]:
-        keys["num_mem_kv"] = theirs["num_mem_kv"]
-    if theirs.get("rezero"):
+    if options["num_mem_kv"]:
+        keys["num_mem_kv"] = options["num_mem_kv"]
+    if options.get("rezero"):
         keys["use_rezero"] = True
-    if theirs.get("macaron"):
+    if options.get("macaron"):
         keys |= {"use_macaron": True, "macaron_prenorm": False}
     return keys
 
@@ -90,10 +94,10 @@ def test_mesh_tensorflow(case):
     path = GOLDEN / "gptneo_meshtf" / case
     with np.load(path.with_suffix(".npz")) as file:
         arrays = dict(file)
-    theirs = json.loads(path.with_suffix(".json").read_text())["params"]
+    options = json.loads(path.with_suffix(".json").read_text())["params"]
     config = configure(
         decoder_block="gpt_neo", dtype="float32", matmul_precision="highest", scan_layers=True,
-        remat_policy="full", dataset_type="synthetic", z_loss_multiplier=1e-4, **keys_of(theirs),
+        remat_policy="full", dataset_type="synthetic", z_loss_multiplier=1e-4, **keys_of(options),
     )  # fmt: skip
     model = Model(config.model)
     table = TensorMap(GPT_NEO, model, ROWS)

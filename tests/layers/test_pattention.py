@@ -33,9 +33,9 @@ def test_scores_of_any_size_have_finite_values_and_gradients(kind):
     def run(scores):
         found = []
         for epsilon in (None, 0.0):
-            ours = theta_of(kind, score_norm_epsilon=epsilon)
+            actual = theta_of(kind, score_norm_epsilon=epsilon)
             for dtype in (jnp.float32, jnp.bfloat16):
-                value, back = jax.vjp(ours, scores.astype(dtype))
+                value, back = jax.vjp(actual, scores.astype(dtype))
                 gradient = back(jnp.broadcast_to(jnp.arange(1, 9, dtype=dtype), value.shape))
                 found.append((value, *gradient))
         return found
@@ -63,16 +63,16 @@ def test_epsilon_stands_outside_the_root(kind, given, epsilon):
     def gelu(x):
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
-    def normalised(x):
+    def normalized(x):
         return 8**0.5 * x / (np.linalg.norm(x, axis=-1, keepdims=True) + epsilon)
 
     expected = {
-        "l2_norm_gelu": lambda x: gelu(normalised(x)),
-        "gelu_l2_norm": lambda x: normalised(gelu(x)),
-        "l2_norm": normalised,
+        "l2_norm_gelu": lambda x: gelu(normalized(x)),
+        "gelu_l2_norm": lambda x: normalized(gelu(x)),
+        "l2_norm": normalized,
     }[kind](scores)
-    ours = theta_of(kind, score_norm_epsilon=given)(jnp.asarray(scores, jnp.float32))
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)
+    actual = theta_of(kind, score_norm_epsilon=given)(jnp.asarray(scores, jnp.float32))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,10 +80,10 @@ def test_sums_over_slots_are_float32(kind):
     n = 4096
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(3, n)), jnp.bfloat16)
     exact = theta_of(kind, n)(scores.astype(jnp.float32))
-    ours = theta_of(kind, n)(scores)
-    assert ours.dtype == jnp.bfloat16
+    actual = theta_of(kind, n)(scores)
+    assert actual.dtype == jnp.bfloat16
     # One rounding of the result, half a unit in the last of 8 bits.
-    np.testing.assert_allclose(ours.astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(actual.astype(jnp.float32), exact, rtol=2**-8, atol=1e-6)
 
 
 def test_numbers_of_slots_and_zooms_that_are_derived():

@@ -39,10 +39,12 @@ def test_product_and_gradients_are_close(kind, name):
         product, vjp = jax.vjp(lambda a, b: dot(a, b, (contracted, batch)), a, b)
         return product, *vjp(jax.random.normal(keys[2], product.shape))
 
-    for ours, plain in zip(results(QuantizedDot(kind)), results(jax.lax.dot_general), strict=True):
-        assert ours.shape == plain.shape
-        assert ours.dtype == plain.dtype
-        assert 0 < jnp.linalg.norm(ours - plain) / jnp.linalg.norm(plain) < TOLERANCE[kind]
+    for actual, plain in zip(
+        results(QuantizedDot(kind)), results(jax.lax.dot_general), strict=True
+    ):
+        assert actual.shape == plain.shape
+        assert actual.dtype == plain.dtype
+        assert 0 < jnp.linalg.norm(actual - plain) / jnp.linalg.norm(plain) < TOLERANCE[kind]
 
 
 def flops_by_dtype(jaxpr) -> collections.Counter:
@@ -105,9 +107,9 @@ def test_experts_are_quantized_too():
     model, batch = Model(config.model), random_batch(config, 2)
     params = jax.jit(model.initialize)(jax.random.key(0))
     plain = Model(tiny_config(num_experts=4, capacity_factor=1.0).model)
-    ours, theirs = (
+    actual, reference = (
         loss_sums(each.merge(params), batch, config.model.objective).total
         for each in (model, plain)
     )
-    assert ours != theirs
-    np.testing.assert_allclose(ours, theirs, rtol=1e-2)
+    assert actual != reference
+    np.testing.assert_allclose(actual, reference, rtol=1e-2)

@@ -17,7 +17,7 @@ from tests.small_models import assert_close, random_batch, tiny_config
 NUM_LAYERS, D = 3, 4
 
 
-def normal(key, shape, num_in_dims, dtype):
+def normal(key, shape, num_input_dims, dtype):
     return jax.random.normal(key, shape, dtype)
 
 
@@ -83,7 +83,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
         results["values"] = traced.lower().compile()(weights, x)
     assert expected["barriers"] == []
     assert len(found["barriers"]) == NUM_LAYERS
-    # Each holds gradients of weights beside those of hidden states.
+    # Each holds gradients of weights next to those of hidden states.
     assert all({(D, D), x.shape} <= set(shapes) for shapes in found["barriers"])
     assert_close(found["values"], expected["values"], 1e-7)
     _, loss = loss_of(alike, shared, reads_all, sequential=False)

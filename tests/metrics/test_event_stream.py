@@ -84,9 +84,9 @@ def test_each_event_reaches_every_place(tmp_path):
     stream.close()
 
     start, step, checkpoint, evaluation = rows = events(tmp_path)
-    assert [row["phase"] for row in rows] == ["start_up", "train", "checkpoint", "evaluation"]
+    assert [row["phase"] for row in rows] == ["startup", "train", "checkpoint", "evaluation"]
     assert start["time"] > 1.7e9
-    assert {row["attempt"] for row in rows} == {0}
+    assert {row["restart"] for row in rows} == {0}
     assert (step["step"], step["seconds"], step["learning/loss"]) == (0, 0.5, 1.25)
     assert checkpoint["bytes"] == 7
     assert checkpoint["seconds"] >= 0
@@ -132,18 +132,19 @@ def test_what_is_done_again_is_recorded_as_lost(tmp_path):
     assert [row["event"] for row in events(tmp_path)] == [
         "start", "step", "step", "step", "step", "checkpoint", "resume", "step", "step",
     ]  # fmt: skip
-    assert [row["attempt"] for row in events(tmp_path, "step")] == [0, 0, 0, 0, 1, 1]
+    assert [row["restart"] for row in events(tmp_path, "step")] == [0, 0, 0, 0, 1, 1]
     third = record(tmp_path, [], first_step=6)
     assert third.lost == {"steps": 0, "seconds": {}}
     third.close()
-    assert events(tmp_path)[-1]["attempt"] == 2
+    assert events(tmp_path)[-1]["restart"] == 2
     assert not (tmp_path / "tensorboard").exists()  # switched off
 
 
 @pytest.mark.parametrize("first_step", [0, 2])
-def test_tensorboard_hides_what_a_killed_run_repeats(tmp_path, first_step):
+def test_tensorboard_hides_what_a_killed_run_repeats(tmp_path, first_step, monkeypatch):
     record(tmp_path, range(4), enable_tensorboard=True).close()
-    time.sleep(1.1)  # files are named by the second
+    now = time.time  # files are named by the second
+    monkeypatch.setattr(time, "time", lambda: now() + 1)
     record(tmp_path, range(first_step, 6), first_step, enable_tensorboard=True).close()
     steps = [step for step, _ in values(tensorboard_of(tmp_path), "learning/loss")]
     assert steps == list(range(6))

@@ -23,7 +23,7 @@ def test_a_completed_run(completed_run):
     assert {row["event"] for row in record.events} >= {"start", "compile", "checkpoint", "stop"}
 
 
-def test_killed_resumed_and_rewound_each_step_stands_once(eventful_run):
+def test_killed_resumed_and_rolled_back_each_step_stands_once(eventful_run):
     record = read_run(eventful_run)
     assert record.state == "diverged"
     assert [row["step"] for row in record.steps] == list(range(320))
@@ -80,7 +80,7 @@ def test_what_ancestors_have_spent_is_kept_apart(tmp_path):
     assert (record.inherited_tokens, record.inherited_flops) == (3e6, 5)
 
 
-ROW = b'{"time": 1.0, "event": "step", "phase": "train", "attempt": 0, "step": 0, "seconds": "1"}\n'
+ROW = b'{"time": 1.0, "event": "step", "phase": "train", "restart": 0, "step": 0, "seconds": "1"}\n'
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,12 @@ def test_parts_add_up_to_the_whole_time(completed_run, eventful_run):
 def test_each_part(run):
     run.add("step", 10.0, 0, updates=10, data_seconds=2.0)
     run.add("evaluation", 3.0, 0)
-    run.now += 4  # nobody says what this was
+    run.now += 4  # no event says what this was
     run.add("checkpoint", 1.0, 0)
     run.add("sample", 0.5, 0, text="x")
     run.add("stop", 0.25, 0, reason="completed")
-    expected = {"useful": 8.0, "data_wait": 2.0, "start_up": 6.0, "compile": 9.0, "other": 4.0}
-    expected |= {"evaluation": 3.0, "checkpoint": 1.0, "lost": 0.0, "finish": 0.75}
+    expected = {"useful": 8.0, "data_wait": 2.0, "startup": 6.0, "compile": 9.0, "other": 4.0}
+    expected |= {"evaluation": 3.0, "checkpoint": 1.0, "lost": 0.0, "shutdown": 0.75}
     assert goodput_of(run).seconds == pytest.approx(expected)
 
 
@@ -158,7 +158,7 @@ def test_work_lost_over_two_attempts(run):
     train(run, 0, 10)
     run.kill_and_resume(10, down=50.0)
     train(run, 10, 13)
-    # The newest checkpoint was unreadable: this one goes back behind the second attempt.
+    # The newest checkpoint was unreadable: this one resumes before the second attempt.
     run.kill_and_resume(5, down=70.0)
     goodput = goodput_of(run)
     assert goodput.seconds["lost"] == pytest.approx(8)
@@ -167,18 +167,30 @@ def test_work_lost_over_two_attempts(run):
     assert goodput.seconds["other"] == pytest.approx(0, abs=1e-6)
 
 
-def test_skipped_and_rolled_back_steps_are_lost(run):
+def in_earlier_names(event, phase, restart, restored_step=None, **fields):
+    kind = {"rollback": "rewind", "step_skipped": "skip", "record_skipped": "skip"}.get(
+        event, event
+    )
+    what = {"step_skipped": {"what": "update"}, "record_skipped": {"what": "record"}}.get(event, {})
+    phase = {"startup": "start_up", "shutdown": "finish"}.get(phase, phase)
+    row = {"event": kind, "phase": phase, "attempt": restart, "to": restored_step, **what, **fields}
+    return {name: value for name, value in row.items() if value is not None}
+
+
+@pytest.mark.parametrize("of_earlier_version", [False, True])
+def test_skipped_and_rolled_back_steps_are_lost(run, of_earlier_version):
     # A record that was skipped costs no step.
-    run.add("skip", 0.0, 3, what="record", reason="part.txt:7 is not UTF-8", count=1)
+    run.add("record_skipped", 0.0, 3, reason="part.txt:7 is not UTF-8", count=1)
     run.add("step", 10.0, 9, updates=10, data_seconds=0.0)
     seconds = goodput_of(run).seconds
     assert (seconds["lost"], seconds["useful"]) == (0, pytest.approx(10))
-    run.add("skip", 0.0, 12, reason="gradient norm", count=1)
-    run.add("skip", 0.0, 15, reason="gradient norm", count=1)
+    run.add("step_skipped", 0.0, 12, reason="gradient norm", count=1)
+    run.add("step_skipped", 0.0, 15, reason="gradient norm", count=1)
     run.add("step", 20.0, 19, updates=10, data_seconds=0.0)
     assert goodput_of(run).seconds["lost"] == pytest.approx(2 * 2.0)
-    run.add("rollback", 0.0, 19, reason="loss")
-    run.rows[-1] |= {"event": "rewind", "to": 10}  # as earlier versions wrote it
+    run.add("rollback", 0.0, 19, restored_step=10, reason="loss")
+    if of_earlier_version:
+        run.rows = [in_earlier_names(**row) for row in run.rows]
     seconds = goodput_of(run).seconds
     # All ten are done again, the two among them.
     assert (seconds["lost"], seconds["useful"]) == (pytest.approx(20), pytest.approx(10))

@@ -1,4 +1,4 @@
-"""What people see of a run: lines, the bar, the picture, the trace."""
+"""What users see of a run: lines, the bar, the figure, the trace."""
 
 import io
 import sys
@@ -21,7 +21,7 @@ def row_of(loss, **more):
     return step_row(metrics | more, 0.5, 64, 0.25)
 
 
-def test_the_line_of_maxtext_is_a_prefix_of_ours():
+def test_the_line_of_maxtext_is_a_prefix_of_the_line_here():
     """Scripts parse it."""
     short = step_row(METRICS, 0.5, tokens=2048, tflops=1.25)
     maxtext = (

@@ -14,7 +14,7 @@ from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def test_steps_are_done_while_a_tracker_sleeps_and_reach_it_in_order():
     assert tracker.calls[-2:] == ["flush", "close"]
 
 
-def test_what_may_wait_is_bounded_and_only_numbers_are_left_out(capsys):
+def test_what_may_wait_is_bounded_and_only_numbers_are_dropped(capsys):
     tracker = Tracker()
     stream = EventLog([BackgroundSink(tracker, "tracker", max_waiting=10)])
     emit_steps(stream, [0])
@@ -172,7 +172,7 @@ def test_steps_are_done_while_a_bucket_sleeps(tmp_path, bucket):
     bucket.begun.wait()
     assert steps_in(tmp_path, "events.jsonl") == []
     bucket.free.set()
-    stream.flush()  # as before a checkpoint, beside which no row may be missing
+    stream.flush()  # as before a checkpoint, next to which no row may be missing
     assert steps_in(tmp_path, "events.jsonl") == list(range(1000))
     assert steps_in(tmp_path, "metrics.jsonl") == list(range(1000))
     # Texts that were out of date when their turn came are not written.

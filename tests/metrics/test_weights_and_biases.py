@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
 import sys
 import time
 import types
@@ -22,7 +21,7 @@ from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.jsonl_sinks import EventFile
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
-from tests.house.sources import REPOSITORY
+from tests.programs import ended, started
 
 
 def offline_files(folder):
@@ -52,7 +51,8 @@ def attempt(folder, first, end, blocks):
     emit("resume" if first else "start", first, num_parameters=1234, lineage=[])
     padding = {f"perf/number_{i}": i / 7 for i in range(60)}
     for step in range(first, end):
-        emit("step", step, **{"learning/loss": 1 / (step + 1), "updates": 1, **padding})
+        losses = dict.fromkeys(("learning/loss", "learning/lm_loss"), 1 / (step + 1))
+        emit("step", step, **losses, updates=1, **padding)
         if step % 10 == 9:
             emit("evaluation", step, **{"eval/avg_loss": 2 / (step + 1)})
     while blocks:
@@ -103,19 +103,17 @@ def rows_of(attempts):
 
 
 @pytest.mark.slow
-def test_killed_and_restarted_offline_every_step_is_there(tmp_path, users_environment):
-    environment = users_environment | {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
+def test_killed_and_restarted_offline_every_step_is_there(tmp_path):
+    environment = {"WANDB_API_KEY": "k" * 40, "SOME_TOKEN": "do-not-tell"}
 
     def done(first, end, blocks):
         """Exit code of an attempt, what it printed, and W&B's rows of steps then."""
         arguments = (str(tmp_path), first, end, blocks)
         program = f"from {__name__} import attempt\nattempt{arguments}"
-        ended = subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+        with started(program, environment=environment) as process:
+            code, printed = ended(process)
         had = {numbers["step"] for _, numbers in rows_of(offline_records(tmp_path))}
-        return ended.returncode, ended.stdout + ended.stderr, had
+        return code, printed, had
 
     code, printed, had = done(0, 20, blocks=1)
     assert (code, printed) == (-signal.SIGKILL, "")
@@ -134,6 +132,11 @@ def test_killed_and_restarted_offline_every_step_is_there(tmp_path, users_enviro
     evaluated = {row["step"]: row["eval/avg_loss"] for _, row in rows if "eval/avg_loss" in row}
     assert evaluated == {step: 2 / (step + 1) for step in range(9, 160, 10)}
     assert "sample" in rows[-1][1]
+    charts = [json.loads(file.read_text()) for file in (tmp_path / "wandb").rglob("loss_*.json")]
+    points = {(x, name[:8]): y for x, name, y in max((one["data"] for one in charts), key=len)}
+    assert len(points) == 2 * 16
+    assert points[9, "validati"] == 0.2
+    assert points[19, "training"] == pytest.approx(sum(1 / n for n in range(11, 21)) / 10)
     (sample,) = (tmp_path / "wandb").rglob("*.html")
     assert "<pre>Once &lt;b&gt;</pre>" in sample.read_text()
     runs = [record.run for part in attempts for record in part if record.HasField("run")]
@@ -181,7 +184,8 @@ def server(monkeypatch):
     server = Server()
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
-    module.__dict__.update(init=server.init, setup=dict, Settings=dict)
+    plot = types.SimpleNamespace(line_series=lambda xs, ys, **_: (xs, ys))
+    module.__dict__.update(init=server.init, setup=dict, Settings=dict, plot=plot)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return server
 
@@ -193,7 +197,7 @@ def write(sink, events):
 
 
 def send(folder, first_step, *events, **keys):
-    """An attempt that W&B is told these events of."""
+    """An attempt with these events in W&B."""
     monitoring = MonitoringConfig(enable_wandb=True, **keys)
     wandb = WandbSink(monitoring, epath.Path(folder), "tiny", {"steps": 9}, first_step)
     write(BackgroundSink(wandb, "Weights & Biases", remedy=wandb.remedy), events)
@@ -205,7 +209,13 @@ def record(folder, first_step, *events):
 
 
 def step(number, loss=9.0):
-    return Event("step", 1.8e9 + 100 * number, step=number, fields={"learning/loss": loss})
+    losses = {"learning/loss": loss, "learning/lm_loss": loss}
+    return Event("step", 1.8e9 + 100 * number, step=number, fields=losses)
+
+
+def evaluated(number, loss):
+    at = 1.8e9 + 100 * number + 50
+    return Event("evaluation", at, step=number, fields={"eval/avg_loss": loss})
 
 
 def after(number):
@@ -225,7 +235,7 @@ def test_a_restart_sends_what_may_be_missing(tmp_path, server):
     send(tmp_path, 6, *map(step, range(6, 9)), **{"wandb.entity": "us"})
     assert [number for number, _ in server.rows] == list(range(9))
     assert (server.arguments["resume"], server.arguments["entity"]) == ("allow", "us")
-    assert server.exit_code == 1  # nobody said that the run was completed
+    assert server.exit_code == 1  # no event says that the run was completed
     # What has arrived is not sent again, except by the run itself.
     server.rows.clear()
     send(tmp_path, 7, *map(step, (7, 8)), Event("stop", 2e9, fields={"reason": "completed"}))
@@ -243,6 +253,14 @@ def test_what_was_handed_over_since_the_flush_before_the_last_is_sent_again(tmp_
     server.rows.clear()
     send(tmp_path, 6, step(6))
     assert [number for number, _ in server.rows] == [1, 2, 3, 4, 5, 6]  # 1 may have been under way
+
+
+def test_training_and_validation_loss_are_one_chart(tmp_path, server):
+    """After a restart too, and without what is repeated."""
+    record(tmp_path, 0, step(0, 9.0), step(1, 7.0), evaluated(1, 6.0), step(2), evaluated(2, 5.5))
+    send(tmp_path, 2, step(2, 5.0), evaluated(2, 4.0), step(3, 3.0), evaluated(3, 2.0))
+    charts = [numbers["loss"] for numbers in server.numbers if "loss" in numbers]
+    assert charts[-1] == ([1, 2, 3], [(8.0, 5.0, 3.0), (6.0, 4.0, 2.0)])
 
 
 @pytest.mark.parametrize("first_step", [5, 7])

@@ -106,10 +106,10 @@ def train(devices, family="llama2", num_microbatches=1, **keys):
 def assert_same(found, expected, where):
     """Losses and gradients equal to 1e-5 of the largest number of an array."""
 
-    def compare(path, ours, theirs):
+    def compare(path, actual, reference):
         place = f"{where} {jax.tree_util.keystr(path)}"
-        largest = np.abs(theirs).max() or 1.0
-        np.testing.assert_allclose(ours / largest, theirs / largest, atol=1e-5, err_msg=place)
+        largest = np.abs(reference).max() or 1.0
+        np.testing.assert_allclose(actual / largest, reference / largest, atol=1e-5, err_msg=place)
 
     jax.tree_util.tree_map_with_path(compare, found, expected)
 

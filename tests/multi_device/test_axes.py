@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from MaxText.config.layer_sections import PattentionConfig
 from MaxText.config.training_sections import BatchConfig
 from MaxText.layers.pattention import Theta
-from MaxText.parallelism.mesh import check_lengths, check_sharding, make_mesh
+from MaxText.parallelism.mesh import assert_params_sufficiently_sharded, check_lengths, make_mesh
 from tests.multi_device.same_results import (
     MIXED,
     ROWS,
@@ -160,11 +160,11 @@ def test_the_norm_is_over_all_slots_wherever_they_are(kind):
     mesh = make_mesh(
         tiny_config(ici_fsdp_parallelism=1, ici_tensor_parallelism=8).mesh, jax.devices()
     )
-    ours = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
+    theta = Theta(PattentionConfig(normalize_type=kind, slot_num=64), "qkv", 8)
     scores = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 64)), jnp.float32)
     split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
-    compiled = jax.jit(ours, out_shardings=split.sharding).lower(split).compile()
-    np.testing.assert_allclose(compiled(split), ours(scores), rtol=1e-5, atol=1e-6)
+    compiled = jax.jit(theta, out_shardings=split.sharding).lower(split).compile()
+    np.testing.assert_allclose(compiled(split), theta(scores), rtol=1e-5, atol=1e-6)
     text = compiled.as_text()
     assert "all-reduce" in text
     assert "all-gather" not in text
@@ -201,6 +201,12 @@ def test_the_expert_axis_shards_all_weights():
     _, model, sharding = built(
         jax.devices(), **PLACES, **EXPERT, **sizes, **{"ici_fsdp_parallelism": 1}
     )
-    share = check_sharding(model.parameters, sharding, 0.02)
+    share = assert_params_sufficiently_sharded(model.parameters, sharding, 0.02)
     assert 0 < share < 1e-4
-    refused(r"(?s)expert 4.*layers/", check_sharding, model.parameters, sharding, share / 2)
+    refused(
+        r"(?s)expert 4.*layers/",
+        assert_params_sufficiently_sharded,
+        model.parameters,
+        sharding,
+        share / 2,
+    )

@@ -69,7 +69,7 @@ class BytesOfIds(TextBytes):
     """Random ids, taken for bytes."""
 
     def __init__(self):
-        super().__init__("train", False, load_tokenizer("bytes"))
+        super().__init__(False, load_tokenizer("bytes"))
 
     def _tokenizer(self, source):
         return self._model_tokenizer

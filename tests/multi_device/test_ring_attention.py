@@ -76,8 +76,10 @@ def test_the_same_outputs_and_gradients(name):
     expected = numbers(whole_sequences)
     for function in (ring, in_parts):
         found = numbers(function)
-        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        for actual, reference in zip(
+            jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+        ):
+            np.testing.assert_allclose(actual, reference, atol=1e-5)
 
 
 def test_copies_and_blocks_are_no_more_than_needed():

@@ -9,7 +9,11 @@ from MaxText.config.training_sections import MeshConfig
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
-from MaxText.parallelism.mesh import HOST_MEMORY, check_sharding, make_sharding_plan
+from MaxText.parallelism.mesh import (
+    HOST_MEMORY,
+    assert_params_sufficiently_sharded,
+    make_sharding_plan,
+)
 from MaxText.run.rollback import copy_to_devices, copy_to_host
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
@@ -141,7 +145,7 @@ def test_where_moments_are_split():
 def share_of_whole(tolerance, **keys):
     config = tiny_config(**keys)
     sharding = make_sharding_plan(config.mesh, jax.devices())
-    return check_sharding(Model(config.model).parameters, sharding, tolerance)
+    return assert_params_sufficiently_sharded(Model(config.model).parameters, sharding, tolerance)
 
 
 def test_a_mesh_that_leaves_much_whole_is_refused():

@@ -2,7 +2,7 @@
 
 tests/parallelism/shardings/<name>.txt has a line for each parameter: its name, with * for numbers
 of layers, its logical axes, and the mesh axes of each dimension under every mesh.
-`UPDATE_SHARDINGS=1 python -m pytest tests/parallelism/test_preset_shardings.py` writes them anew;
+`UPDATE_SHARDINGS=1 python -m pytest tests/parallelism/test_preset_shardings.py` rewrites them;
 read the diff.
 """
 

@@ -13,7 +13,7 @@ def completed_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def eventful_run(tmp_path_factory):
-    """The folder b, of a run that was killed, went back and diverged."""
+    """The folder b, of a run that was killed, rolled back and diverged."""
     return eventful(tmp_path_factory.mktemp("eventful") / "b")
 
 

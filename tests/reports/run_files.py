@@ -40,7 +40,7 @@ class RunFiles:
         """Adds an event that took `seconds` from now on."""
         self.now += seconds
         row = {"time": round(self.now, 3), "event": kind, "phase": PHASES[kind]}
-        row |= {"attempt": self.attempt, "step": step, "seconds": seconds}
+        row |= {"restart": self.attempt, "step": step, "seconds": seconds}
         self.rows.append(row | facts)
 
     def start(self, step: int = 0, *, kind: str = "start", num_steps: int = 400, **facts) -> None:
@@ -48,7 +48,7 @@ class RunFiles:
         known = {
             "run_name": self.folder.name, "num_steps": num_steps, "num_parameters": 10_300_000,
             "num_devices": 4, "num_processes": 1, "device_kind": "TPU v5 lite", "platform": "tpu",
-            "jax": "0.10.2", "unigram_entropy": 7.31, "lineage": [], "cost": COST,
+            "jax": "0.10.2", "unigram_entropy_nats": 7.31, "lineage": [], "cost": COST,
             "source": "scratch" if kind == "start" else f"checkpoint of step {step - 1}",
             "tokens_of_run": num_steps * TOKENS_PER_UPDATE,
             "flops_of_run": num_steps * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,
@@ -89,7 +89,7 @@ class RunFiles:
 
     def kill_and_resume(self, step: int, *, down: float, **facts) -> None:
         """The process dies here and another goes on at an earlier step `down` seconds later."""
-        again = [row for row in self.rows if row["phase"] != "start_up"]
+        again = [row for row in self.rows if row["phase"] != "startup"]
         lost = [row for row in again if row["event"] != "compile" and row["step"] >= step]
         seconds: dict[str, float] = {}
         for row in lost:
@@ -144,14 +144,14 @@ def completed(folder: Path, **keys) -> Path:
 
 
 def eventful(folder: Path) -> Path:
-    """A run that was killed and resumed, skipped, went back, and diverged."""
+    """A run that was killed and resumed, skipped, rolled back, and diverged."""
     run = RunFiles(folder, floor=3.4, seed=1)
     run.start()
     run.steps(0, 170, every=50)
     run.kill_and_resume(150, down=300.0)
     run.add("config_change", changes={"learning_rate": ["0.003", "0.002"]})
     run.steps(150, 230, every=50)
-    run.add("skip", 0.0, 229, reason="gradient norm 8.1e3 is not usual", count=1)
+    run.add("step_skipped", 0.0, 229, reason="gradient norm 8.1e3 is not usual", count=1)
     run.steps(230, 280, every=50)
     run.add("rollback", 0.0, 279, restored_step=250, reason="loss rose to 9.1")
     run.steps(250, 320, every=50, nan_at=319)

@@ -22,11 +22,11 @@ def page_of(output, *folders, **keys):
 
 
 def without_programs(page):
-    """The page without plotly's program and ours, which hold addresses of their own."""
+    """The page without plotly's program and this project's, which hold addresses of their own."""
     return re.sub(r"<script>.*?</script>", "", page.read_text("utf-8"), flags=re.DOTALL)
 
 
-def pictures_beside(page):
+def figures_next_to(page):
     return sorted(path.stem for path in page.parent.glob("*.png"))
 
 
@@ -42,7 +42,7 @@ def two(tmp_path_factory, completed_run, eventful_run):
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """Of groups of seeds beside a run with hostile texts."""
+    """Of groups of seeds next to a run with hostile texts."""
     folder = tmp_path_factory.mktemp("many")
     seeds = [completed(folder / f"a_rather_long_name_of_a_run_seed{n}", seed=n) for n in range(2)]
     evil = RunFiles(folder / "evil")
@@ -50,7 +50,7 @@ def many(tmp_path_factory):
     evil.start(run_name=EVIL, device_kind=EVIL, data=data)
     evil.steps(0, 30, every=10)
     evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
-    evil.add("skip", 0.0, 29, reason=EVIL)
+    evil.add("step_skipped", 0.0, 29, reason=EVIL)
     evil.add("stop", 0.1, 29, reason=EVIL)
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
     others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
@@ -61,7 +61,7 @@ def many(tmp_path_factory):
 
 
 def test_all_files_of_a_run(one):
-    assert pictures_beside(one) == ["loss_flops", "loss_time", "loss_tokens"]
+    assert figures_next_to(one) == ["loss_flops", "loss_time", "loss_tokens"]
     assert len(list(one.parent.iterdir())) == 4
     assert len(without_programs(one)) < 1.5e6
 
@@ -81,11 +81,11 @@ def test_nothing_is_loaded_from_anywhere(one):
 
 
 def test_another_report_takes_the_place_of_the_first(tmp_path, run):
-    """Also of its pictures, one of which may have nothing to show any more."""
+    """Also of its figures, one of which may have nothing to show any more."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "loss_time.png").touch()
     page = page_of(tmp_path / "out", run.write(), refresh=30)
-    assert pictures_beside(page) == []
+    assert figures_next_to(page) == []
     assert "No step is recorded yet." in page.read_text()
     assert '<meta http-equiv="refresh" content="30">' in page.read_text()
     with pytest.raises(UserError, match=r"output=.*report\.html"):
@@ -156,12 +156,20 @@ const table = document.querySelector("table");
 table.querySelectorAll("th button")[2].click();
 table.querySelectorAll("th button")[2].click();
 said.push(table.tBodies[0].textContent.trim()[0]);
+const tables = [...document.querySelectorAll("table")];
+const sizes = tables.find((each) => each.textContent.includes("KV cache"));
+sizes.querySelectorAll("th button")[1].click();
+said.push([...sizes.tBodies[0].rows].map((row) => row.cells[1].textContent));
+const mfu = document.querySelector('[data-name="mfu"]');
 Plotly.relayout(plot, { "xaxis.range[0]": 1, "xaxis.range[1]": 2 }).then(() => {
   const [curves] = document.querySelectorAll(".charts");
   const linked = [...curves.querySelectorAll("details[open]:not(.wide) .plot")];
   said.push(linked.map((each) => each.layout.xaxis.range));
+  return Plotly.relayout(mfu, { "yaxis.range": [0, 0.02] });
+}).then(() => {
+  said.push([...mfu.querySelectorAll(".ytick text")].map((each) => each.textContent));
   const page = document.documentElement;
-  said.push([page.scrollWidth, page.clientWidth, plot.clientWidth], sessionStorage.length);
+  said.push([page.scrollWidth, page.clientWidth, plot.clientWidth], Object.keys(sessionStorage));
   document.body.append("said: " + JSON.stringify(said) + ";");
 });
 """
@@ -173,7 +181,8 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     copy = with_program(two, PRESSES, tmp_path / "copy.html")
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
-    *states, first, zoomed, widths, kept = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    said = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    *states, first, sizes, zoomed, ticks, widths, kept = said
     assert states == [
         ["tokens", "linear", [2, 2, 2, 6]],
         ["time running (minutes)", "linear", [2, 2, 2, 6]],
@@ -185,17 +194,36 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     ]
     assert zoomed == [[1, 2]] * 4
     assert first == "b"  # by validation loss, descending
+    assert sizes == sorted(sizes, key=lambda size: (size[-3:] == "MiB", float(size[:-4])))
+    assert len(set(ticks)) == len(ticks) > 3  # of a small MFU
     assert widths[0] == widths[1] == 500
     assert widths[2] > 200
-    assert kept == 1
+    assert kept == [f"report:{copy}"]  # whatever its title
 
 
 WIDTHS = (400, 1280, 2560)
+PAPER = 718  # pixels between the margins of A4
 AXE = """
+const cells = [...document.querySelectorAll("th, td:not(.long, :first-child)")];
+const broken = cells.flatMap((cell) => {
+  const texts = document.createNodeIterator(cell, NodeFilter.SHOW_TEXT);
+  const found = [];
+  for (let text = texts.nextNode(); text; text = texts.nextNode()) {
+    for (const { 0: word, index } of text.data.matchAll(/\\w+/g)) {
+      const range = document.createRange();
+      range.setStart(text, index);
+      range.setEnd(text, index + word.length);
+      if (new Set([...range.getClientRects()].map(({ top }) => top)).size > 1) found.push(word);
+    }
+  }
+  return found;
+});
+const { scrollWidth, clientWidth } = document.documentElement;
+const excess = scrollWidth - clientWidth;
 axe.run().then(({ violations, passes }) => {
   const ids = violations.map(({ id, impact, nodes }) => [id, impact, nodes[0].html]);
   const dark = matchMedia("(prefers-color-scheme: dark)").matches;
-  parent.postMessage([innerWidth, dark, passes.length > 15, ids], "*");
+  parent.postMessage([innerWidth, dark, passes.length > 15, excess, broken, ids], "*");
 });
 """
 FRAMES = """
@@ -206,17 +234,20 @@ addEventListener("message", ({ data }) => {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dark", [False, True])
-def test_nothing_keeps_anyone_from_reading_it(chromium, two, tmp_path, dark):
-    """Checked by axe-core at three widths."""
+@pytest.mark.parametrize("medium", ["light", "dark", "print"])
+def test_nothing_keeps_anyone_from_reading_it(chromium, two, tmp_path, medium):
+    """Checked by axe-core at three widths and on paper; no word is broken, nothing sticks out."""
     axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
-    with_program(two, axe + AXE, tmp_path / "copy.html")
-    frames = [f'<iframe src="copy.html" width={w} height=900></iframe>' for w in WIDTHS]
+    copy = with_program(two, axe + AXE, tmp_path / "copy.html")
+    is_dark, widths = medium == "dark", (PAPER,) if medium == "print" else WIDTHS
+    if medium == "print":
+        copy.write_text(copy.read_text().replace("@media print", "@media all"))
+    frames = [f'<iframe src="copy.html" width={w} height=900></iframe>' for w in widths]
     host = tmp_path / "host.html"
     host.write_text(f"<body><script>{FRAMES}</script>{''.join(frames)}")
-    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
+    scheme = ["--blink-settings=preferredColorScheme=0"] if is_dark else []
     switches = ["--virtual-time-budget=60000", *scheme]
     document, console = opened(chromium, host, tmp_path / "browser", 2600, *switches)
     assert console == []
     said = sorted(json.loads(text) for text in re.findall("<pre>(.*?)</pre>", document))
-    assert said == [[width, dark, True, []] for width in WIDTHS]
+    assert said == [[width, is_dark, True, 0, [], []] for width in widths]

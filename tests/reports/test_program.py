@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.reports.discovery import find_runs
+from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.reports.run_files import RunFiles, completed
 
@@ -84,13 +84,15 @@ def test_mistakes_and_help(report, told):
 def test_the_program_does_without_jax(started, tmp_path):
     program = f"""
 import runpy, sys
-sys.argv = ["report.py", "run"]
+sys.argv = ["report.py", {str(tmp_path / "run")!r}]
 try:
     runpy.run_path({str(REPOSITORY / "MaxText" / "report.py")!r}, run_name="__main__")
 except SystemExit as end:
     sys.exit(end.code or len({{"jax", "flax", "pandas", "tensorflow"}} & set(sys.modules)))
 """
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    with programs.started(program, options=["-u"]) as process:
+        code, output = programs.ended(process)
+    assert code == 0, output
     assert (tmp_path / "run" / "report" / "report.html").exists()
 
 

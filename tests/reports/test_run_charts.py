@@ -75,6 +75,12 @@ def test_a_spike_does_not_flatten_the_rest(run):
     assert max(of_kind(chart, "raw")[0].y) == 900.0
 
 
+def test_a_number_recorded_once_has_a_chart(run):
+    run.steps(0, 30)
+    run.rows[20]["learning/grad_norm/layer_0"] = 1.0
+    assert "learning_grad_norm_layer_0" in charts_of([run.write()])
+
+
 def test_ancestors_shift_a_run_to_the_right(tmp_path):
     run = RunFiles(tmp_path / "run")
     ancestor = {"run_name": "a", "folder": "a", "step": 9, "how": "growth", "tokens": 1e6}
@@ -107,7 +113,7 @@ def test_seeds_have_a_mean_and_a_band(tmp_path):
 
 
 @pytest.mark.slow
-def test_pictures_show_any_name(tmp_path):
+def test_figures_show_any_name(tmp_path):
     """Names that matplotlib would read as something else; runs of one name show their folders."""
     names = ["_hidden", "a $x$ b", "50 % <b>", "日本", "first/run", "second/run"]
     folders = [completed(tmp_path / name) for name in names]

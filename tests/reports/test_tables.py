@@ -10,6 +10,7 @@ from MaxText.reports import formatting, model_tables, run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, differing_keys, group_runs
 from MaxText.reports.page import PageSection
+from MaxText.reports.report_writer import write_report
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from tests.reports.run_files import RunFiles, completed
 
@@ -59,6 +60,33 @@ def test_all_tables(completed_run, eventful_run, told):
     ]  # fmt: skip
     assert model_tables.lineage(one) == run_tables.configuration(both, {}) == []
     told(as_text(sections))
+
+
+def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
+    """The first keys that differ are shown with their runs, main keys first."""
+    others = {f"key_{n}": n for n in range(12)}
+    folders = []
+    for name, resolved in (("a", "float32"), ("b", "bfloat16")):
+        run = RunFiles(tmp_path / name)
+        changed = {"mlp_dim": "8", "run_name": name}
+        run.start(changed_keys=changed, resolved_keys={"attention": "flash", "dtype": resolved})
+        config = {"attention": "autoselected", "dtype": "auto", "steps": 5, "mlp_dim": 8}
+        others = {key: value + 1 for key, value in others.items()}
+        folders.append(run.write(config={"run_name": name, "head_dim": 8, **others, **config}))
+    (alone,) = run_tables.configuration(entries_of(folders[0]), {})
+    shared = {
+        "steps": "5 (default)", "attention": "flash (autoselected, default)", "mlp_dim": "8",
+    }  # fmt: skip
+    assert alone.facts == shared | {"dtype": "float32 (auto, default)", "run_name": "a"}
+    entries = entries_of(*folders)
+    differences = differing_keys(entries)
+    assert [*differences] == ["dtype", *sorted(others)]
+    same, different = run_tables.configuration(entries, differences)
+    assert same.facts == shared
+    assert different.table.rows[0] == ["dtype", "float32", "bfloat16"]
+    page = write_report([read_run(folder) for folder in folders], tmp_path / "page").read_text()
+    assert "Of 13 keys that differ, 12 are shown here" in page
+    assert "Parallel coordinates" not in page  # without a loss
 
 
 def blown_up(folder, **arguments):

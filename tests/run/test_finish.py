@@ -29,7 +29,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         decoding=space(sample_tokens=8), monitoring=space(loss_curve=True),
         run=space(import_modules=["my parts.py"]),
     )  # fmt: skip
-    batches = space(unigram_entropy=None, tokenizer_folder="tokenizer")
+    batches = space(unigram_entropy_nats=None, tokenizer_folder="tokenizer")
     model_config = space(
         objective=ObjectiveConfig(), attention=space(causal=True), mixers=("attention",)
     )

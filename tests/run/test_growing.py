@@ -72,7 +72,7 @@ def test_the_run_that_is_written(small, tmp_path):
     batch = random_batch(config, 4)
     before = logits_of(program(config).model, state.params, batch)
     result = grow_by(tmp_path / "run", config_of(slot_num=10, load_parameters_path=str(target)))
-    # The zoom is taken over although nobody says it again, and slots that are new are known.
+    # The zoom is taken over although no key says it again, and slots that are new are known.
     assert result.resolved.existing_slots["layers/mlp/keys/kernel"] == 24
     assert result.resolved.config.model.pattention.zoom_dim == 6
     after = logits_of(result.program.model, result.start.state.params, batch)

@@ -11,7 +11,7 @@ def test_actions_after_a_step(step, later, interval, checkpoint_due, stop_reques
     last_step = step + later
     keys = {"eval_interval": interval, "checkpoint_due": checkpoint_due}
     actions = actions_after(step, last_step, stop_requested=stop_requested, **keys)
-    # The last step ends the run as if nobody had asked it to stop.
+    # The last step ends the run as if no signal had asked it to stop.
     assert actions.stop == (stop_requested and step < last_step)
     assert actions.save == (checkpoint_due or actions.stop)
     assert actions.evaluation_due == (interval > 0 and (not later or (step + 1) % interval == 0))

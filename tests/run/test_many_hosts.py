@@ -1,4 +1,4 @@
-"""Requests to storage at the start of one host, beside a few and beside thousands of others."""
+"""Requests to storage at the start of one host, next to a few and to thousands of others."""
 
 import contextlib
 import sys

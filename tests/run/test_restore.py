@@ -92,7 +92,7 @@ def test_another_shape(tmp_path, run, key, told):
     before = sorted(path.stat().st_mtime_ns for path in run.rglob("*"))
     with pytest.raises(UserError) as caught:
         start(folder, section, fresh_state(width=4), config={**CONFIG, "base_emb_dim": 4})
-    # Another run_name is no way out where the new run is told to begin with the same weights.
+    # Another run_name does not help where the new run begins with the same weights.
     told(caught.value)
     assert sorted(path.stat().st_mtime_ns for path in run.rglob("*")) == before
 

@@ -1,4 +1,4 @@
-"""When a run goes back, and where to; the whole program is in end_to_end/test_recovery.py."""
+"""When a run rolls back, and where to; the whole program is in end_to_end/test_recovery.py."""
 
 import dataclasses
 import types
@@ -32,7 +32,7 @@ class CheckpointManager:
 
     def __init__(self, good=(), damaged=()):
         self.good, self.damaged = set(good), set(damaged)
-        self.observed, self.given_up, self.lines, self.recorded = [], [], [], []
+        self.observed, self.abandoned, self.lines, self.recorded = [], [], [], []
         self.log = self.lines.append
 
     def update_health(self, step, healthy):
@@ -48,15 +48,15 @@ class CheckpointManager:
         return (state_after(step), {"step": step + 1, "excluded": []}, {}), ""
 
     def roll_back_to(self, step):
-        assert not self.recorded  # or a restart in between would resume in the past given up
-        self.given_up.append(step)
+        assert not self.recorded  # or a restart in between would resume in the abandoned past
+        self.abandoned.append(step)
 
     def record_rollback(self, rollback):
         self.recorded.append(rollback)
 
 
 class Batches:
-    """Four samples a step; what is left out is only noted."""
+    """Four samples a step; the excluded ones are only noted."""
 
     def __init__(self):
         self.source = self
@@ -102,7 +102,7 @@ def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **mor
     return {"loss": 3.0, "grad_norm": 1.0, "update_norm": 0.1} | skips | more
 
 
-def in_trouble(rollback):
+def diverging(rollback):
     for step in range(60):
         rollback.observe(step, metrics(log_z=2.0 if step < 45 else 3.0, param_norm=5.0))
     rollback.observe(60, metrics(num_skipped=3, last=60, first=57, recent=3))
@@ -115,7 +115,7 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     rollback.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
     assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
     (skip,) = rows
-    assert (skip.kind, skip.step, skip.fields["count"]) == ("skip", 7, 2)
+    assert (skip.kind, skip.step, skip.fields["count"]) == ("step_skipped", 7, 2)
     assert rollback.trigger is None
     assert not rollback.is_healthy
     rollback.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))
@@ -125,13 +125,13 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     assert not made(first_step=40, last_skipped=38)[0].is_healthy
 
 
-def test_back_to_the_newest_good_checkpoint_before_the_trouble():
+def test_rollback_to_the_newest_healthy_checkpoint_before_the_divergence():
     rollback, checkpoints, batches, rows = made(CheckpointManager(good=(10, 50, 58)))
-    in_trouble(rollback)
+    diverging(rollback)
     state = rollback.roll_back()
     assert int(state.step) == 51
-    assert checkpoints.given_up == [50]
-    # From two updates before the first suspicious one; what was left out before stays so.
+    assert checkpoints.abandoned == [50]
+    # From two updates before the first suspicious one; what was excluded before stays so.
     assert batches.calls == [("resume", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
     row = rows[-1]
     assert (row.kind, row.step) == ("rollback", 51)
@@ -164,7 +164,7 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
     rollback, checkpoints, batches, _ = made(CheckpointManager(good, damaged), section)
     for step in (39, 49, 59):
         rollback.snapshot(step, state_after(step, section), {"step": step + 1})
-    in_trouble(rollback)
+    diverging(rollback)
     state = rollback.roll_back()
     assert int(state.step) == to
     np.testing.assert_array_equal(state.params["w"], np.full(3, to - 1))
@@ -174,20 +174,20 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
 
 
 @pytest.mark.parametrize(
-    ("good", "rollbacks", "match", "given_up"),
+    ("good", "rollbacks", "match", "abandoned"),
     [
         ((58,), 0, "before step 57", []),
         ((), 3, "rollback.maximum", []),
-        # A restart must not begin in the trouble.
+        # A restart must not begin in the divergence.
         ((10, 50), 3, "rollback.maximum.* from step 50", [50]),
     ],
 )
-def test_where_there_is_no_way_back(good, rollbacks, match, given_up):
+def test_where_there_is_no_way_back(good, rollbacks, match, abandoned):
     rollback, checkpoints, _, _ = made(CheckpointManager(good=good), rollbacks=rollbacks)
-    in_trouble(rollback)
+    diverging(rollback)
     with pytest.raises(TrainingDivergedError, match=match):
         rollback.roll_back()
-    assert checkpoints.given_up == given_up
+    assert checkpoints.abandoned == abandoned
 
 
 def test_a_rise_and_skipped_steps_alone():

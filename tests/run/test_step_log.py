@@ -228,7 +228,7 @@ def test_the_end_of_a_run_that_blew_up(losses, baseline, diverged):
     assert bool(trend.diverged) == diverged, trend.diverged
 
 
-def test_what_a_run_went_back_behind_is_forgotten():
+def test_a_rollback_forgets_later_steps():
     trend = LossTrend(6.4)
     for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
         trend.add(loss)

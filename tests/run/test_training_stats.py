@@ -5,7 +5,7 @@ import pytest
 from MaxText.cost import peak_flops as peaks
 from MaxText.cost.flops import count_flops
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, Stage
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from MaxText.layers.model import Model
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
@@ -14,7 +14,9 @@ from tests.small_models import tiny_config
 
 WINDOW = 16
 # Short sequences first, then whole windows, then more of them.
-STAGES = BatchSchedule((Stage(0, 4, 8), Stage(3, 4, WINDOW), Stage(5, 6, WINDOW)), WINDOW)
+STAGES = BatchSchedule(
+    (ScheduleStage(0, 4, 8), ScheduleStage(3, 4, WINDOW), ScheduleStage(5, 6, WINDOW)), WINDOW
+)
 
 
 def stats(plan, num_devices=2, num_steps=8, **keys):
@@ -24,32 +26,35 @@ def stats(plan, num_devices=2, num_steps=8, **keys):
 
 
 def test_sums_over_steps():
-    ours = stats(STAGES)
+    run_stats = stats(STAGES)
     flops = 0.0
     for step in range(8):
-        assert ours.flops_before(step) == flops
-        per_token = count_flops(ours.model, STAGES.at(step).length).per_token
-        assert ours.tflops_per_device(step) == per_token * ours.tokens_per_device(step) / 1e12
-        flops += ours.tokens(step) * per_token
-    assert ours.flops_of_run == ours.flops_before(8) == flops
-    assert [ours.tokens_before(step) for step in (0, 1, 3, 5, 6)] == [0, 64, 192, 320, 416]
-    assert ours.tokens_of_run == ours.tokens_before(8) == 416 + 2 * 96
-    assert ours.tokens_per_device(6) == 48
+        assert run_stats.flops_before(step) == flops
+        per_token = count_flops(run_stats.model, STAGES.at(step).length).per_token
+        assert (
+            run_stats.tflops_per_device(step)
+            == per_token * run_stats.tokens_per_device(step) / 1e12
+        )
+        flops += run_stats.tokens(step) * per_token
+    assert run_stats.flops_of_run == run_stats.flops_before(8) == flops
+    assert [run_stats.tokens_before(step) for step in (0, 1, 3, 5, 6)] == [0, 64, 192, 320, 416]
+    assert run_stats.tokens_of_run == run_stats.tokens_before(8) == 416 + 2 * 96
+    assert run_stats.tokens_per_device(6) == 48
     # Sequences of half the length have half the attention.
-    short, whole = ours.flops(0), ours.flops(3)
+    short, whole = run_stats.flops(0), run_stats.flops(3)
     assert (whole.weights, whole.attention) == (short.weights, 2 * short.attention)
 
 
 @pytest.mark.parametrize("mlm_training", [False, True])
 def test_the_printed_formula_gives_the_printed_number(mlm_training):
-    ours = stats(BatchSchedule.constant(4, WINDOW), mlm_training=mlm_training)
-    count = ours.flops(0)
+    run_stats = stats(BatchSchedule.constant(4, WINDOW), mlm_training=mlm_training)
+    count = run_stats.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
     scores = 12 if mlm_training else 6
     numbers = f"6 x {count.matmul_parameters} + {scores} x 3 x 4 x 8 x 16"
     assert 6 * count.matmul_parameters + scores * 3 * 4 * 8 * 16 == count.per_token
-    assert f" = {numbers} = {count.per_token:,.0f}" in " ".join(ours.describe().split())
+    assert f" = {numbers} = {count.per_token:,.0f}" in " ".join(run_stats.describe().split())
 
 
 def test_data_sheets():

@@ -16,7 +16,7 @@ from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
 @pytest.fixture
 def cache_dir(monkeypatch):
-    """Reads jax's setting, and puts it back."""
+    """Reads jax's setting on one device, and puts it back."""
     names = (
         "jax_compilation_cache_dir",
         "jax_enable_compilation_cache",
@@ -25,6 +25,8 @@ def cache_dir(monkeypatch):
     )
     before = {name: getattr(jax.config, name) for name in names}
     jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", True)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
     reset_cache()
     yield lambda: jax.config.jax_compilation_cache_dir
     for name, value in before.items():
@@ -72,7 +74,7 @@ def test_simulated_devices_have_none(cache_dir, tmp_path, monkeypatch):
     assert str(tmp_path) in compilation_cache.enable(run_section(tmp_path), "tpu")
 
 
-def test_entries_that_were_cut_short_are_removed(tmp_path):
+def test_truncated_entries_are_removed(tmp_path):
     whole = zstandard.compress(os.urandom(3000))
     for name, content in {"a": whole, "b": whole[:-1], "c": b"", "d": b"\0" * 900}.items():
         (tmp_path / f"{name}-cache").write_bytes(content)

@@ -7,7 +7,7 @@ import pytest
 
 from MaxText import exit_codes
 from tests.house.sources import REPOSITORY
-from tests.runtime.child_programs import ended, started, wait_for
+from tests.programs import ended, started, wait_for
 
 LOOP = """
     import signal, sys, time

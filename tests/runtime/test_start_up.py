@@ -1,4 +1,4 @@
-"""Connecting processes, devices that are not there, and how one process of several ends."""
+"""Connecting processes, absent devices, and how one process of several ends."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from MaxText.errors import UserError
 from MaxText.runtime import process_start, processes, start_up
 from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 
 @pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no backend\nmore")])
@@ -85,7 +85,7 @@ def test_large_blocks_are_given_back():
 
 @pytest.fixture
 def initialize(monkeypatch):
-    """Takes the place of jax.distributed.initialize, which is told of no others by variables."""
+    """Takes the place of jax.distributed.initialize, to which variables name no others."""
     fake = mock.Mock()
     monkeypatch.setattr(jax.distributed, "initialize", fake)
     for name in list(os.environ):
@@ -215,8 +215,8 @@ FAIL = """
 @pytest.mark.parametrize(
     ("statement", "code", "said"),
     [
-        ("raise UserError('mend it')", 2, "error: mend it\n"),
-        ("raise KeyError('ours')", 1, "Traceback"),
+        ("raise UserError('fix it')", 2, "error: fix it\n"),
+        ("raise KeyError('a bug')", 1, "Traceback"),
         ("raise KeyboardInterrupt", 130, ""),
         ("sys.exit(5)", 5, ""),
         ("raise RuntimeError('Gloo all-reduce failed')", 76, "1  no status file"),
@@ -253,5 +253,5 @@ def caused_by(error):
         (TypeError("gloo"), False),
     ],
 )
-def test_a_lost_process_is_told_from_an_error(error, lost):
+def test_a_lost_process_differs_from_an_error(error, lost):
     assert processes.is_peer_failure(error) is lost

@@ -12,7 +12,7 @@ from etils import epath
 from MaxText import exit_codes
 from MaxText.runtime import watchdog as module
 from MaxText.runtime.watchdog import Watchdog, describe, peer_in_long_phase
-from tests.runtime.child_programs import ended, started
+from tests.programs import ended, started
 
 STUCK_IN_DATA = """
     import sys, time
@@ -102,7 +102,7 @@ def watching(*arguments):
         ([row(0, 12, "data"), row(1, 13, "step", state="failed: ValueError")], 1),
         ([row(0, 12, "step", state="stuck"), row(1, 12, "data", state="stuck")], 1),
         ([row(0, 12, "step"), {"process": 1}], 1),
-        ([row(0, None, "start_up"), row(1, 0, "step")], 0),
+        ([row(0, None, "startup"), row(1, 0, "step")], 0),
     ],
     ids=["step", "not collective", "longest", "silent", "failed", "stuck", "no file", "start"],
 )
@@ -174,13 +174,13 @@ def test_time_in_which_it_was_stopped_does_not_count(clock, exits):
     with watching(None, 1.5) as watchdog:
         watchdog.enter("step", 1)
         clock.advance(0.1)
-        clock.advance(600.0)  # Ctrl-Z: nobody looks at the clock meanwhile
+        clock.advance(600.0)  # Ctrl-Z: no thread looks at the clock meanwhile
         assert exits == []
         clock.advance(1.0)
     assert exits == [exit_codes.STALLED]
 
 
-def test_files_are_read_at_once_and_those_that_hang_left_out(tmp_path, monkeypatch):
+def test_files_are_read_at_once_and_those_that_hang_are_skipped(tmp_path, monkeypatch):
     folder = tmp_path / "processes"
     folder.mkdir()
     for process in range(40):
@@ -213,7 +213,7 @@ def test_an_exception_is_left_for_the_others(tmp_path):
     assert left_by(tmp_path).items() >= expected.items()
 
 
-def test_what_is_not_written_holds_up_nobody(tmp_path):
+def test_what_is_not_written_delays_no_process(tmp_path):
     with Watchdog(tmp_path, 5.0) as watchdog:  # of a run of one process
         assert watchdog.describe_all() == ""
     assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@
     python -m tests.seeded_faults training.yml rotary  # those of a file, or with a word in the name
 
 Each fault of the YAML files here replaces one piece of text in a copy of the repository, and the
-tests named beside it are run there until one fails. Exits with 1 if a fault was missed, or if too
+tests named next to it are run there until one fails. Exits with 1 if a fault was missed, or if too
 few of all were caught.
 """
 

@@ -4,10 +4,12 @@ Arguments: folder, heartbeat_timeout, then process:step:what for what goes wrong
 raise, hang, kill or freeze.
 """
 
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.runtime import processes, start_up
@@ -15,10 +17,11 @@ from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 
-def go_wrong(what: str) -> None:
-    time.sleep(0.5)  # until the status file says where
+def go_wrong(what: str, status: Path, step: int) -> None:
+    while json.loads(status.read_text())["step"] != step:  # it says where
+        time.sleep(0.01)
     if what == "raise":
-        raise ValueError("a mistake of ours")
+        raise ValueError("a bug")
     if what == "hang":
         time.sleep(1000)
     os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGSTOP)
@@ -50,7 +53,7 @@ def main() -> int:
                 for fault in wrong:
                     process, at, what = fault.split(":")
                     if (us, step) == (int(process), int(at)):
-                        go_wrong(what)
+                        go_wrong(what, Path(folder, "processes", f"{us}.json"), step)
                 mine = np.ones(jax.local_device_count(), np.float32)
                 batch = jax.make_array_from_process_local_data(sharding, mine)
                 watchdog.enter("step", step)

@@ -66,9 +66,9 @@ def has_done(path, step):
 def assert_same_run(whole, name):
     """The same losses at every step and evaluation, each once."""
     folders = (whole.parent / name, whole)
-    ours, theirs = (rows((folder / "metrics.jsonl").read_text()) for folder in folders)
-    assert [row["step"] for row in ours] == list(range(STEPS))
-    for left, right in zip(ours, theirs, strict=True):
+    first, second = (rows((folder / "metrics.jsonl").read_text()) for folder in folders)
+    assert [row["step"] for row in first] == list(range(STEPS))
+    for left, right in zip(first, second, strict=True):
         # Only the order in which four numbers are added may differ.
         for tag in ("learning/loss", "learning/grad_norm"):
             np.testing.assert_allclose(left[tag], right[tag], rtol=1e-5, err_msg=f"{left['step']}")

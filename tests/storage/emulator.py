@@ -7,7 +7,7 @@ google-cloud-storage ask for is answered as the JSON API documents it: objects w
 preconditions, listings in pages with prefix and delimiter, media, multipart and resumable uploads,
 ranges, moves. All else is refused with 501. https://cloud.google.com/storage/docs/json_api
 
-Beside it stand
+Next to it stand
     POST /faults     a JSON list of `Fault`s, which replaces those before
     GET  /requests   {"PUT /upload/...": times asked, "LIST prefix": times listed, "faults": times
                      refused}
@@ -244,7 +244,7 @@ class Service:
             return self._write(bucket, described, given, content)
         kind = headers.get("X-Upload-Content-Type", "application/octet-stream")
         described = {"name": given.get("name"), "contentType": kind} | json.loads(body or b"{}")
-        # Preconditions are told at once, and hold when the object appears.
+        # Preconditions are answered at once, and hold when the object appears.
         self._checked(bucket, described["name"], _preconditions(given))
         identity = f"upload{next(self._generations)}"
         self._uploads[identity] = bucket, described, given, bytearray()

@@ -90,7 +90,7 @@ def test_a_bucket_that_fails_is_no_damage(opened, emulator):
         assert_bit_equal(again.restore(0, abstract(state))[0], kept[0])
 
 
-def test_going_back_withdraws_before_it_deletes(opened, emulator):
+def test_a_rollback_unfinalizes_before_it_deletes(opened, emulator):
     checkpoints = opened()
     save_steps(checkpoints, fresh_state(), [0, 1, 2])
     # Killed in the midst, here: the bucket refuses to delete anything but the mark.
@@ -102,7 +102,7 @@ def test_going_back_withdraws_before_it_deletes(opened, emulator):
     assert again.steps() == [0]
 
 
-# Orbax closes its loop while other arrays of the failed save are on their way.
+# Orbax closes its loop while other arrays of the failed save are in flight.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_save_fails_and_the_next_one_does_not(folder, opened, emulator):
     lines = []
@@ -170,7 +170,7 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
     assert sum(n for name, n in reads.items() if "/download/" in name) == 1
     assert all(f"/{steps[-1]}/" in name for name in reads)
     state, _ = save_steps(checkpoints, start.state, [200])
-    # Orbax lists and opens each step when its manager is made; nobody else asks about them.
+    # Orbax lists and opens each step when its manager is made; no other caller asks about them.
     marks = [n for name, n in asked().items() if name.endswith("/commit_success.txt")
              and any(f"/{step}/" in name for step in steps)]  # fmt: skip
     assert len(marks) == len(steps)

@@ -4,10 +4,10 @@ import functools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from unittest import mock
 
 import fsspec
-import numpy as np
 import pytest
 
 from MaxText.storage import file_access
@@ -60,7 +60,7 @@ def test_numbers_and_other_special_characters(tmp_path):
         for prefix in ("", "file://"):
             files = file_access.list_files(f"{prefix}{tmp_path}/{pattern}", "k")
             assert below(files, str(tmp_path)) == expected
-    # Digits of other scripts, and superscripts, which are no decimal number.
+    # Digits of other scripts, and superscripts, which are not decimal numbers.
     order = ["t.b0", "t.b500", "t.b1000", "t.b19500", "x1", "x٣", "x²"]
     assert sorted(order[1::2] + order[::2], key=file_access.natural_key) == order
 
@@ -94,9 +94,7 @@ def test_nothing_found(tmp_path, monkeypatch, location, message):
 
 def read(*places):
     """The bytes of (path, offset, length) each, by one call."""
-    arrays = [np.empty(length, np.uint8) for _, _, length in places]
-    file_access.read_ranges([path for path, _, _ in places], [at for _, at, _ in places], arrays)
-    return [array.tobytes() for array in arrays]
+    return file_access.read_ranges(*zip(*places, strict=True))
 
 
 def test_ranges_of_several_files(root):
@@ -125,6 +123,17 @@ def test_remote_ranges_are_one_call_and_a_folder_one_listing(tmp_path, monkeypat
     assert read(*((file.path, 1, 2) for file in files))[7] == b"\x07\x07"
     assert counted["cat_ranges"].call_count == 1
     system.rm(folder, recursive=True)
+
+
+@pytest.mark.parametrize("pattern", ["{0..3}/x", "{0..3}/*"])
+def test_remote_folders_are_looked_at_together(tmp_path, monkeypatch, pattern):
+    system, folder, together = fsspec.filesystem("memory"), f"memory://{tmp_path}", Barrier(4)
+    for number in range(4):
+        system.pipe(f"{folder}/{number}/x", b"")
+    info = type(system).info
+    waits = lambda *args, **keys: (together.wait(9), info(*args, **keys))[1]  # noqa: E731
+    monkeypatch.setattr(type(system), "info", waits)
+    assert len(file_access.list_files(f"{folder}/{pattern}", "dataset_path")) == 4
 
 
 def test_truncated_and_missing_files(root):

@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import sys
 
 import fsspec
 import pytest
@@ -75,7 +76,7 @@ def test_a_bucket_that_refuses(bucket, emulator, no_waits):
 def test_other_storage_and_a_missing_package(monkeypatch):
     for path in ("s3://b/x", "hf://b/x", "nothing://b"):
         refused("base_output_directory", parse_path, path, "base_output_directory")
-    monkeypatch.setattr("MaxText.storage.paths._register", lambda: False)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
     message = r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"
     refused(message, parse_path, "gs://b/x", "base_output_directory")
 

@@ -1,17 +1,20 @@
 """The lock of a run folder in a bucket."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 
 from MaxText import exit_codes
+from MaxText.storage import lease
 from MaxText.storage.lease import Lease
+from tests.programs import ended, started, wait_for
 from tests.refusals import refused
-from tests.runtime.child_programs import ended, started, wait_for
 from tests.small_models import some_quick
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
@@ -38,9 +41,9 @@ def lock(bucket):
 @pytest.fixture
 def hold(lock):
     facts = {"host": socket.gethostname(), "process": os.getpid(), "started": "now"}
-    lease = Lease(lock, facts, **QUICK)
-    yield lease.acquire
-    lease.release()
+    held = Lease(lock, facts, **QUICK)
+    yield held.acquire
+    held.release()
 
 
 @pytest.fixture
@@ -72,7 +75,9 @@ def test_the_end_of_a_program_releases_it(start, bucket, emulator):
 @pytest.mark.parametrize(
     "left", some_quick(['{"host": "gone", "process": 7, "token": "x"}', "{"], 2)
 )
-def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left):
+def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left, monkeypatch):
+    looks = itertools.count(0.0, QUICK["timeout_seconds"] / 2)
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=looks.__next__))
     emulator.write(lock, left.encode())
     hold()
     assert json.loads(emulator.read(lock))["host"] == socket.gethostname()

@@ -59,7 +59,7 @@ def caused(error, cause):
         (FileNotFoundError(errno.ENOENT, ""), False, False),
         (ConnectionResetError(errno.ECONNRESET, ""), True, True), (OfALibrary(), False, True),
         (OfALibrary(503), False, True), (OfALibrary(403), False, False),
-        (KeyError("ours"), False, False), (UserError("a mistake"), False, False),
+        (KeyError("a bug"), False, False), (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
         (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],

@@ -131,7 +131,7 @@ def test_the_other_programs(place):
 @pytest.mark.slow
 def test_killed_while_saving_it_has_the_losses_of_a_run_on_a_disk(place):
     log = place.folder / "log"
-    # Answers come late, so that a save is on its way for long; then the process is killed.
+    # Answers come late, so that a save is in flight for long; then the process is killed.
     for step in ("3", "6"):
         saving = f"POST /upload.*checkpoints.*{step}.*(items|commit)"
         late = place.emulator.failing(Fault(200, saving, seconds=1, after=True))

@@ -173,15 +173,15 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
     own |= {"adafactor.clipping_threshold": 0.5, "adafactor.min_dim_size_to_factor": 8}
     found, state = steps_of(gradients, **keys, **own, **linear)
     schedule = learning_rate_schedule(tiny_config(**linear).schedule)
-    theirs = optax.adafactor(
+    library = optax.adafactor(
         schedule, min_dim_size_to_factor=8, decay_rate=0.7, eps=1e-6, clipping_threshold=0.5
     )
     params = jnp.full(found[0][name].shape, 2.0)
     # The factors are a row and a column in place of the matrix.
     assert params.size not in {leaf.size for leaf in jax.tree.leaves(state)}
-    state = theirs.init(params)
+    state = library.init(params)
     for gradient, updates in zip(gradients, found, strict=True):
-        expected, state = theirs.update(gradient(params.shape), state, params)
+        expected, state = library.update(gradient(params.shape), state, params)
         np.testing.assert_allclose(updates[name], expected, rtol=1e-5)
     # Updates are as large as the parameter or as this, or a mean over them.
     for more, expected in (

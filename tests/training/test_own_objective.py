@@ -47,7 +47,7 @@ class LowRank(Head):
     @classmethod
     def problem(cls, config, dimensions):
         if config.head_rank > dimensions.emb_dim:
-            return f"head_rank={config.head_rank} is no low rank"
+            return f"head_rank={config.head_rank} is not a low rank"
 
 
 class ObjectiveKeys(Section):
@@ -124,7 +124,9 @@ def test_the_objective_is_what_training_minimizes():
 
 
 def test_what_is_refused(module):
-    with pytest.raises(ConfigurationError, match="head_type=low_rank: head_rank=40 is no low rank"):
+    with pytest.raises(
+        ConfigurationError, match="head_type=low_rank: head_rank=40 is not a low rank"
+    ):
         tiny_config(**KEYS | {"head_rank": 40})
     pattern = {"layer_pattern": "A", "layer_kinds": {"A": {"head_rank": 2}}}
     with pytest.raises(ConfigurationError, match="A: head_rank is not a key of a layer's parts"):

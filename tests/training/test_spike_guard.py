@@ -64,7 +64,7 @@ LOSS, GRADIENT, UPDATE = range(3)
         ([(200, LOSS, NAN), (slice(201, 206, 2), GRADIENT, 30)], [200, 201, 203, 205]),
         # Hundreds of bad steps do not become usual.
         ([(slice(200, 500), LOSS, 8)], list(range(200, 500))),
-        # Far below the median is no spike.
+        # Far below the median is not a spike.
         ([(200, LOSS, 0.5), (300, GRADIENT, 0.01), (400, UPDATE, 0.0)], []),
         # A loss that explodes at once.
         ([(slice(3, 60), LOSS, 1290)], list(range(3, 60))),
@@ -104,7 +104,7 @@ def test_constant_and_small_values_may_vary():
     values_SQ = np.tile([3, 1, 50 * RATE], (STEPS, 1))
     values_SQ[200] *= [1.1, 2, 2]
     assert skipped(values_SQ) == []
-    # Text known by heart, and now and then a row that is not.
+    # Text known by heart, and sometimes a row that is not.
     values_SQ = usual()
     values_SQ[:400, LOSS], values_SQ[400:, LOSS] = 0.01, 0.05
     values_SQ[150::40, LOSS] = 0.15
@@ -155,7 +155,7 @@ def test_a_skipped_step_changes_nothing_but_the_count():
     step = jax.jit(steps.make_train_step(model, optimizer, schedule, guard=SECTION))
     plain = jax.jit(steps.make_train_step(model, optimizer, schedule))
 
-    # A sound update is that of a run without the guard.
+    # An accepted update is that of a run without the guard.
     bare, expected = plain(dataclasses.replace(state, guard=None), batch)
     state, metrics = step(state, batch)
     assert bare.guard is None

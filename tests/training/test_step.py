@@ -59,12 +59,12 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
     batch, draw = random_batch(config, rows=4), np.random.default_rng(0)
     params = tuple(jnp.float32(draw.normal(size=size)) for size in [(4, 8, 5), (5, 11)])
     # Every third target is what the model says.
-    likeliest_BT = np.argmax(params[0] @ params[1], axis=-1)
-    is_hit_BT = np.arange(likeliest_BT.size).reshape(likeliest_BT.shape) % 3 == 0
-    targets_BT = np.where(is_hit_BT, likeliest_BT, (likeliest_BT + 1) % 11).astype(np.int32)
+    argmax_BT = np.argmax(params[0] @ params[1], axis=-1)
+    is_hit_BT = np.arange(argmax_BT.size).reshape(argmax_BT.shape) % 3 == 0
+    targets_BT = np.where(is_hit_BT, argmax_BT, (argmax_BT + 1) % 11).astype(np.int32)
     batch = dataclasses.replace(batch, targets_BT=jnp.asarray(targets_BT))
 
-    def ours(params):
+    def loss_by_hand(params):
         sums = loss_sums(Linear(params), batch, config.model.objective, count_correct=True)
         return sums.total, sums
 
@@ -73,7 +73,7 @@ def test_sums_of_losses_and_their_gradients(alpha, chunks):
         sums = {name: jnp.sum(loss * batch.loss_mask_BT) for name, loss in losses.items()}
         return sum(sums[name] for name in sums if name != "log_z"), sums
 
-    (_, found), gradients = jax.value_and_grad(ours, has_aux=True)(params)
+    (_, found), gradients = jax.value_and_grad(loss_by_hand, has_aux=True)(params)
     (_, expected), wanted = jax.value_and_grad(plain, has_aux=True)(params)
     log_z = expected.pop("log_z", None)
     assert_close(found.target_sums, expected, 2e-5)

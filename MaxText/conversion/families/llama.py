@@ -207,7 +207,7 @@ def _window(default: int | None) -> tuple[ConfigMapping, ...]:
     )
 
 
-def _at_least_two(hf_names: str, key: str, default: int, hint: str) -> ConfigMapping:
+def _two_or_more(hf_names: str, key: str, default: int, hint: str) -> ConfigMapping:
     def possible(value: Any) -> Any:
         return value if type(value) is int and value > 1 else REQUIRED
 
@@ -254,10 +254,10 @@ MIXTRAL = _descendant(
     mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
     mapped("rope_theta", "rope_max_timescale", default=1e6),
     _length(131_072),
-    _at_least_two(
+    _two_or_more(
         "num_local_experts num_experts", "num_experts", 8, "One expert is an ordinary Mistral."
     ),
-    _at_least_two(
+    _two_or_more(
         "num_experts_per_tok",
         "num_experts_per_tok",
         2,

@@ -109,7 +109,9 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping,
         constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
         constant("sepln", True, default=True, hint=_OWN_NORMS),
         mapped("expand_last", "dynamic_dense_last_layer_expand", expands, ((True, 4), (False, 1))),
-        mapped("round64", "dense_hidden_rounding", expands, ((True, "reference"), (False, "none"))),
+        mapped(
+            "round64", "dynamic_dense_hidden_round", expands, ((True, "reference"), (False, "none"))
+        ),
         constant("tie_word_embeddings", False, default=False),
         # Affects only how aggregations are computed.
         constant("stack_hidden", False, True, default=False),

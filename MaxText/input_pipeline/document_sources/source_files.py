@@ -40,7 +40,8 @@ _STATE = "state.json"  # lists the files of a saved Hugging Face dataset
 # Next to tables and records, these files are metadata.
 _ABOUT_TABLES = {
     *(_STATE, "dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
-    *("features.json", "export.json", "prepared_from.json", "readme.md"),
+    *("features.json", "export.json", "readme.md"),
+    *("records_manifest.json", "prepared_from.json"),  # the second of earlier versions
 }
 # Cached results that `datasets` writes next to a saved dataset.
 _CACHED = re.compile(r"(.*/)?cache-[^/]*\.arrow")

@@ -1,8 +1,8 @@
 """Builds a tokenized dataset in a staging folder, resumably.
 
-    <staging>/request.json   tokenization settings
-    <staging>/shards/        entries of finished shards, see token_shards
-    <staging>/data_set/      the dataset, complete once it has a manifest
+    <staging>/build_spec.json  tokenization settings
+    <staging>/shards/          entries of finished shards, see token_shards
+    <staging>/data_set/        the dataset, complete once it has a manifest
 
 The folder outlives the process; the next process tokenizes the remaining shards.
 """
@@ -64,7 +64,7 @@ class TokenizationJob:
         self._open_staging()
         shards, num_kept = self._tokenize_all()
         if tokenization.keys.validation_fraction > 0 and not self.corpus.splits:
-            self._fill_empty_split(shards)
+            self._ensure_nonempty_splits(shards)
         source = SourceEntry(
             description=self.corpus.description,
             sha256=corpus_digest([shard.sha256 for shard in shards]),
@@ -93,7 +93,10 @@ class TokenizationJob:
 
     def _open_staging(self) -> None:
         """Creates the folder, deleting results of another request."""
-        staging, request = self.tokenization.staging, self.tokenization.staging / "request.json"
+        staging = self.tokenization.staging
+        request = staging / "build_spec.json"
+        if (earlier := staging / "request.json").exists():  # the name of earlier versions
+            earlier.rename(request)
         contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()
@@ -124,7 +127,7 @@ class TokenizationJob:
         run = run_jobs("Encoding", tokenize_shard, tokenization, jobs, sizes, most, log)
         return run, num_kept
 
-    def _fill_empty_split(self, shards: list[TokenizedShard]) -> None:
+    def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
         """Holds out the document with the lowest hash if no other is.
 
         This is only known when all shards are done, and changes one of them.

@@ -21,10 +21,10 @@ from typing import Any
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.document_sources.corpus import Corpus, open_corpus, split_into_shards
 from MaxText.input_pipeline.document_sources.source_files import resolve_files
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.local_cache import cache_write_error, copy_folder
 from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.job import TokenizationJob
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
@@ -38,13 +38,14 @@ from MaxText.input_pipeline.prepare.record_export import (
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
 from MaxText.storage import atomic, file_access
 from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
 # In record exports: the manifest of the source dataset.
-_RECORDS_MANIFEST_NAME = "prepared_from.json"
+_RECORDS_MANIFEST_NAME = "records_manifest.json"
+_EARLIER_RECORDS_MANIFEST_NAME = "prepared_from.json"  # read for one release
 
 _FORMAT = "prepare_output_format"
 # Sources and tokenizers are compared by content.
@@ -75,6 +76,11 @@ class _Request:
     def manifest_name(self) -> str:
         """Name of the file marking a folder as complete."""
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
+
+    def find_manifest(self, folder: str | Path) -> str:
+        """Returns its name in a folder; empty without one."""
+        names = (self.manifest_name, *[_EARLIER_RECORDS_MANIFEST_NAME] * self.is_records)
+        return next((name for name in names if file_access.path_type(f"{folder}/{name}")), "")
 
     @property
     def trains_tokenizer(self) -> bool:
@@ -123,7 +129,7 @@ def _digest_path(corpus: Corpus, cache_dir: Path | None) -> Path | None:
 
 def _prepare_folder(request: _Request, folder: Path) -> Manifest:
     check = functools.partial(_check_existing, request, folder, location=str(folder))
-    if (folder / request.manifest_name).exists():
+    if request.find_manifest(folder):
         return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -140,11 +146,11 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 
     `check` returns the manifest if another process completed it.
     """
-    staging, log = folder.with_name(f".{folder.name}.preparing"), request.log
+    staging, log = _staging(folder), request.log
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
-            if (folder / request.manifest_name).exists():
+            if request.find_manifest(folder):
                 return check()
             try:
                 manifest = _make(request, staging)
@@ -160,6 +166,10 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
         raise write_error(folder, error) from error
     log(f"Wrote {folder}")
     return manifest
+
+
+def _staging(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.preparing")
 
 
 def _make(request: _Request, staging: Path) -> Manifest:
@@ -199,7 +209,7 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: _Request) -> TextTokenizer:
+def _tokenizer(request: _Request) -> Tokenizer:
     preparation, corpus = request.preparation, request.corpus
     if request.trains_tokenizer:
         seed = preparation.prepare_seed
@@ -223,7 +233,7 @@ def _tokenizer(request: _Request) -> TextTokenizer:
     return tokenizer
 
 
-def _given_tokenizer(request: _Request) -> TextTokenizer:
+def _given_tokenizer(request: _Request) -> Tokenizer:
     if request.preparation.exports_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
@@ -236,7 +246,7 @@ def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.Shar
 
 
 def _control_ids(
-    preparation: PreparationConfig, tokenizer: TextTokenizer
+    preparation: PreparationConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
     entry, add_bos, add_eos = tokenizer.entry, preparation.add_bos, preparation.add_eos
@@ -264,7 +274,7 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
-    manifest = read_manifest(str(folder), request.manifest_name)
+    manifest = read_manifest(str(folder), request.find_manifest(folder))
     differences = _different_options(request, manifest)
     if request.trains_tokenizer:
         was = manifest.options
@@ -291,12 +301,13 @@ def _text_sha256(request: _Request, known: str = "") -> str:
     path = request.digest_path
     if not known:
         with contextlib.suppress(OSError):
-            if path:
+            if path and local_cache.mark_used(path):
                 return path.read_text(encoding="ascii")
         jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
         known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
     if path:
         with contextlib.suppress(OSError):  # the cache may be read-only
+            local_cache.delete_unused(path.parent.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic.atomic_write_text(path, known)
     return known
@@ -336,10 +347,12 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     try:
         staging.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cache_write_error(cache_dir, error) from error
+        raise local_cache.cache_write_error(cache_dir, error) from error
     with atomic.lock(staging.with_suffix(".lock"), request.log):
-        if file_access.path_type(f"{url}/{request.manifest_name}"):
-            kept = copy_folder(url, cache_dir)
+        local_cache.mark_used(staging)
+        local_cache.delete_unused(cache_dir)
+        if request.find_manifest(url):
+            kept = local_cache.copy_folder(url, cache_dir)
             assert kept is not None, url
             return _check_existing(request, kept, location=url)
         folder = staging / "data_set"
@@ -394,7 +407,9 @@ def tokenize_to_cache(
     }
     name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
-    if not (folder / MANIFEST_NAME).exists():
+    if not local_cache.mark_used(folder):
+        local_cache.mark_used(_staging(folder))
+        local_cache.delete_unused(cache_dir)
         found = [file for path in files for file in resolve_files(path)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         name = found[0].name

@@ -31,8 +31,12 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.token_store.store import TokenWriter
-from MaxText.input_pipeline.tokenization.interface import TextTokenizer
+from MaxText.input_pipeline.token_store.store import (
+    TokenWriter,
+    checksums_name,
+    file_checksums,
+)
+from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
@@ -43,7 +47,7 @@ class Tokenization:
     """Everything besides the text with an effect on ids, and the staging."""
 
     staging: Path
-    tokenizer: TextTokenizer
+    tokenizer: Tokenizer
     keys: PreparationConfig
     before: tuple[int, ...] = ()  # control ids before each document
     after: tuple[int, ...] = ()  # control ids after each document
@@ -223,12 +227,18 @@ def write_documents(
 
     def blocks() -> Iterator[dict[str, np.ndarray]]:
         num_tokens = 0
-        yield {"document_offsets": np.zeros(1, "<i8"), "document_rows": np.empty(0, "<i4")}
+        empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}
+        yield {"document_offsets": np.zeros(1, "<i8"), **empty}
         for number, part in shards:
             with np.load(_documents_path(staging, split, number)) as of_shard:
                 ends, rows = num_tokens + np.cumsum(of_shard["lengths"]), of_shard["rows"]
             offsets_digest.update(ends.data)
-            yield {"document_offsets": ends, "document_rows": rows.astype("<i4")}
+            checksums = file_checksums(_tokens_path(staging, split, number))
+            yield {
+                "document_offsets": ends,
+                "document_rows": rows.astype("<i4"),
+                checksums_name(): checksums,
+            }
             num_tokens += part.num_tokens
 
     write_arrays(folder, blocks())
@@ -260,8 +270,8 @@ def write_documents(
         num_tokens=sum(part.num_tokens for _, part in shards),
         num_documents=first_document,
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
-        unigram_entropy=round(unigram_entropy(counts_V), 6),
-        largest_id=int(np.flatnonzero(counts_V)[-1]),
+        unigram_entropy_nats=round(unigram_entropy(counts_V), 6),
+        max_token_id=int(np.flatnonzero(counts_V)[-1]),
         tokens_sha256=tokens_digest.hexdigest(),
         offsets_sha256=offsets_digest.hexdigest(),
     )

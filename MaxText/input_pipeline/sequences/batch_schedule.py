@@ -14,7 +14,7 @@ from MaxText.config.training_sections import BatchConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class ScheduleStage:
     """Steps with batches of one shape."""
 
     first_step: int
@@ -26,17 +26,17 @@ class Stage:
 class BatchSchedule:
     """The stages of a run; the first begins at step 0, the last is unbounded."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ScheduleStage, ...]
     window: int  # max_target_length
 
     @classmethod
     def constant(cls, samples: int, window: int) -> "BatchSchedule":
-        return cls((Stage(0, samples, window),), window)
+        return cls((ScheduleStage(0, samples, window),), window)
 
-    def at(self, step: int) -> Stage:
+    def at(self, step: int) -> ScheduleStage:
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)
 
-    def batch_size(self, stage: Stage) -> int:
+    def batch_size(self, stage: ScheduleStage) -> int:
         return stage.samples * (self.window // stage.length)
 
     def samples_before(self, step: int) -> int:
@@ -46,7 +46,7 @@ class BatchSchedule:
             total += (end - first) * stage.samples
         return total
 
-    def steps_of(self, stage: Stage, num_steps: int) -> tuple[int, int]:
+    def steps_of(self, stage: ScheduleStage, num_steps: int) -> tuple[int, int]:
         """Returns a stage's step range [first, end) among `num_steps` steps."""
         following = self.stages.index(stage) + 1
         end = num_steps
@@ -87,7 +87,9 @@ def plan_batches(
         ramp.append((first + math.ceil(share / samples), samples_of(size)))
     lengths = list(section.sequence_length_stages) or [(0, window)]
     starts = sorted({first for first, _ in ramp} | {first for first, _ in lengths})
-    stages = tuple(Stage(step, _value_at(ramp, step), _value_at(lengths, step)) for step in starts)
+    stages = tuple(
+        ScheduleStage(step, _value_at(ramp, step), _value_at(lengths, step)) for step in starts
+    )
     return BatchSchedule(stages, window)
 
 

@@ -84,7 +84,7 @@ class GlobalBatch:
         share: tuple[int, int],
         num_steps: int = sys.maxsize,
         *,
-        largest_id: int | None,
+        max_token_id: int | None,
         masked: MLMMasking | None,
         seed: int = 0,
         exclusions: ExcludedRanges = NO_EXCLUSIONS,
@@ -92,7 +92,7 @@ class GlobalBatch:
     ):
         """Initializes the share (index, count) of a host.
 
-        Refuses ids above `largest_id`, unless it is None. `reuse_first` repeats the batch of step
+        Refuses ids above `max_token_id`, unless it is None. `reuse_first` repeats the batch of step
         0. Raises UserError if the batches do not split over the hosts.
         """
         for stage in schedule.stages:
@@ -109,7 +109,7 @@ class GlobalBatch:
         self._rows = rows
         self._share = share
         self._limit = num_steps
-        self._largest_id = largest_id
+        self._max_token_id = max_token_id
         self._masked = masked
         self._seed = seed
         self._reuse_first = reuse_first
@@ -171,15 +171,15 @@ class GlobalBatch:
     def _batch(self, step: int) -> dict[str, np.ndarray]:
         stage, rows_B = self.schedule.at(step), self._rows_of(step)
         arrays = self._rows.read(rows_B)
-        if self._largest_id is not None:
+        if self._max_token_id is not None:
             # Targets that are labels need not occur among the tokens.
             ids_BT = np.maximum(arrays["tokens"], arrays["targets"])
-            if ids_BT.max(initial=0) > self._largest_id:
+            if ids_BT.max(initial=0) > self._max_token_id:
                 self._refuse(ids_BT, rows_B)
         if self._masked is not None:
             arrays = self._masked.apply(arrays, rows_B, self._seed, self.schedule.window)
         if stage.length != self.schedule.window:
-            arrays = fold(arrays, stage.length)
+            arrays = split_to_length(arrays, stage.length)
         return arrays
 
     def origin(self, step: int) -> list[list[tuple[str, int, int]]]:
@@ -193,7 +193,7 @@ class GlobalBatch:
     def _refuse(self, ids_BT: np.ndarray, rows_B: np.ndarray) -> None:
         row = int(ids_BT.max(axis=1).argmax())
         documents = ", ".join(name for name, _, _ in self._rows.origin(int(rows_B[row])))
-        largest, size = ids_BT.max(), (self._largest_id or 0) + 1
+        largest, size = ids_BT.max(), (self._max_token_id or 0) + 1
         raise UserError(
             f"vocab_size={size} is too small: id {largest} occurs in {documents}. Raise "
             "vocab_size, or check that these are token ids of the tokenizer you mean "
@@ -201,7 +201,7 @@ class GlobalBatch:
         )
 
 
-def fold(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+def split_to_length(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
     """Splits sequences [B, T] into [B T / length, length]."""
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:

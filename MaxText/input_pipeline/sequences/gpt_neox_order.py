@@ -13,7 +13,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows
-from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.token_store.store import TokenSplit
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:
@@ -44,7 +44,7 @@ class GptNeoxSamples(Windows):
 
     def __init__(
         self,
-        data: TokenData,
+        data: TokenSplit,
         options: SequenceOptions,
         seed: int,
         cache_dir: Path,

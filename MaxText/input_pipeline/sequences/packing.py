@@ -17,13 +17,14 @@ from MaxText.input_pipeline.sequences.windows import (
     items_of_rows,
     ranges_in_rows,
 )
-from MaxText.input_pipeline.token_store.store import TokenData
+from MaxText.input_pipeline.token_store.store import TokenSplit
 
 # Packing consecutive documents in groups keeps a row's documents close in the files and vectorizes
 # planning over groups; only the last rows of each group stay partly empty.
 GROUP = 1024
 
-_BLOCK = 1024 * GROUP  # documents planned at a time, in whole groups: limits memory to about 200 MB
+# Documents planned at a time, in whole groups: limits memory to about 200 MB.
+_AT_ONCE = 1024 * GROUP
 
 
 def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.ndarray:
@@ -49,7 +50,7 @@ def pack_group_rows(sizes_GI: np.ndarray, length: int, best_fit: bool) -> np.nda
     return rows_GI
 
 
-class PackedDocuments(Windows):
+class FirstFitPacking(Windows):
     """Sequences of whole documents; longer ones give windows and a rest.
 
     A range of n tokens fills n - 1 positions, so every token but the first of its document is a
@@ -58,7 +59,7 @@ class PackedDocuments(Windows):
 
     joined = False
 
-    def __init__(self, data: TokenData, options: SequenceOptions, best_fit: bool, cache_dir: Path):
+    def __init__(self, data: TokenSplit, options: SequenceOptions, best_fit: bool, cache_dir: Path):
         super().__init__(data, options)
         self.description = f"whole documents by {'best' if best_fit else 'first'} fit"
         offsets = data.store.document_offsets
@@ -88,15 +89,17 @@ class PackedDocuments(Windows):
         )
 
 
-def plan_rows(offsets: np.ndarray, length: int, best_fit: bool) -> Iterator[dict[str, np.ndarray]]:
+def plan_rows(
+    offsets: np.ndarray, length: int, best_fit: bool, at_once: int = _AT_ONCE
+) -> Iterator[dict[str, np.ndarray]]:
     """Yields blocks of `starts` (by item) and `first_item` (by row)."""
     begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
-    for first in range(0, max(len(offsets) - 1, 1), _BLOCK):
-        block = np.asarray(offsets[first : first + _BLOCK + 1])
+    for first in range(0, max(len(offsets) - 1, 1), at_once):
+        block = np.asarray(offsets[first : first + at_once + 1])
         new = np.diff(block) - 1
         begins = np.concatenate([begins, block[:-1][new > 0]])
         sizes = np.concatenate([sizes, new[new > 0]])
-        is_last = first + _BLOCK >= len(offsets) - 1
+        is_last = first + at_once >= len(offsets) - 1
         count = len(sizes) if is_last else len(sizes) // GROUP * GROUP
         starts, first_item = _plan_groups(begins[:count], sizes[:count], length, best_fit)
         yield {"starts": starts, "first_item": first_item + num_items}

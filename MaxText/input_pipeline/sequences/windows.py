@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.token_store.store import TokenData, document_sizes
+from MaxText.input_pipeline.token_store.store import TokenSplit, document_sizes
 
 EMPTY = -1  # index for "no window": a row of padding, with weights and segments 0
 
@@ -52,7 +52,7 @@ class Windows(abc.ABC):
     padding_share = 0.0  # share of positions without a target; 0 with packing
     description = ""  # identifies the sequences in the data identity
 
-    def __init__(self, data: TokenData, options: SequenceOptions):
+    def __init__(self, data: TokenSplit, options: SequenceOptions):
         self.data = data
         self.options = options
         self.length = options.length
@@ -109,7 +109,7 @@ def items_of_rows(first_R: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray,
     return np.repeat(np.arange(len(windows)), end - first), expand(first, end - first)
 
 
-def one_per_row(starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
+def single_segment(starts: np.ndarray, stops: np.ndarray) -> TokenRanges:
     return TokenRanges(np.arange(len(starts)), np.zeros(len(starts), np.int64), starts, stops)
 
 
@@ -136,7 +136,7 @@ class ConcatThenSplit(Windows):
 
     def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
         starts = windows * self.length
-        return one_per_row(starts, np.minimum(starts + self.length + 1, len(self.data.store)))
+        return single_segment(starts, np.minimum(starts + self.length + 1, len(self.data.store)))
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         offsets = np.asarray(self.data.store.document_offsets[documents])
@@ -152,7 +152,7 @@ class DocumentWindows(Windows):
 
     single_documents = True
 
-    def __init__(self, data: TokenData, options: SequenceOptions, cache_dir: Path):
+    def __init__(self, data: TokenSplit, options: SequenceOptions, cache_dir: Path):
         super().__init__(data, options)
         end = "cut off" if options.truncate else "continued"
         self.description = f"one document per row, {end}"
@@ -188,7 +188,7 @@ class DocumentWindows(Windows):
         documents = np.searchsorted(first_window, windows, side="right") - 1
         starts = offsets[documents] + (windows - first_window[documents]) * self.length
         stops = np.minimum(starts + self.length + self._ahead, offsets[documents + 1])
-        return one_per_row(starts, stops)
+        return single_segment(starts, stops)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return self._arrays["first_window"][documents]
@@ -201,7 +201,7 @@ class JoinedDocuments(Windows):
     0..s - (T + 1). If s < T + 1 it is padded. Tokens outside it are not seen in that epoch.
     """
 
-    def __init__(self, data: TokenData, options: SequenceOptions, stitch: int, random: bool):
+    def __init__(self, data: TokenSplit, options: SequenceOptions, stitch: int, random: bool):
         super().__init__(data, options)
         self._stitch = stitch
         self.random = random
@@ -220,7 +220,7 @@ class JoinedDocuments(Windows):
             starts = starts + (draws % places).astype(np.int64)
         stops = np.minimum(starts + self.length + 1, ends)
         filled = np.flatnonzero(stops > starts)
-        return one_per_row(starts[filled], stops[filled])._replace(row_P=filled)
+        return single_segment(starts[filled], stops[filled])._replace(row_P=filled)
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         return -(-documents // self._stitch)
@@ -375,7 +375,7 @@ class SlidingWindows(Windows):
 
     joined = False
 
-    def __init__(self, data: TokenData, options: SequenceOptions, stride: int):
+    def __init__(self, data: TokenSplit, options: SequenceOptions, stride: int):
         assert 1 <= stride <= options.length
         assert data.labels is None
         super().__init__(data, options)

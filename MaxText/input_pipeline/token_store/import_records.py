@@ -4,6 +4,7 @@
       tokens-00000.bin       ids of a source file: uint16, or uint32 if any file has a larger one
       labels-00000.bin       int32, for files with labels
       uint16-00000.json      summary of a source file; written last, so that an import can resume
+      tokens_crc32c.npy      uint32, CRC-32C of every 4 KiB of each file; also of labels
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
       import.json            overall summary; written last, marks completeness
@@ -17,7 +18,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +27,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
-from MaxText.input_pipeline.local_cache import Arrays, cache_write_error, delete_unused
+from MaxText.input_pipeline.local_cache import Arrays, write_arrays
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.token_store.manifest import OFFSETS_NAME, SOURCE_FILES_NAME
-from MaxText.input_pipeline.token_store.store import TokenStore, TokenWriter
+from MaxText.input_pipeline.token_store.store import (
+    TokenStore,
+    TokenWriter,
+    checksums_name,
+    file_checksums,
+)
 from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock, sync_file
@@ -38,6 +45,8 @@ from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
 _LAYOUT = 1
+_SAMPLE_BYTES = 2**22
+_BLOCK = 2**13  # records whose sizes are kept in memory
 _HEADER_NAME = "import.json"
 
 
@@ -59,7 +68,7 @@ class ImportedRecords(NamedTuple):
     def store(self, documents: Arrays, kind: str = "tokens") -> TokenStore:
         paths = [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
         dtype = np.dtype("int32" if kind == "labels" else self.dtype)
-        return TokenStore(paths, self.num_tokens, dtype, documents)
+        return TokenStore(paths, self.num_tokens, dtype, documents, kind)
 
 
 Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]
@@ -77,6 +86,7 @@ class RecordImport:
     eos_id: int = -1  # appended to every record unless negative
     skip: bool = False  # skip bad records, up to `bad_records.maximum`
     max_bad_records: int = 0
+    has_labels: bool = False  # as the first file
     dtype: str = "uint16"  # of the ids, widened as needed
 
     @functools.cached_property
@@ -99,22 +109,22 @@ class RecordImport:
           UserError: Too many bad records, or `cache_dir` cannot be written.
         """
         folder, header = self.folder, self.folder / _HEADER_NAME
+        local_cache.mark_used(folder)
         if not header.exists():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 with lock(folder.parent / f".{folder.name}.lock", log):
                     if not header.exists():
-                        delete_unused(folder.parent.iterdir())
+                        local_cache.delete_unused(self.cache_dir)
                         self._import(log)
             except UserError:
                 raise
             except OSError as error:
                 if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
                     raise
-                raise cache_write_error(self.cache_dir, error) from error
+                raise local_cache.cache_write_error(self.cache_dir, error) from error
         imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
-        with contextlib.suppress(OSError):  # the cache may be read-only
-            os.utime(folder)  # see delete_unused
+        self.check_bad(imported.skipped)
         for message in imported.skipped:
             log(message)
         return imported
@@ -123,11 +133,12 @@ class RecordImport:
         if self.dtype == "uint16" and any(self.folder.glob("uint32-*.json")):
             dataclasses.replace(self, dtype="uint32")._import(log)  # resumes
             return
-        began, width = time.monotonic(), np.dtype(self.dtype).itemsize
-        total = sum(file.size for file in self.files)
+        began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
+        width = np.dtype(self.dtype).itemsize
+        about = total * self._tokens_per_byte() * width
         log(
-            f"Importing {pluralize(len(self.files), 'file')} ({total / 1e9:,.2f} GB) of token "
-            f"records once, into {self.folder.parent}: {width} bytes a token on disk."
+            f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
+            f"once, into {self.folder.parent}: about {about:,.1f} MB, {width} bytes a token."
         )
         numbers, sizes = range(len(self.files)), [file.size for file in self.files]
         try:
@@ -139,17 +150,45 @@ class RecordImport:
         seconds = time.monotonic() - began
         log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
+    def _tokens_per_byte(self) -> float:
+        """Estimates it from the beginning of the first file."""
+        file, count = self.files[0], 0
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
+            sample = Path(folder, file.path.rsplit("/", 1)[-1])
+            with file_access.open_stream(file.path) as stream:
+                sample.write_bytes(stream.read(_SAMPLE_BYTES))
+            with contextlib.suppress(BadRecordError):  # at the end of the sample
+                for record in self.read(str(sample)):
+                    if isinstance(record, TokenDocument):
+                        count += record.ids.size + (self.eos_id >= 0)
+            if count:
+                return count / sample.stat().st_size
+        return 0.5  # formats without a readable beginning are compressed to about two bytes a token
+
     def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
         """Merges the per-file results; returns the numbers of records and tokens."""
         bad = [message for entry in entries for message in entry["bad"]]
         self.check_bad(bad)
-        sizes = [np.load(self.path("sizes", number)) for number in range(len(entries))]
-        firsts = np.cumsum([0, *(array.size for array in sizes)])
-        ends = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]), dtype=np.int64)
-        np.save(self.folder / OFFSETS_NAME, ends)
+        firsts, num_tokens = [0], 0
+
+        def offsets() -> Iterator[dict[str, np.ndarray]]:
+            nonlocal num_tokens
+            yield {"document_offsets": np.zeros(1, np.int64)}
+            for number in range(len(entries)):
+                sizes = np.load(self.path("sizes", number), mmap_mode="r")
+                for first in range(0, sizes.size, _BLOCK):
+                    ends = num_tokens + np.cumsum(sizes[first : first + _BLOCK])
+                    yield {"document_offsets": ends}
+                    num_tokens = int(ends[-1])
+                firsts.append(firsts[-1] + sizes.size)
+
+        write_arrays(self.folder, offsets())
         sync_file(self.folder / OFFSETS_NAME)
+        self._merge_checksums("tokens")
+        if any(entry["has_labels"] for entry in entries):
+            self._merge_checksums("labels")
         names = [file.path.rsplit("/", 1)[-1] for file in self.files]
-        origins = [[int(first), name] for first, name in zip(firsts, names, strict=False)]
+        origins = [[first, name] for first, name in zip(firsts, names, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
             "dtype": self.dtype,
@@ -160,7 +199,15 @@ class RecordImport:
             "files": [file.path for file in self.files],
         }
         atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
-        return int(firsts[-1]), int(ends[-1])
+        return firsts[-1], num_tokens
+
+    def _merge_checksums(self, kind: str) -> None:
+        """Joins the checksums of files; none if an earlier version imported one."""
+        name = checksums_name(kind)
+        paths = [self.path(name, number) for number in range(len(self.files))]
+        if all(path.exists() for path in paths):
+            write_arrays(self.folder, ({name: np.load(path)} for path in paths))
+            sync_file(self.folder / f"{name}.npy")
 
     def check_bad(self, bad: list[str]) -> None:
         limit = self.max_bad_records
@@ -176,8 +223,23 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
     summary = job.path(job.dtype, number)
     if summary.exists():
         return json.loads(summary.read_text(encoding="utf-8"))
+    entry: dict[str, Any] = {}
+    write_arrays(job.folder, _write_file(job, number, entry))
+    sync_file(job.path("sizes", number))
+    for kind in ("tokens", "labels") if entry["has_labels"] else ("tokens",):
+        path = job.path(checksums_name(kind), number)
+        np.save(path, file_checksums(job.path(kind, number)))
+        sync_file(path)
+    atomic_write_text(summary, json.dumps(entry))
+    return entry
+
+
+def _write_file(
+    job: RecordImport, number: int, entry: dict[str, Any]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Writes ids and labels; yields record sizes, then fills `entry`."""
     dtype, labels = np.dtype(job.dtype), None
-    largest = np.iinfo(dtype).max
+    largest, name = np.iinfo(dtype).max, job.path("sizes", number).stem
     sizes: list[int] = []
     bad: list[str] = []
 
@@ -194,6 +256,11 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
                 if isinstance(record, BadRecordError):
                     note(record)
                     continue
+                if job.has_labels != (record.labels is not None):
+                    raise UserError(
+                        f"{job.files[number].path} and {job.files[0].path} are read together, and "
+                        "only one has labels. Give a pattern that matches files of one kind."
+                    )
                 before = ids.count
                 ids.write(record.ids)
                 if record.labels is not None:
@@ -206,19 +273,15 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
                 if ids.largest > largest:
                     raise _LargeId
                 sizes.append(ids.count - before)
+                if len(sizes) == _BLOCK:
+                    yield {name: np.array(sizes)}
+                    sizes.clear()
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
-    np.save(job.path("sizes", number), np.array(sizes, np.int64))
-    sync_file(job.path("sizes", number))
-    entry = {
-        "num_tokens": ids.count,
-        "largest_id": ids.largest,
-        "has_labels": labels is not None,
-        "bad": bad,
-    }
-    atomic_write_text(summary, json.dumps(entry))
-    return entry
+    entry["num_tokens"], entry["largest_id"] = ids.count, ids.largest
+    entry["has_labels"], entry["bad"] = labels is not None, bad
+    yield {name: np.array(sizes, np.int64)}
 
 
 def _raise_if_unreadable(problem: BadRecordError) -> None:
@@ -232,5 +295,5 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
 
 
 def _path(folder: Path, kind: str, number: int) -> Path:
-    suffix = {"tokens": "bin", "labels": "bin", "sizes": "npy"}.get(kind, "json")
+    suffix = {"tokens": "bin", "labels": "bin", "uint16": "json", "uint32": "json"}.get(kind, "npy")
     return folder / f"{kind}-{number:05d}.{suffix}"

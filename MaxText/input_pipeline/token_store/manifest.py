@@ -4,6 +4,7 @@
       manifest.json                  this file
       tokenizer.json                 or tokenizer.model, a tiktoken file or settings
       <split>/tokens-000000.bin ...  concatenated ids, or chunks of them as .array_record
+      <split>/tokens_crc32c.npy      CRC-32C of every 4 KiB of each bin file, where it exists
       <split>/document_offsets.npy   first token of each document, then the end
       <split>/document_rows.npy      row of each document in its source file
       <split>/source_files.json      [[first document, name of its file], ...]
@@ -38,6 +39,11 @@ class FrozenModel(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True)
 
 
+def _renamed(name: str, earlier: str) -> Any:
+    """A field also read under the name of earlier versions, for one release."""
+    return pydantic.Field(validation_alias=pydantic.AliasChoices(name, earlier))
+
+
 class RecordFile(FrozenModel):
     """A token file."""
 
@@ -54,8 +60,8 @@ class Split(FrozenModel):
     num_tokens: int  # including bos and eos
     num_documents: int
     num_text_bytes: int  # UTF-8 bytes of the source text
-    unigram_entropy: float  # nats per token; the loss of a unigram model
-    largest_id: int
+    unigram_entropy_nats: float = _renamed("unigram_entropy_nats", "unigram_entropy")  # per token
+    max_token_id: int = _renamed("max_token_id", "largest_id")
     tokens_sha256: str  # of the ids as little-endian bytes in `dtype`
     offsets_sha256: str  # of the document offsets as little-endian int64
 
@@ -200,7 +206,7 @@ def describe(manifest: Manifest) -> str:
     ]
     for name, split in manifest.splits.items():
         per_token = split.num_text_bytes / max(split.num_tokens, 1)
-        nats = split.unigram_entropy
+        nats = split.unigram_entropy_nats
         lines.append(
             f"  {name}: {split.num_tokens:,} tokens, {pluralize(split.num_documents, 'document')}, "
             f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"

@@ -24,9 +24,10 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import local_file
 from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import (
-    TokenData,
+    TokenSplit,
     TokenStore,
     boundaries_digest,
+    document_sizes,
     foreign_data,
 )
 from MaxText.storage import file_access
@@ -39,7 +40,9 @@ _AGAIN = "Copy it again, or make it again with the program that wrote it."
 _BLOCK = 2**20
 
 
-def open_megatron(files: Sequence[FileInfo], key: str, location: str, cache_dir: Path) -> TokenData:
+def open_megatron(
+    files: Sequence[FileInfo], key: str, location: str, cache_dir: Path
+) -> TokenSplit:
     """Opens a Megatron dataset, given any of its .idx and .bin files.
 
     Raises UserError for no index or several, data that do not fit it, or no tokens.
@@ -142,7 +145,9 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
         is_even = is_even and bool((inner == sizes[0]).all())
         total += int(block.sum())
     if num_documents and (
-        documents.min() < 0 or documents.max() > num_sequences or (np.diff(documents) < 0).any()
+        documents[0] < 0
+        or documents[-1] > num_sequences
+        or any((block < 0).any() for block in document_sizes(documents))
     ):
         raise UserError(f"{path}: its document entries are out of order: it is damaged. {_AGAIN}")
     whole = num_documents > 1 and documents[0] == 0 and documents[-1] == num_sequences

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.records import (
@@ -29,7 +27,7 @@ from MaxText.input_pipeline.document_sources.tables import (
     open_table,
 )
 from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
-from MaxText.input_pipeline.token_store.import_records import Read, RecordImport
+from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     Split,
@@ -40,7 +38,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
-    TokenData,
+    TokenSplit,
     boundaries_digest,
     foreign_data,
     load_offsets,
@@ -147,7 +145,7 @@ def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]
     return chosen
 
 
-def open_token_data(request: OpenRequest) -> TokenData:
+def open_token_data(request: OpenRequest) -> TokenSplit:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
@@ -169,7 +167,7 @@ def open_token_data(request: OpenRequest) -> TokenData:
     return dataclasses.replace(tokens, tokenizer_folder=folder)
 
 
-def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenData:
+def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, request.cache_dir)
     field = request.data.token_records.field
@@ -180,16 +178,20 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
 
         folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.log)
         return _open_prepared(request, str(folder), "train")
+    has_labels = False
     # Names from earlier versions, so that their runs can be resumed.
     if kind in ("parquet", "arrow"):
-        identity = _table_identity(request, paths[0], fields or USUAL_FIELDS)
+        identity, has_labels = _table_identity(request, paths[0], fields or USUAL_FIELDS)
     elif kind == "webdataset":
         identity = f"TarTensors(field={field!r})"
     else:
         name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    return _open_records(request, files, kind, read, identity)
+    eos_id, bad = request.data.token_records.eos_id, request.data.bad_records
+    skip, cache_dir = bad.action == "skip", request.cache_dir
+    job = RecordImport(files, read, identity, cache_dir, eos_id, skip, bad.maximum, has_labels)
+    return _open_records(request, kind, job)
 
 
 def _is_prepared(request: OpenRequest) -> bool:
@@ -210,7 +212,7 @@ def _exists(request: OpenRequest, path: str) -> bool:
         ) from error
 
 
-def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData:
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
     url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
         copy = copy_folder(url, request.cache_dir)
@@ -236,7 +238,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
                 f"says {entry.num_tokens}. Copy the data set again."
             )
-    return TokenData(
+    return TokenSplit(
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
@@ -245,10 +247,13 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenData
         special_ids=tuple(sorted(manifest.tokenizer.special_ids)),
         mask_id=manifest.tokenizer.mask_id,
         vocab_size=manifest.tokenizer.vocab_size,
-        largest_id=entry.largest_id,
-        unigram_entropy=entry.unigram_entropy,
+        max_token_id=entry.max_token_id,
+        unigram_entropy_nats=entry.unigram_entropy_nats,
         tokenizer_folder=folder,
         tokenizer_sha256=manifest.tokenizer.sha256,
+        tokens_sha256=entry.tokens_sha256,
+        num_text_bytes=entry.num_text_bytes,
+        has_bos=bool(manifest.options.get("add_bos")),
     )
 
 
@@ -272,7 +277,8 @@ def _find(request: OpenRequest) -> list[FileInfo]:
     return file_access.list_files(location, request.key)
 
 
-def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> str:
+def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> tuple[str, bool]:
+    """Returns the identity of a table's documents, and whether it has labels."""
     with open_table(FileRange.whole(path)) as table:
         column = id_column(table, path, fields)
         has_mask, has_labels = has_mask_and_labels(table)
@@ -282,30 +288,25 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
             f"token_records.eos_id={eos_id}: {path} has labels, which have no place for another "
             "token. Leave token_records.eos_id=-1."
         )
-    return f"TableIds({column!r}, {has_mask}, {has_labels})"
+    return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
-def _open_records(
-    request: OpenRequest, files: list[FileInfo], kind: str, read: Read, identity: str
-) -> TokenData:
-    data, eos_id = request.data, request.data.token_records.eos_id
-    skip, limit = data.bad_records.action == "skip", data.bad_records.maximum
-    job = RecordImport(files, read, identity, request.cache_dir, eos_id, skip, limit)
+def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSplit:
+    files, eos_id = job.files, job.eos_id
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
-    offsets = documents["document_offsets"]
     labels = imported.store(documents, "labels") if imported.has_labels else None
     labelled = ", with labels" if labels else ""
     # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
-    without = offsets - np.arange(offsets.size) * (eos_id >= 0)
+    boundaries = boundaries_digest(documents["document_offsets"], int(eos_id >= 0))
     return foreign_data(
         imported.store(documents),
         request.where,
         f"{len(files)} {kind} files at {request.location}{labelled}",
-        file_access.fingerprint(files, [identity, eos_id, boundaries_digest(without)]),
+        file_access.fingerprint(files, [job.identity, eos_id, boundaries]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
-        largest_id=imported.largest_id,
+        max_token_id=imported.largest_id,
         labels=labels,
         skipped=tuple(imported.skipped),
     )

@@ -1,6 +1,7 @@
 """The token store: random access to flat files of token ids.
 
-Every dataset is read through it: prepared as `bin`, Megatron's .bin, or imported records.
+Every dataset is read through it: prepared as `bin`, Megatron's .bin, or imported records. Files of
+the first and the last kind have a CRC-32C of every 4 KiB, which each read compares.
 
 Legend: P ranges, D documents.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+from google_crc32c import value as crc32c
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import Arrays
@@ -30,11 +32,13 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_rename, sync_file, temporary_name
+from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
-_BLOCK = 2**20  # documents looked at together
+_BLOCK = 2**13  # documents looked at together
+_CHECKED_BYTES = 4096  # of a checksum: a page of the disk cache
 _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
 
@@ -51,17 +55,28 @@ class TokenStore:
         num_tokens: Sequence[int],
         dtype: np.dtype,
         documents: Arrays,
+        kind: str = "tokens",
     ):
         """Initializes without opening `files`, given in token order.
 
-        `documents` holds `document_offsets`, and its folder may name their source files.
+        `documents` holds `document_offsets`, and its folder may name their source files and hold
+        the checksums of `files`, which are of this `kind`.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
         file_access.invalidate_cache(self.files)  # files may have been replaced
-        self._dtype = dtype
+        self.dtype = dtype
         self._documents = documents
         self._first = [*itertools.accumulate(num_tokens, initial=0)]  # token of each file
+        num_blocks = (-(-size * dtype.itemsize // _CHECKED_BYTES) for size in num_tokens)
+        self._first_block = [*itertools.accumulate(num_blocks, initial=0)]
+        self._checksums = checksums_name(kind)
+        folder = documents.folder
+        self.is_checked = folder is not None and (folder / f"{self._checksums}.npy").exists()
+        if self.is_checked and len(documents[self._checksums]) != self._first_block[-1]:
+            raise UserError(
+                f"{folder}/{self._checksums}.npy belongs to other data. Copy the data set again."
+            )
 
     def __len__(self) -> int:
         return self._first[-1]
@@ -96,7 +111,7 @@ class TokenStore:
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
         for file, num_tokens in zip(files, np.diff(self._first).tolist(), strict=True):
-            if file.size != (num_bytes := num_tokens * self._dtype.itemsize):
+            if file.size != (num_bytes := num_tokens * self.dtype.itemsize):
                 raise UserError(
                     f"{file.path} has {file.size} bytes, where its {num_tokens} tokens take "
                     f"{num_bytes}: it is truncated or changed. Copy the data set again."
@@ -125,18 +140,42 @@ class TokenStore:
         return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
 
     def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        ids, at = np.empty(int((stops - starts).sum()), self._dtype), 0
-        paths, offsets, parts = [], [], []
+        width, step = self.dtype.itemsize, _CHECKED_BYTES if self.is_checked else 1
+        files, begins, sizes, crops = [], [], [], []  # of whole blocks, to be cropped
         for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
             while start < stop:
                 file = bisect.bisect_right(self._first, start) - 1
-                size = min(stop, self._first[file + 1]) - start
-                paths.append(self.files[file])
-                offsets.append((start - self._first[file]) * self._dtype.itemsize)
-                parts.append(ids[at : at + size])
-                start, at = start + size, at + size
-        file_access.read_ranges(paths, offsets, parts)
-        return ids
+                first, next_first = self._first[file], self._first[file + 1]
+                low, high = (start - first) * width, (min(stop, next_first) - first) * width
+                begin = low - low % step
+                files.append(file)
+                begins.append(begin)
+                sizes.append(min(high + -high % step, (next_first - first) * width) - begin)
+                crops.append(slice(low - begin, high - begin))
+                start = min(stop, next_first)
+        blocks = file_access.read_ranges([self.files[file] for file in files], begins, sizes)
+        if self.is_checked:
+            self._compare_checksums(files, begins, blocks)
+        parts = [block[crop] for block, crop in zip(blocks, crops, strict=True)]
+        return np.frombuffer(b"".join(parts), self.dtype)
+
+    def _compare_checksums(
+        self, files: Sequence[int], begins: Sequence[int], blocks: Sequence[bytes]
+    ) -> None:
+        checksums = self._documents[self._checksums]
+        for file, begin, block in zip(files, begins, blocks, strict=True):
+            found = [
+                crc32c(block[at : at + _CHECKED_BYTES])
+                for at in range(0, len(block), _CHECKED_BYTES)
+            ]
+            first = self._first_block[file] + begin // _CHECKED_BYTES
+            if found != checksums[first : first + len(found)].tolist():
+                raise FileReadError(
+                    f"{self.files[file]} is damaged: checksums of the {len(block)} bytes from byte "
+                    f"{begin:,} differ. Copy it again; if it is in data_cache_dir, delete its "
+                    "folder to import it again.",
+                    self.files[file],
+                )
 
 
 @functools.lru_cache(maxsize=8)
@@ -145,6 +184,18 @@ def _read_source_files(folder: Path) -> tuple[list[int], list[str]]:
         return [], []
     entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
     return [first for first, _ in entries], [name for _, name in entries]
+
+
+def checksums_name(kind: str = "tokens") -> str:
+    """Returns the name of the array of checksums of token files."""
+    return f"{kind}_crc32c"
+
+
+def file_checksums(path: Path) -> np.ndarray:
+    """Returns the CRC-32C of every 4 KiB of a file (uint32)."""
+    with path.open("rb") as file:
+        blocks = iter(functools.partial(file.read, _CHECKED_BYTES), b"")
+        return np.fromiter(map(crc32c, blocks), "<u4")
 
 
 class TokenWriter:
@@ -216,7 +267,7 @@ def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenData:
+class TokenSplit:
     """An opened split.
 
     Attributes:
@@ -236,18 +287,21 @@ class TokenData:
     special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
     mask_id: int | None = None
     vocab_size: int | None = None
-    largest_id: int | None = None  # None if unknown without reading everything
-    unigram_entropy: float | None = None  # nats per token
+    max_token_id: int | None = None  # None if unknown without reading everything
+    unigram_entropy_nats: float | None = None  # nats per token
     record_length: int | None = None
     labels: TokenStore | None = None
     skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
     tokenizer_folder: Path | None = None  # folder or file of the tokenizer
     tokenizer_sha256: str = ""
+    tokens_sha256: str = ""  # of all ids as bytes, by the manifest
+    num_text_bytes: int = 0  # UTF-8 bytes of the text; 0 if unknown
+    has_bos: bool = False  # whether a control id precedes each text
 
 
 def foreign_data(
     store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
-) -> TokenData:
+) -> TokenSplit:
     """Returns data of another program; UserError without tokens."""
     if not len(store):
         raise UserError(
@@ -257,11 +311,17 @@ def foreign_data(
     kind = f"rows of {length:,}" if length else "documents"
     num_documents = len(store.document_offsets) - 1
     description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
-    return TokenData(store, description, fingerprint, record_length=length, **more)
+    return TokenSplit(store, description, fingerprint, record_length=length, **more)
 
 
-def boundaries_digest(document_offsets: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(document_offsets, "<i8").data).hexdigest()[:16]
+def boundaries_digest(document_offsets: np.ndarray, added: int = 0) -> str:
+    """Returns a digest of the offsets without `added` tokens a document."""
+    digest = hashlib.sha256()
+    for first in range(0, len(document_offsets), _BLOCK):
+        block = document_offsets[first : first + _BLOCK]
+        without = block - added * np.arange(first, first + len(block))
+        digest.update(without.astype("<i8", copy=False).data)
+    return digest.hexdigest()[:16]
 
 
 def record_length(offsets: np.ndarray) -> int | None:

@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import (
-    TextTokenizer,
+    Tokenizer,
     control_ids,
     control_token_settings,
     read_json,
@@ -38,7 +38,7 @@ _CHECKED_TEXT = (
 )
 
 
-class HuggingFaceTokenizer(TextTokenizer):
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json, encoded by fastokens if equal to tokenizers."""
 
     def __init__(self, file_text: str, origin: str, settings: Mapping[str, Any]):

@@ -23,7 +23,7 @@ KNOWN_CONTROL_TOKENS = {
 }
 
 
-class TextTokenizer(abc.ABC):
+class Tokenizer(abc.ABC):
     """Picklable text tokenizer: manifest `entry` and encoding `engine`."""
 
     def __init__(

@@ -17,7 +17,7 @@ from MaxText.input_pipeline.tokenization.hugging_face import (
 )
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
-    TextTokenizer,
+    Tokenizer,
     read_bytes,
     read_json,
     read_text,
@@ -61,7 +61,7 @@ _PATTERNS = (
 _SPLIT = re.compile(r"(train|val|valid|validation|eval|dev|test)([-_].*)?")
 
 
-class ByteTokenizer(TextTokenizer):
+class ByteTokenizer(Tokenizer):
     """An id per byte of UTF-8; 256 is eos, 257 bos, 258 padding."""
 
     def __init__(self):
@@ -82,7 +82,7 @@ class ByteTokenizer(TextTokenizer):
         return write_files(folder, {}, {"tokenizer_type": "byte"})
 
 
-def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> TextTokenizer:
+def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
     """Loads a tokenizer.
 
     `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
@@ -122,7 +122,7 @@ def _fetch(hub_id: str) -> Path:
         ) from error
 
 
-def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
+def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -> Tokenizer:
     if file := _find_file(folder, tokenizer_type):
         return _load_file(file, tokenizer_type, origin)
     if tokenizer_type in ("auto", "byte") and _is_byte(folder):
@@ -150,7 +150,7 @@ def _is_byte(folder: Path) -> bool:
     return _settings(folder).get("tokenizer_type") == "byte"
 
 
-def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> TextTokenizer:
+def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> Tokenizer:
     origin = origin or f"file {path.name}"
     settings = _settings(path.parent)
     kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type

@@ -8,7 +8,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import (
-    TextTokenizer,
+    Tokenizer,
     control_ids,
     control_token_settings,
     write_files,
@@ -17,7 +17,7 @@ from MaxText.input_pipeline.tokenization.interface import (
 SENTENCE_PIECE_NAME = "tokenizer.model"
 
 
-class SentencePieceTokenizer(TextTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with its normalization and byte fallback."""
 
     def __init__(self, model: bytes, origin: str, settings: Mapping[str, Any]):

@@ -22,7 +22,7 @@ import tiktoken
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
-    TextTokenizer,
+    Tokenizer,
     control_ids,
     control_token_settings,
     write_files,
@@ -108,7 +108,7 @@ def is_tiktoken_file(head: bytes) -> bool:
     return _LINE.fullmatch(head.split(b"\n", 1)[0].rstrip(b"\r")) is not None
 
 
-class TiktokenTokenizer(TextTokenizer):
+class TiktokenTokenizer(Tokenizer):
     """A tiktoken vocabulary."""
 
     def __init__(self, contents: bytes, name: str, origin: str, settings: Mapping[str, Any]):

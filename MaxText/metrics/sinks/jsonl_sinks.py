@@ -18,14 +18,14 @@ class EventFile(JsonlFile):
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
         """Opens the file; removes rows from `first_step` on."""
         first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
-        self.attempt = 0
+        self.restart = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
 
         def keep(row: dict[str, Any]) -> bool:
             if row.get("event") not in PHASES:
                 return False  # not an event of this program
             if row["event"] in ("start", "resume"):
-                self.attempt += 1
+                self.restart += 1
             first = first_of.get(row["event"], first_step)
             if row["event"] not in REPEATED or (row.get("step") or 0) < first:
                 return True

@@ -39,7 +39,7 @@ class Terminal(Sink):
             shape = f"{fields['rows']} x {fields['length']} tokens"
             source = _SOURCES[fields.get("source", "")]
             self.line(f"Train step ({shape}) {source} in {fields['compile_seconds']:.1f} s")
-        if event.kind == "skip" and fields["what"] == "update":
+        if event.kind == "step_skipped":
             count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {fields['reason']}")

@@ -13,8 +13,10 @@ import functools
 import html
 import importlib.util
 import json
+import math
 import pathlib
 import secrets
+import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -32,6 +34,7 @@ STATE_FILE = "wandb.json"
 
 _ROWS = ("step", "evaluation")  # events that become a row of W&B's history
 _AXIS = "step"  # column used as the axis of charts
+_TRAINING, _VALIDATION = "learning/lm_loss", "eval/avg_loss"  # in one chart
 
 _RESERVED = 1000  # row numbers taken at a time; those that a killed run leaves are a gap
 
@@ -64,6 +67,8 @@ class WandbSink(Sink):
         self._config = dict(config_flat)
         self._first_step = first_step
         self._exit_code = 1  # unless the run reports completion
+        self._recent: list[float] = []  # training losses since the last evaluation
+        self._losses: dict[int, tuple[float | None, float]] = {}  # at evaluations, by step
 
     @property
     def remedy(self) -> str:
@@ -77,7 +82,10 @@ class WandbSink(Sink):
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.fields))
         elif event.kind in _ROWS and event.step is not None:
+            self._add_losses(event.step, event.fields)
             self._log(event.step, event.fields, event.time)
+        elif event.kind == "rollback":
+            self._recent.clear()
         elif event.kind == "sample" and event.step is not None:
             import wandb
 
@@ -139,15 +147,41 @@ class WandbSink(Sink):
         self._row = max(state["rows"], run.starting_step)
         self._newest = self._flushed = state["time"]
         for row in stream_rows(self._folder / EVENTS_FILE) if self._first_step else ():
-            is_missing = row.get("event") in _ROWS and row["time"] > state["time"]
-            if is_missing and row["step"] < self._first_step:
-                self._log(row["step"], row, row["time"])
+            if row.get("event") in _ROWS and row["step"] < self._first_step:
+                self._add_losses(row["step"], row)
+                if row["time"] > state["time"]:
+                    self._log(row["step"], row, row["time"])
         return run
 
     def _log(self, step: int, fields: Mapping[str, Any], at: float) -> None:
         tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
         row = {**tags, _AXIS: step, "_timestamp": at}
+        if _VALIDATION in tags and self._losses:
+            row["loss"] = self._loss_chart()
         self._connection.log(row, step=self._next_row())
+
+    def _add_losses(self, step: int, fields: Mapping[str, Any]) -> None:
+        training, validation = fields.get(_TRAINING), fields.get(_VALIDATION)
+        if training is not None and math.isfinite(training):
+            self._recent.append(float(training))
+        if validation is not None and math.isfinite(validation):
+            mean = statistics.fmean(self._recent) if self._recent else None
+            # Later ones are of before a rollback.
+            before = {at: losses for at, losses in self._losses.items() if at < step}
+            self._losses = before | {step: (mean, float(validation))}
+            self._recent.clear()
+
+    def _loss_chart(self) -> Any:
+        """Returns a chart of both losses up to now."""
+        import wandb
+
+        return wandb.plot.line_series(
+            list(self._losses),
+            list(zip(*self._losses.values(), strict=True)),
+            keys=["training (mean since the evaluation before)", "validation"],
+            title="Loss",
+            xname=_AXIS,
+        )
 
     def _next_row(self) -> int:
         if self._row >= self._state["rows"]:

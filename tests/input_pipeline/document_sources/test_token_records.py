@@ -73,7 +73,7 @@ def test_what_is_written_is_read(kind, documents, compression):
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_a_file_cut_short_ends_with_an_error(tmp_path, kind):
+def test_a_truncated_file_ends_with_an_error(tmp_path, kind):
     name, write = FILES[kind]
     path, documents = tmp_path / name, token_files.documents(0, [3000] * 8)
     write(path, documents)
@@ -226,7 +226,7 @@ def test_attention_mask_and_labels_of_a_table(tmp_path, write, labels, kind):
     write(tmp_path / "a", [np.array(row) for row in IDS], **columns)
     documents = [*read_ids(str(tmp_path / "a"), "parquet")]
     if labels is None:
-        # Padding is told by the mask, never by id 0.
+        # The mask marks padding, never id 0.
         assert [ids.tolist() for ids, _ in documents] == [[101, 5, 0, 7, 102], [101, 0, 102]]
         assert documents[0].labels is None
         return

@@ -76,8 +76,8 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     split = manifest.splits["train"]
     tokens = np.array(tokens_of(open_data(folder, tmp_path)))
     shares = np.unique(tokens, return_counts=True)[1] / tokens.size
-    assert split.unigram_entropy == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-5)
-    assert split.largest_id == tokens.max()
+    assert split.unigram_entropy_nats == pytest.approx(-(shares * np.log(shares)).sum(), abs=1e-5)
+    assert split.max_token_id == tokens.max()
     assert split.tokens_sha256 == hashlib.sha256(tokens.astype("<u2")).hexdigest()
     offsets = np.load(folder / "train" / "document_offsets.npy")
     assert split.offsets_sha256 == hashlib.sha256(offsets.astype("<i8")).hexdigest()
@@ -314,7 +314,7 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
 
 def test_unusable_targets(corpus, tmp_path, told):
     (tmp_path / "e").mkdir()
-    made(byte_options(corpus), tmp_path / "e")  # an empty folder is no obstacle
+    made(byte_options(corpus), tmp_path / "e")  # an empty folder does not matter
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "thesis.doc").write_text("precious")
     messages = []

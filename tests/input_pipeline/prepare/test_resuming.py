@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from MaxText.input_pipeline.prepare import job, token_shards
 from tests import programs
 from tests.house.sources import REPOSITORY
 from tests.input_pipeline.small_data import contents
+from tests.programs import ended, started
 
 from .small_corpus import byte_options, made, split_small, swap_case, write_texts
 
@@ -29,7 +29,7 @@ source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
 preparation = PreparationConfig(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
 has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
-manifest = "prepared_from.json" if has_records else "manifest.json"
+manifest = "records_manifest.json" if has_records else "manifest.json"
 
 def work(folder, moment):
     if (child := os.fork()):
@@ -80,19 +80,18 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     write_texts(tmp_path / "text", count=6)
     (tmp_path / "made").mkdir()
     shards = {} if keys == {"tokenizer_path": "bytes"} else {"records.num_shards": 4}
-    arguments = [tmp_path / "text", tmp_path / "made", json.dumps(keys | shards), first, stride]
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, *map(str, arguments)],
-        cwd=REPOSITORY, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    keys = json.dumps(keys | shards)
+    arguments = str(tmp_path / "text"), str(tmp_path / "made"), keys, str(first), str(stride)
+    with started(KILLED, *arguments, options=["-u"]) as process:
+        code, output = ended(process)
+    assert code == 0, output
     folders = {path.name: contents(path) for path in (tmp_path / "made").glob("[!.]*")}
     expected = folders.pop(max(folders, key=int))
     assert len(expected) >= 4
     assert len(folders) >= 3
     for moment, found in folders.items():
         assert found == expected, moment
-    assert done.stdout.count("Resuming: ") >= len(folders) - 2
+    assert output.count("Resuming: ") >= len(folders) - 2
 
 
 WORKERS = """

@@ -9,7 +9,7 @@ from tests.refusals import refused
 
 VOCAB_SIZE = 1000
 EOS, MASK, CLS, PAD = 0, 1, 2, 3
-ORDINARY = 4  # first id that is no special one
+ORDINARY = 4  # first id after the special ones
 
 
 def model(vocab_size=VOCAB_SIZE, special_ids=(EOS, CLS, PAD), mask_id=None, **keys):
@@ -151,7 +151,7 @@ def test_cls_comes_first_and_belongs_to_the_first_segment():
 def test_the_mask_of_the_tokenizer_is_the_default(key, expected):
     rows = random_rows(1, 50)
     keys = {"mlm.mask_prob": 1.0, "mlm.same_token_prob": 0, "mlm.random_token_prob": 0}
-    # A special id may lie outside the table: GPT-Neo pads with 50257 beside 50257 rows.
+    # A special id may lie outside the table: GPT-Neo pads with 50257 next to 50257 rows.
     masking = model(special_ids=(VOCAB_SIZE,), mask_id=77, **{"mlm.mask_id": key}, **keys)
     masked = masking.apply(rows, np.arange(1), seed=0)
     assert (masked["tokens"][rows["tokens"] != 77] == expected).all()

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.config.training_sections import BatchConfig
-from MaxText.input_pipeline.sequences.batch_schedule import Stage, plan_batches
-from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, fold
+from MaxText.input_pipeline.sequences.batch_schedule import ScheduleStage, plan_batches
+from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, split_to_length
 from MaxText.input_pipeline.sequences.order import Concatenation, Mixture, OrderedWindows
 from tests.input_pipeline.sequences.test_windows import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents
@@ -60,7 +60,7 @@ def test_shares_of_a_mixture_are_exact_after_any_number_of_rows(weights):
         counts = np.cumsum(of_source)
         expected = np.arange(1, 10_001) * weight / sum(weights)
         assert np.abs(counts - expected).max() <= index + 1
-        # Each source's rows come in order, none twice and none left out.
+        # Each source's rows come in order, none twice and none missing.
         assert places[of_source, 1].tolist() == list(range(counts[-1]))
     # A far row is found without counting.
     index, place = mixture.locate(10**12)
@@ -100,7 +100,8 @@ def test_ramp_up_reads_its_samples_in_equal_shares():
     plan = plan_batches(section, 64, lambda size: int(size * 2))
     # 100 samples each by 4, 8 and 12: 25, 13 and 9 steps.
     assert plan.stages == (
-        Stage(0, 4, 64), Stage(25, 8, 64), Stage(38, 12, 64), Stage(47, 16, 64),
+        ScheduleStage(0, 4, 64), ScheduleStage(25, 8, 64),
+        ScheduleStage(38, 12, 64), ScheduleStage(47, 16, 64),
     )  # fmt: skip
     assert plan.samples_before(25) == 100
     assert plan.samples_before(47) == 100 + 104 + 108
@@ -131,7 +132,7 @@ def test_rows_of_a_shorter_stage_hold_the_same_tokens_with_positions_from_zero()
         "segments": np.array([[1, 1, 1, 1, 1, 2, 2, 0]]),
         "positions": np.array([[0, 1, 2, 3, 4, 0, 1, 0]]),
     }
-    folded = fold(arrays, 4)
+    folded = split_to_length(arrays, 4)
     assert folded["tokens"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert folded["positions"].tolist() == [[0, 1, 2, 3], [0, 0, 1, 0]]
     assert folded["segments"].tolist() == [[1, 1, 1, 1], [1, 2, 2, 0]]

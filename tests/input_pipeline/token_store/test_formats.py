@@ -1,15 +1,21 @@
 """Token streams over files of every format: any range, threads, damage, and files that change."""
 
+import functools
 import os
 import pickle
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.storage.errors import BadRecordError
+from MaxText.storage.atomic import lock
+from MaxText.storage.errors import BadRecordError, FileReadError
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import FORMATS, RECORDS, open_data, tokens_of
 from tests.refusals import refused
@@ -21,7 +27,7 @@ SIZES = [[5, 0, 70, 1, 12, 9, 300], [], [0, 4, 0], [2]]
 def write(kind, folder, sizes=SIZES):
     vocab_size = 70_000 if kind.endswith("u4") else 50_000
     parts = [token_files.documents(number, part, vocab_size) for number, part in enumerate(sizes)]
-    if kind.startswith("prepared_"):  # which leaves out what has no tokens
+    if kind.startswith("prepared_"):  # which skips what has no tokens
         parts = [[document for document in part if document.size] for part in parts]
     return [document for part in parts for document in part], token_files.write(kind, folder, parts)
 
@@ -61,7 +67,32 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
     assert store.document_name(last) in (name, f"document {last}")
 
 
-def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
+def test_one_process_imports_and_the_others_wait(tmp_path):
+    """As hosts do that share a folder for data_cache_dir."""
+    write("tfrecord", tmp_path / "d")
+    open_data(tmp_path / "d", tmp_path / "first")
+    (made,) = (path.name for path in (tmp_path / "first/imported").iterdir() if path.is_dir())
+    (shared := tmp_path / "shared/imported").mkdir(parents=True)
+    code = (
+        "import functools, pathlib\n"
+        "from tests.input_pipeline.token_store.token_files import open_data\n"
+        "open_data('d', pathlib.Path('shared'), log=functools.partial(print, flush=True))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    start = functools.partial(
+        subprocess.Popen, [sys.executable, "-c", code], cwd=tmp_path, env=environment,
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with lock(shared / f".{made}.lock", str):
+        others = [start(), start()]
+        for other in others:
+            assert other.stdout.readline().startswith(f"Waiting for process {os.getpid()} on ")
+    lines = [other.communicate()[0].splitlines() for other in others]
+    assert sorted(map(bool, lines)) == [False, True], lines  # what importing says
+    assert [other.returncode for other in others] == [0, 0]
+
+
+def test_a_damaged_record_is_an_error_or_skipped(tmp_path):
     path, documents = tmp_path / "x.tfrecord", token_files.documents(0, [40] * 3 + [50])
     token_files.write_tfrecord(path, documents)
     content = bytearray(path.read_bytes())
@@ -77,10 +108,34 @@ def test_a_damaged_record_is_an_error_or_left_out(tmp_path):
         assert data.skipped[0] in lines
         assert tokens_of(data) == np.concatenate(documents[1:]).tolist()
     keys |= {"bad_records.maximum": 1}
-    refused("bad_records.maximum=1", open_data, path, tmp_path / "c", **keys)
+    for cache in ("c", "cache"):  # of which one has the import
+        refused("bad_records.maximum=1", open_data, path, tmp_path / cache, **keys)
 
 
-def test_the_rest_of_a_file_that_was_cut_is_left_out(tmp_path):
+@pytest.mark.parametrize("kind", [*RECORDS, "prepared_bin", "prepared_bin_u4"])
+@pytest.mark.parametrize("at", [0, 0.7, -1])
+def test_a_flipped_bit_is_found(tmp_path, kind, at):
+    documents, _ = write(kind, tmp_path / "d", [[40] * 3, [4000, 3000]])
+    whole, ends = np.concatenate(documents), (np.array([0]), np.array([7120]))
+    path = Path(open_data(tmp_path / "d", tmp_path / "cache").store.files[-1])
+    content = bytearray(path.read_bytes())
+    content[int(at * len(content)) if at > 0 else at] ^= 64
+    path.write_bytes(content)
+    store = open_data(tmp_path / "d", tmp_path / "cache").store
+    with pytest.raises(FileReadError, match=rf"{path} is damaged: .* from byte \d.*Copy it again"):
+        store.read(*ends)
+    # The block is what counts: reads elsewhere give what was written.
+    np.testing.assert_array_equal(store.read(ends[0], ends[0] + 100), whole[:100])
+    for checksums in tmp_path.rglob("*_crc32c.npy"):
+        np.save(checksums, np.load(checksums)[1:])
+        refused(
+            r"_crc32c\.npy belongs to other data", open_data, tmp_path / "d", tmp_path / "cache"
+        )
+        checksums.unlink()  # as in data of earlier versions
+    assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
+
+
+def test_the_rest_of_a_truncated_file_is_skipped(tmp_path):
     _, files = write("tfrecord", tmp_path / "d", [[40] * 4, [30] * 4])
     os.truncate(files[0], files[0].stat().st_size // 2 + 5)
     refused(r"ids0\.tfrecord at byte \d+: .*truncated", open_data, tmp_path / "d", tmp_path / "c")
@@ -107,6 +162,7 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     before = (made / "tokens-00000.bin").stat().st_mtime_ns
     for name in ("import.json", "uint16-00001.json"):
         (made / name).unlink()
+    os.utime(made, (0, 0))  # long ago
     assert offsets() == ends
     assert lines
     assert before == (made / "tokens-00000.bin").stat().st_mtime_ns
@@ -116,10 +172,6 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     assert files[2].stat().st_size == size
     os.utime(files[2], ns=(1, 1))
     assert np.diff(offsets())[7:10].tolist() == [4, 0, 0]
-    # Of several that ask at once one works.
-    with ThreadPoolExecutor(4) as threads:
-        made = [*threads.map(lambda _: open_data(folder, tmp_path / "new").store, range(4))]
-    assert len({int(store.document_offsets[-1]) for store in made}) == 1
     (tmp_path / "file").touch()
     refused(r"data_cache_dir=.*file", open_data, folder, tmp_path / "file")
 
@@ -131,18 +183,20 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
     for name, document in (("a", small % 1000), ("b", np.append(small % 1000, large))):
         token_files.write_tfrecord(folder / f"{name}.tfrecord", [document])
     whole = np.concatenate([small % 1000, small % 1000, large])
+    lines: list[str] = []
     for _ in range(2):  # the second one goes on after a kill
-        data = open_data(folder, tmp_path / "cache")
+        data = open_data(folder, tmp_path / "cache", log=lines.append)
         np.testing.assert_array_equal(data.store.read(np.array([0]), np.array([whole.size])), whole)
-        assert data.largest_id == 2**31 - 1
+        assert data.max_token_id == 2**31 - 1
         for name in ("import.json", "uint32-00001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
+    assert re.findall(r"about (.*?) MB, (\d)", str(lines)) == [("4.2", "2"), *[("8.4", "4")] * 2]
 
 
-def test_labels_are_imported_beside_the_ids(tmp_path):
+def test_labels_are_imported_next_to_the_ids(tmp_path):
     labels = pyarrow.array([[6, 7, -100], [9, -1, -100]], pyarrow.list_(pyarrow.int64()))
-    path = tmp_path / "x.parquet"
-    token_files.write_parquet(path, [np.array([5, 6, 7]), np.array([8, 9, 0])], labels=labels)
+    path, ids = tmp_path / "x.parquet", [np.array([5, 6, 7]), np.array([8, 9, 0])]
+    token_files.write_parquet(path, ids, labels=labels)
     data = open_data(path, tmp_path)
     assert (data.record_length, tokens_of(data)) == (3, [5, 6, 7, 8, 9, 0])
     assert data.labels is not None
@@ -150,3 +204,6 @@ def test_labels_are_imported_beside_the_ids(tmp_path):
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
+    for name in "yw":  # the first and the last of the files
+        token_files.write_parquet(tmp_path / f"{name}.parquet", ids)
+        refused(f"{name}.parquet.* labels", open_data, tmp_path / f"[x{name}].parquet", tmp_path)

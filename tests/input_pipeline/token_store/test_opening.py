@@ -2,16 +2,19 @@
 
 import builtins
 import os
+import tracemalloc
 
 import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
 
+from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import frame
+from MaxText.input_pipeline.token_store import opening
 from MaxText.input_pipeline.token_store.store import record_length
-from tests.input_pipeline.small_data import denying, write_data_set
+from tests.input_pipeline.small_data import data_keys, denying, open_train, take, write_data_set
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of
 from tests.refusals import refused
@@ -35,7 +38,7 @@ WRITERS = {name: write for write, names in NAMES.items() for name in names.split
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_the_format_is_told_by_the_name(tmp_path, opened, name):
+def test_the_name_decides_the_format(tmp_path, opened, name):
     ids, prints = documents(0, [3, 14, 15]), []
     for folder in ("d", "e"):
         (tmp_path / folder).mkdir()
@@ -46,9 +49,9 @@ def test_the_format_is_told_by_the_name(tmp_path, opened, name):
         assert (data.record_length, data.labels) == (None, None)
         prints.append(data.fingerprint)
     assert prints[0] == prints[1]
-    # In a folder, beside what programs leave there.
-    for beside in ("README.md", "dataset_info.json", "state.json", "LICENSE"):
-        (tmp_path / "d" / beside).write_text("{}")
+    # In a folder, next to what programs leave there.
+    for other in ("README.md", "dataset_info.json", "state.json", "LICENSE"):
+        (tmp_path / "d" / other).write_text("{}")
     assert tokens_of(opened(tmp_path / "d")) == tokens_of(data)
 
 
@@ -200,7 +203,7 @@ def test_grain_file_type_overrules_names(tmp_path, opened):
         ("d", "elsewhere/tokenizer.json", "elsewhere/tokenizer.json"),
     ],
 )
-def test_the_tokenizer_of_records_lies_beside_them(tmp_path, opened, place, tokenizer, expected):
+def test_the_tokenizer_of_records_lies_next_to_them(tmp_path, opened, place, tokenizer, expected):
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / tokenizer).parent.mkdir(exist_ok=True)
     (tmp_path / tokenizer).write_text("{}")
@@ -208,3 +211,21 @@ def test_the_tokenizer_of_records_lies_beside_them(tmp_path, opened, place, toke
     asked = str(tmp_path / tokenizer) if tokenizer.startswith("elsewhere") else "gpt2"
     data = opened(tmp_path / place.split("/")[0], tokenizer_path=asked)
     assert data.tokenizer_folder == (None if expected is None else tmp_path / expected)
+
+
+@pytest.mark.parametrize("kind", ["prepared", "imported"])
+def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch, kind):
+    ids, peaks = np.array([5]), []
+    for count in (20_000, 100_000):
+        path = tmp_path / f"{count}.tfrecord"
+        if kind == "prepared":
+            write_data_set(path, {"train": [ids] * count}, chunk_length=count)
+        else:
+            token_files.write_tfrecord(path, [ids])
+        many = [TokenDocument(ids)] * count
+        monkeypatch.setattr(opening, "read_ids", lambda path, many=many, **keys: iter(many))
+        tracemalloc.start()
+        take(open_train(data_keys(path, data_cache_dir=str(tmp_path / "cache"))), 2)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 80_000  # a byte a document

@@ -39,7 +39,16 @@ def test_sets_of_version_1_are_read(tmp_path):
     for name in (ROWS_NAME, SOURCE_FILES_NAME):
         (split / name).unlink()
     splits = {"train": entry.model_copy(update={"files": files})}
-    store = store_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
+    store_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
+    path = tmp_path / "d" / MANIFEST_NAME
+    text = path.read_text().replace("max_token_id", "largest_id")
+    path.write_text(text.replace("unigram_entropy_nats", "unigram_entropy"))
+    data = open_data(tmp_path / "d", tmp_path / "cache")
+    assert (data.max_token_id, data.unigram_entropy_nats) == (
+        entry.max_token_id,
+        entry.unigram_entropy_nats,
+    )
+    store = data.store
     whole = np.concatenate(documents)
     np.testing.assert_array_equal(store.read(np.array([0]), np.array([len(whole)])), whole)
     assert store.document_name(3) == "document 3"

@@ -83,7 +83,7 @@ def llama3() -> tokenizers.Tokenizer:
 
 
 def qwen2() -> tokenizers.Tokenizer:
-    """NFC, digits one by one, added tokens that are not special, written and normalised."""
+    """NFC, digits one by one, added tokens that are not special, written and normalized."""
     tokenizer = byte_pairs(4)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = split_by(QWEN2_WORDS)

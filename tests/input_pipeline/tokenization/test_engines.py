@@ -1,12 +1,14 @@
 """fastokens against the tokenizers library: the same ids, and used only where they are equal."""
 
+from unittest import mock
+
+import fastokens
 import numpy as np
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from tokenizers import AddedToken, models, pre_tokenizers
 
-from MaxText.input_pipeline.tokenization import hugging_face
 from tests.input_pipeline.tokenization.small_tokenizers import (
     SAMPLE,
     STRUCTURES,
@@ -69,18 +71,13 @@ def test_ids_do_not_depend_on_other_texts(by_structure):
 
 
 def test_check_engine_finds_a_difference_and_falls_back(monkeypatch):
-    engine = hugging_face._fast_engine
+    engine = fastokens.Tokenizer.from_json_str(gpt2().to_str())
 
-    class Wrong:
-        """One that differs on texts with a certain word only."""
+    def encode(texts, **options):
+        return engine.encode_batch_flat([t.replace("wrong", "") for t in texts], **options)
 
-        def __init__(self, file_text):
-            self._right = engine(file_text)
-
-        def encode_batch_flat(self, texts, **options):
-            return self._right.encode_batch_flat([t.replace("wrong", "") for t in texts], **options)
-
-    monkeypatch.setattr(hugging_face, "_fast_engine", Wrong)
+    wrong = mock.Mock(encode_batch_flat=encode)
+    monkeypatch.setattr(fastokens, "Tokenizer", mock.Mock(from_json_str=lambda _: wrong))
     tokenizer = loaded(gpt2())
     assert tokenizer.check_engine([])
     # What lies beyond the first half million characters is not compared.
@@ -94,8 +91,8 @@ def test_check_engine_finds_a_difference_and_falls_back(monkeypatch):
 def test_an_engine_that_differs_on_anything_usual_is_never_used(monkeypatch):
     other = byte_pairs(1)
     other.pre_tokenizer = split_by(r"\S+|\s+")
-    wrong = hugging_face._fast_engine(other.to_str())
-    monkeypatch.setattr(hugging_face, "_fast_engine", lambda _: wrong)
+    wrong = fastokens.Tokenizer.from_json_str(other.to_str())
+    monkeypatch.setattr(fastokens, "Tokenizer", mock.Mock(from_json_str=lambda _: wrong))
     assert loaded(gpt2()).engine == "tokenizers"
 
 
@@ -132,7 +129,7 @@ def test_same_ids_with_any_pattern(pattern, behavior, invert):
 
 
 @pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
-def test_same_ids_with_added_tokens_that_look_beside_them(flag):
+def test_same_ids_with_added_tokens_that_look_next_to_them(flag):
     tokenizer = with_merges([("a", "b")])
     tokenizer.add_tokens([AddedToken("<b>", **{flag: True}), AddedToken("<s>", special=True)])
     assert_same_ids(loaded(tokenizer), ["x <b> y <b>z a<b><s> <s>", *SAMPLE])

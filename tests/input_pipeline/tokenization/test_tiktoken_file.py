@@ -43,18 +43,18 @@ def published(tmp_path_factory):
         for name in ("gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"):
             stated = openai_public.ENCODING_CONSTRUCTORS[name]()
             stated.pop("explicit_n_vocab", None)
-            ours = load_tokenizer(str(write(folder / f"{name}.tiktoken")))
-            found[name] = ours, tiktoken.Encoding(**stated)
+            tokenizer = load_tokenizer(str(write(folder / f"{name}.tiktoken")))
+            found[name] = tokenizer, tiktoken.Encoding(**stated)
     return found
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(text=texts())
 def test_ids_are_those_of_tiktoken(published, text):
-    for ours, library in published.values():
-        (ids,) = ours.encode([text])
+    for tokenizer, library in published.values():
+        (ids,) = tokenizer.encode([text])
         assert ids.tolist() == library.encode_ordinary(text)
-        assert ours.decode(ids.tolist()) == text
+        assert tokenizer.decode(ids.tolist()) == text
 
 
 def test_llama_3(tmp_path):

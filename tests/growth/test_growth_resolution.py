@@ -55,7 +55,7 @@ def test_without_a_smaller_model():
     result = resolve_growth(config, [])
     assert (result.config, result.growth, result.record, result.lines) == (config, None, None, ())
     assert result.existing_slots == {}
-    with pytest.raises(UserError, match=r"^growth.old_slots_learning_rate=0: .*_path"):
+    with pytest.raises(UserError, match=r"^growth.existing_slots_lr_scale=0: .*_path"):
         resolve_growth(config_of(growth_old_slots_learning_rate=0), [])
 
 
@@ -79,7 +79,7 @@ def test_the_record_and_its_event(small):
     assert result.existing_slots["layers/self_attention/out/values/kernel"] == 6
     facts = {"step": 0, "from": "runs/a", "mode": "function_preserving", "zoom_dim": 6}
     facts |= {"slots": "6 -> 8 (attention), 24 -> 32 (feed-forward)", "moments": "zeroed"}
-    facts |= {"data": "restart", "old_slots_learning_rate": 0.25}
+    facts |= {"data": "restart", "existing_slots_lr_scale": 0.25}
     assert facts["slots"] in result.lines[0]
     assert PARENT in result.lines[0]
     assert growth_events(record, "growth") == [facts]
@@ -100,7 +100,7 @@ REFUSED = {
     # of both models, of the larger one
     "moments of the same sizes": ({}, {"growth.moments": "reused"}),
     "data of the same sizes": ({}, {"growth.data": "continue"}),
-    "a rate of no slots": ({}, {"growth.old_slots_learning_rate": 0.5}),
+    "a rate of no slots": ({}, {"growth.existing_slots_lr_scale": 0.5}),
     "another zoom": ({}, {"slot_num": 8, "zoom_dim": 8}),
     "a normalization over all slots": ({"normalize_type": "softmax"}, {"slot_num": 8}),
     "other scores": ({}, {"slot_num": 8, "scale_factors.ffn": 2.0}),
@@ -138,16 +138,16 @@ FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "s
     ],
 )  # fmt: skip
 def test_the_number_of_stored_slots_is_compared(keys, places, right):
-    def settle_with(number):
+    def resolve_with(number):
         path = {"load_parameters_path": "x", "load_parameters_path_slot_number": number}
         return resolve_growth_from(tiny_config(**shape, **path), source)
 
     shape = {"decoder_block": "tokenformer", **SMALL, **keys}
     source = source_of(tiny_config(**shape))
     for number in right:
-        assert settle_with(number).growth is None
+        assert resolve_with(number).growth is None
     with pytest.raises(UserError, match="stored_slot_num=9: ") as caught:
-        settle_with(9)
+        resolve_with(9)
     assert places in str(caught.value)
 
 
@@ -199,7 +199,7 @@ def saved(folder, config, metadata=None):
 
 @pytest.fixture(scope="module")
 def large(small, tmp_path_factory):
-    """A run whose old slots are frozen since it grew: (folder, what was settled)."""
+    """A run whose old slots are frozen since it grew: (folder, its resolved growth)."""
     first = resolved(small, slot_num=8, growth_old_slots_learning_rate=0)
     metadata = {"lineage": [{"folder": PARENT, "growth": first.record}]}
     return saved(tmp_path_factory.mktemp("large"), first.config, metadata), first
@@ -213,27 +213,27 @@ def test_a_resumed_run_keeps_its_zoom_and_rate(large, path):
     assert zooms(again) == [6, 6, 24]
     assert again.growth is None
     assert (again.record, again.existing_slots) == (first.record, first.existing_slots)
-    assert again.config.checkpoint.growth.old_slots_learning_rate == 0
+    assert again.config.checkpoint.growth.existing_slots_lr_scale == 0
     (line,) = again.lines
-    assert all(text in line for text in ("zoom_dim=6", "rate=0", str(stored_in(run))))
+    assert all(text in line for text in ("zoom_dim=6", "lr_scale=0", str(stored_in(run))))
 
 
 def test_a_run_has_one_rate_of_old_slots(large):
     run, first = large
     own = [stored_in(run)]
     same = resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
-    assert (same.old_slots_learning_rate, same.record) == (0, first.record)
+    assert (same.existing_slots_lr_scale, same.record) == (0, first.record)
     for rate in (1, 0.5):
-        with pytest.raises(UserError, match=f"^growth.old_slots_learning_rate={rate}") as caught:
+        with pytest.raises(UserError, match=f"^growth.existing_slots_lr_scale={rate}") as caught:
             resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
         assert f"load_full_state_path={run}" in str(caught.value)
         # Which is a run with a record of its own.
-        keys = {"load_full_state_path": str(run), "growth.old_slots_learning_rate": rate}
+        keys = {"load_full_state_path": str(run), "growth.existing_slots_lr_scale": rate}
         forked = resolve_growth(config_of(slot_num=8, **keys), [])
-        assert forked.old_slots_learning_rate == forked.record["old_slots_learning_rate"] == rate
+        assert forked.existing_slots_lr_scale == forked.record["existing_slots_lr_scale"] == rate
         assert forked.existing_slots == first.existing_slots
     forked = resolve_growth(config_of(slot_num=8, load_full_state_path=str(run)), [])
-    assert forked.old_slots_learning_rate == 0
+    assert forked.existing_slots_lr_scale == 0
     # A second growth has a record of its own.
     twice = resolve_growth(config_of(slot_num=10, load_parameters_path=str(run)), [])
     assert zooms(twice) == [6, 6, 24]
@@ -249,9 +249,9 @@ def test_a_resumed_run_without_growth(tmp_path):
     assert again.lines == [f"zoom_dim=9, with which {own[0]} was trained"]
     assert zooms(resolve_growth(config_of(load_full_state_path=str(run)), [])) == [9, 9, 36]
     assert zooms(resolve_growth(config_of(zoom_dim=5), own)) == [5, 5, 20]
-    with pytest.raises(UserError, match=r"^growth.old_slots_learning_rate=0: "):
+    with pytest.raises(UserError, match=r"^growth.existing_slots_lr_scale=0: "):
         resolve_growth(config_of(growth_old_slots_learning_rate=0), own)
     # What config.yml of a run without growth may say.
     for rate in (1, None):
         config = config_of(growth_old_slots_learning_rate=rate)
-        assert resolve_growth(config, own).old_slots_learning_rate == 1
+        assert resolve_growth(config, own).existing_slots_lr_scale == 1
