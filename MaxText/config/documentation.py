@@ -123,7 +123,6 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields kind, name and line in built_in.yml of a module's parts."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     module = f"MaxText.{path.parent.name}.{path.stem}"
     origins = {

@@ -108,7 +108,6 @@ def forget(parts: Sequence[registry.Registration]) -> None:
 
 
 def _last_line(error: BaseException) -> tuple[str, ...]:
-    """Returns the last line of the user's code in a traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return (f"{config_files.short_path(Path(error.filename))}:{error.lineno}",)
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
@@ -156,7 +155,6 @@ def _import_file(name: str) -> str:
 
 
 def _execute(path: Path, module: types.ModuleType) -> None:
-    """Runs a module's source; its earlier parts are forgotten."""
     registry.forget(str(path))
     # Never bytecode, which looks current where a file changed twice within a second.
     exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
@@ -185,7 +183,6 @@ def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
 
 
 def _found(name: str, recorded: Collection[str]) -> list[str]:
-    """Returns the hash of a module, or of moved files of its name."""
     if name in _hashes:
         return [_hashes[name]]
     others = [other for other in _hashes if other not in recorded]

@@ -61,7 +61,6 @@ def parse(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
 
 
 def _with_entries(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields keys and values, with entries as keys of their own."""
     for name, given in keys.items():
         if isinstance(given, dict):
             yield from ((f"{name}.{entry}", one) for entry, one in given.items())

@@ -346,7 +346,6 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
 def _find_unused_decoder_block(
     origins: Mapping[str, Origin], kept: Sequence[Setting]
 ) -> list[ConfigIssue]:
-    """Returns the problem of a decoder_block over a saved configuration."""
     saved = [
         s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
     ]
@@ -363,7 +362,6 @@ def _find_unused_decoder_block(
 def _check_rules(
     config: Config, winners: _Merged, program: str | None
 ) -> tuple[list[ConfigIssue], dict[str, ConfigIssue]]:
-    """Returns problems, and keys without effect by name."""
     last, origins = winners.last, winners.origins
     stem = Path(program).stem if program else None
     problems, idle = [], {}

@@ -81,7 +81,6 @@ _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
 def current_entry(key: str, entry: str) -> str:
-    """Returns the present name of an entry of a key."""
     return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
 
 

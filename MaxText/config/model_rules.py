@@ -238,7 +238,6 @@ def _read_by_no_layer(model, **keys):
 
 
 def _base_mixers(name: str) -> set[str]:
-    """Returns the registered base classes of a user's mixer."""
     bases = getattr(registration("mixer", name).target, "__mro__", ())
     mixers = [one for one in registrations() if one.kind == "mixer"]
     return {one.name for one in mixers if any(map(one.is_of, bases))}

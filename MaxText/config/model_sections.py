@@ -349,7 +349,6 @@ class ModelConfig(Section):
         return tuple(made[own] for own in overrides)
 
     def layer(self, own: dict[str, Any]) -> "LayerConfig":
-        """Returns a layer with own values of keys."""
         width = own.pop("mlp_dim", None)
         section = self.with_keys(own)
         dimensions = section.shape.dimensions
@@ -394,7 +393,6 @@ class ModelConfig(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        """Returns the pipeline schedule of the layers."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
         if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
@@ -427,7 +425,6 @@ class ModelConfig(Section):
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:
-        """Returns why layers cannot be split into stages; empty if they can."""
         if self.block.share_layer_params:
             return "share_layer_params=true: there is one layer, and nothing to split into stages"
         if self.scan_unsupported_reason is not None:

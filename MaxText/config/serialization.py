@@ -101,6 +101,5 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def changed_keys(config: Config) -> dict[str, str]:
-    """Returns the changed keys as {key: value in YAML}."""
     defaults = {name: key.default for name, key in all_keys().items()}
     return {name: new for name, (_, new) in diff_configs(defaults, flatten(config)).items()}

@@ -175,7 +175,6 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of a file and its base configs, deepest first."""
     chain: list[list[Setting]] = []
     seen: list[Path] = []
     here = layer
@@ -233,7 +232,6 @@ def _check_version(entry: Setting, result: CollectedSettings) -> None:
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of the preset or bundle `name`."""
     setting = result.last(name)
     default = all_keys()[name].default
     chosen = default if setting is None else setting.value

@@ -99,7 +99,6 @@ class WeightMapping:
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
-    """Returns a row's name for one layer and expert."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 

@@ -102,7 +102,6 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 
 def _tensor_bytes(program: Program) -> float:
-    """Returns the bytes over the tensor axis per microbatch."""
     config, sharding = program.config.model, program.sharding
     parameters = program.model.parameters
     layers = config.shape.dimensions.num_layers
@@ -127,7 +126,6 @@ def _tensor_bytes(program: Program) -> float:
 
 
 def _pipeline_bytes(program: Program) -> float:
-    """Returns the bytes over the stage axis per microbatch, except weights."""
     schedule = program.schedule
     if schedule is None:
         return 0.0
@@ -136,7 +134,6 @@ def _pipeline_bytes(program: Program) -> float:
 
 
 def _expert_bytes(program: Program) -> float:
-    """Returns the bytes over the expert axis per microbatch."""
     config = program.config.model
     experts = config.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
@@ -150,7 +147,6 @@ def _expert_bytes(program: Program) -> float:
 
 
 def _context_bytes(program: Program) -> float:
-    """Returns the bytes over the context axis per microbatch."""
     config = program.config.model
     attention, width = config.attention, np.dtype(config.numerics.dtype).itemsize
     layers = softmax_layers(program.model_of_all_stages.config)

@@ -69,7 +69,6 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
-    """Returns the memory of a compiled step on one device."""
     parameters = bytes_on_device(planned.state.params)
     before = MemoryBreakdown(
         parameters=parameters,

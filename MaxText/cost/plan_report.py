@@ -199,7 +199,6 @@ def format_proposals(
 
 
 def _shell_lines(words: Sequence[str]) -> str:
-    """Returns a command on lines of the screen's width."""
     whole = [shlex.quote(word).replace(" ", "\0") for word in words]  # breaks between words only
     lines = textwrap.wrap(
         " ".join(whole),

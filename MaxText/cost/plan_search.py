@@ -153,7 +153,6 @@ class _PlanSearch:
         return left or last
 
     def _program(self, changes: dict[str, Any]) -> Program | None:
-        """Returns the program with other keys; None if a rule rejects them."""
         config = unflatten(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
@@ -257,7 +256,6 @@ def _experts(config: Config) -> list[int]:
 
 
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
-    """Returns numbers of sequence parts, above 1 for long sequences."""
     length = config.model.shape.max_target_length
     most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
     waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
@@ -267,7 +265,6 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    """Returns numbers of stages, above 1 if a slice lacks memory."""
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     return _powers(MAX_STAGES if needed > hardware.memory else 1)

@@ -179,7 +179,6 @@ def block_size(length: int) -> int:
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Returns the FLOPs of a splash attention call."""
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 

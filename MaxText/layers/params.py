@@ -35,7 +35,6 @@ def param(
     num_input_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
     used_in: jnp.dtype | None = None,  # dtype that it is always cast to; generation casts it once
 ) -> nnx.Param:
-    """Declares a parameter."""
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
         value = jax.ShapeDtypeStruct(shape, dtype)

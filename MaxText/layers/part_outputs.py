@@ -27,7 +27,6 @@ def describe(part: Any) -> str:
 
 
 def check(holds: bool, part: Any, method: str, returned: Any, wanted: str) -> None:
-    """Raises UserError unless `holds`."""
     if not holds:
         who = f"{describe(part)}: {method}" if method else describe(part)
         raise UserError(f"{who} returned {text_of(returned)}, and has to return {wanted}")
@@ -46,14 +45,12 @@ def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
 
 
 def check_like(part: Any, method: str, output: Any, like: Any, *, any_dtype: bool = True) -> Any:
-    """Returns an output with the shape of `like`."""
     holds = _shape(output) == like.shape and (any_dtype or output.dtype == like.dtype)
     check(holds, part, method, output, text_of(like))
     return output
 
 
 def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
-    """Returns what positions add to the embedding: None, or as x_BTD."""
     B, T, D = x_BTD.shape
     holds = added is None or _shape(added) in ((B, T, D), (1, T, D))
     check(holds, part, "embed", added, f"None or [{B} or 1, {T}, {D}]")
@@ -61,7 +58,6 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
 
 
 def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
-    """Returns fields of Context, set by positions."""
     T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
     if holds and (table := fields.get("rotary")) is not None:

@@ -277,7 +277,6 @@ def scan_cycle(
     first: jax.Array | int = 0,  # index of the first layer
     select: Callable[[Any], Any] | None = None,  # from stored weights to a layer's, inside remat
 ) -> tuple[Any, Scalars]:
-    """Applies repeats of the cycle in a scan."""
     plan, is_shared = blueprint.plan, blueprint.is_shared
     # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
