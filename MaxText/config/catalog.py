@@ -193,7 +193,7 @@ _OF_ALL_LAYERS = (
 
 
 def keys_of_layers() -> dict[str, Key]:
-    """Returns the keys, and entries of keys, that layer_kinds may set."""
+    """Returns the keys, and entries of keys, for layer_kinds."""
     keys = [key for key in all_keys().values() if _is_of_layer(key)]
     entries = [entry for key in keys for entry in key.entries.values()]
     return {key.name: key for key in (*keys, *entries) if key.name not in _OF_ALL_LAYERS}

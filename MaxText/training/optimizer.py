@@ -72,12 +72,12 @@ def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
     state = jax.eval_shape(transform.init, parameters)
     found = jax.eval_shape(transform.update, parameters, state, parameters)
     check(is_pair(found), function, "update", found, "(updates, state)")
-    for what, ours, like, text in (
+    for what, returned, like, text in (
         # optax.apply_updates casts updates.
         ("updates like the parameters", found[0], parameters, lambda leaf: f"{list(leaf.shape)}"),
         ("a state like that of init", found[1], state, text_of),
     ):
-        pairs = [_by_path(tree, text) for tree in (ours, like)]
+        pairs = [_by_path(tree, text) for tree in (returned, like)]
         for path in pairs[0] | pairs[1]:
             given, wanted = (shapes.get(path, "nothing") for shapes in pairs)
             words = f"{what}: {path} {wanted}"

@@ -133,7 +133,7 @@ def sums_as_products():
 # Each compiles programs of its own, so only a few architectures have them.
 COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
 DEVICES = "8 devices"
-REPRESENTATIVE = ("tokenformer", "muddformer", "a pattern of layers")
+REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
 
 
 def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
