@@ -19,7 +19,7 @@ HEADER = "| comparison | losses | difference | interval |\n|---|---|---:|---|\n"
 # Row of the table: comparison in results.csv, configurations A and B
 ROWS = {
     "GPT-2 layer, Llama layer": ("gpt2_llama", "gpt2_style", "llama_style"),
-    "rotary, learned positions": ("rotary_learned", "rotary", "learned"),
+    "rotary, learned positions": ("rotary_learned", "position_rotary", "position_learned"),
     "Transformer++, MUDDFormer, 6 layers": ("mudd", "transformer_pp", "muddformer"),
     "equal parameters, 2 layers": ("mudd_2_layers", "tiny_transformer_pp", "tiny_muddformer"),
     "equal parameters, 4 layers": ("mudd_4_layers", "tiny_transformer_pp", "tiny_muddformer"),

@@ -27,7 +27,7 @@ _USERS_FLAGS = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = f"{_USERS_FLAGS} {_FAST_COMPILATION}"
 
 # Where users let programs write instead of $HOME.
-_ALSO_AT_HOME = ("XDG_", "HF_HOME", "MPLCONFIGDIR")
+_ALSO_AT_HOME = ("XDG_", "HF_", "WANDB_", "MPLCONFIGDIR")
 
 gc.disable()  # until all tests are collected: imports leave little behind
 
@@ -35,11 +35,13 @@ gc.disable()  # until all tests are collected: imports leave little behind
 def pytest_configure(config):
     """What is kept from run to run, also what programs keep at home, lies in pytest's own cache.
 
-    Without that (-p no:cacheprovider) it lies in a temporary folder.
+    Without that (-p no:cacheprovider) it lies in a temporary folder, the same for all workers.
     """
     from hypothesis import configuration
 
-    if hasattr(config, "cache"):
+    if hasattr(config, "workerinput"):
+        home = Path(os.environ["HOME"])  # as the process that started the workers set it
+    elif hasattr(config, "cache"):
         home = config.cache.mkdir("home")
     else:
         folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)

@@ -1,6 +1,7 @@
 """Text of a plan."""
 
 import shlex
+import string
 import textwrap
 from collections.abc import Sequence
 
@@ -199,7 +200,10 @@ def format_proposals(
 
 
 def _shell_lines(words: Sequence[str]) -> str:
-    whole = [shlex.quote(word).replace(" ", "\0") for word in words]  # breaks between words only
+    # Breaks between words only.
+    hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
+    shown = {letter: space for space, letter in hidden.items()}
+    whole = [shlex.quote(word).translate(hidden) for word in words]
     lines = textwrap.wrap(
         " ".join(whole),
         _WIDTH - len(" \\"),
@@ -208,4 +212,4 @@ def _shell_lines(words: Sequence[str]) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return " \\\n".join(lines).replace("\0", " ")
+    return " \\\n".join(lines).translate(shown)

@@ -23,7 +23,7 @@ from MaxText.training.objective import cross_entropy
 
 _SHORTEST = 16  # padded length of shorter sequences: compiling another program would cost more
 _FEWEST_POSITIONS = 4  # positions are padded to powers of 4, so that few shapes are compiled
-_CHUNK_LOGITS = 2**26  # per chunk and device: 256 MB in float32
+CHUNK_LOGITS = 2**26  # per chunk and device: 256 MB in float32
 
 
 class Loglikelihood(NamedTuple):
@@ -164,7 +164,7 @@ def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_
     num_rows, num_positions = targets_BC.shape
     at_once, vocab_size = num_positions, model.config.shape.vocab_size
     # num_positions is a power of two, so it halves evenly.
-    while at_once > 1 and num_rows // num_parts * at_once * vocab_size > _CHUNK_LOGITS:
+    while at_once > 1 and num_rows // num_parts * at_once * vocab_size > CHUNK_LOGITS:
         at_once //= 2
     if at_once == num_positions:
         return of_chunk((h_BCD, targets_BC, positions_BC))

@@ -391,8 +391,13 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     lines, unit = [], UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
+        completed = [result for result in group.results if result.state == COMPLETED]
+        goal = planned.seconds or 0.0  # 0 unless match=time
+        budget = plan.budget or goal
+        trained = {result.seed: result.train_seconds for result in completed if goal}
+        off = {seed: seconds for seed, seconds in trained.items() if _differ(seconds, budget)}
         # Trained seconds include what was planned.
-        if not planned.seconds and abs(planned.deviation) > _EQUAL:
+        if abs(planned.deviation) > _EQUAL and (off or not trained):
             lines.append(
                 f"{group.label} has {abs(planned.deviation):.1%} "
                 f"{'more' if planned.deviation > 0 else 'fewer'} {unit} than the budget "
@@ -401,24 +406,25 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
         lines += [
             f"{group.label} seed {result.seed} ended after {result.steps} of {planned.steps} steps "
             "(num_epoch or target_eval_loss): it had a smaller budget than the others."
-            for result in group.results
-            if result.state == COMPLETED and result.steps < planned.steps
-        ]
-        if not planned.seconds:
-            continue
-        budget = plan.budget or planned.seconds
-        off = [
-            f"seed {result.seed} {result.train_seconds:,.1f} s ({excess:+.1%})"
-            for result in group.results
-            if result.state == COMPLETED
-            and abs(excess := result.train_seconds / budget - 1) > _EQUAL
+            for result in completed
+            if result.steps < planned.steps
         ]
         if off:
-            lines.append(
-                f"{group.label} did not train for the budget of {budget:,.1f} s: {', '.join(off)}."
-                " Times differ where the machine changed its speed since steps were timed."
+            each = (
+                f"seed {seed} {seconds:,.1f} s ({seconds / budget - 1:+.1%})"
+                for seed, seconds in off.items()
             )
+            what = f"{group.label} did not train for the budget of {budget:,.1f} s"
+            lines.append(f"{what}: {', '.join(each)}.")
+            if any(_differ(seconds, goal) for seconds in trained.values()):
+                lines[-1] += (
+                    " Times differ where the machine changed its speed since steps were timed."
+                )
     return lines
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > _EQUAL * other
 
 
 def text_lines(
@@ -444,7 +450,7 @@ def sections(
 ) -> list[PageSection]:
     """Returns the report's sections on the comparison, budgets first."""
     notes = [
-        f"Command: {shlex.join(command)}",
+        f"Command: {shlex.join(['python', *command])}",
         f"match={plan.question.match}: {format_budget(plan, variants)}.",
         *format_changes(plan, variants),
         "A seed gives every configuration the same order of the data and the same seed of the "

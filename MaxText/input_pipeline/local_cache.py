@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import mmap
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -29,10 +30,16 @@ from MaxText.storage.atomic import sync_file
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
-_MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
+MIN_ITEMS = 2**20  # below this total size, recomputing is faster than caching in files
 _MAX_AGE_SECONDS = 180 * 86400
-_KINDS = ("*-", "copies/*", "imported/*", "text/*", "text_digests/*", "prepared/*")
-_DIGEST = "[0-9a-f]" * 24 + "*"  # files of the user may lie in the folder too
+# Exactly the names of entries and of their leftovers: the folder may hold files of the user too.
+_LOCK = r"\.lock(\.(break|restore)\.\d+\.[0-9a-f]{32})?"
+_ENTRIES = {
+    ".": r"(gpt_neox|megatron|packing|windows)\d+-[0-9a-f]{24}(\.[a-z0-9_]{8})?",
+    **dict.fromkeys(("copies", "imported", "prepared"), rf"[0-9a-f]{{24}}({_LOCK})?"),
+    "text": rf"[0-9a-f]{{32}}(\.preparing|{_LOCK})?",
+    "text_digests": r"[0-9a-f]{32}(\.[0-9a-f]{16}\.writing)?",
+}
 
 
 class Arrays:
@@ -52,6 +59,8 @@ class Arrays:
             path = self.folder / f"{name}.npy"
             try:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+                if mapped is not None and loaded.shape != (old := self._arrays[name]).shape:
+                    raise ValueError(f"it has {loaded.size:,} items, and had {old.size:,}")
             except (FileNotFoundError, ValueError, EOFError) as error:
                 raise (FileReadError if mapped else UserError)(  # the former is tried again
                     f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
@@ -76,6 +85,7 @@ def cached_arrays(
     cannot be written.
     """
     folder = cache_dir / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    assert re.fullmatch(_ENTRIES["."], folder.name), kind  # else it would stay forever
     if mark_used(folder):
         return Arrays(folder)
     blocks = iter(compute())
@@ -83,7 +93,7 @@ def cached_arrays(
     for block in blocks:
         first.append(block)
         num_items += sum(array.size for array in block.values())
-        if num_items >= _MIN_ITEMS:
+        if num_items >= MIN_ITEMS:
             break
     else:
         return Arrays(None, {name: np.concatenate([b[name] for b in first]) for name in first[0]})
@@ -147,10 +157,11 @@ def mark_used(entry: Path) -> bool:
 def delete_unused(cache_dir: Path) -> None:
     """Deletes entries without mark_used for half a year, and their leftovers."""
     oldest = time.time() - _MAX_AGE_SECONDS
-    for kind in _KINDS:
-        for entry in cache_dir.glob(kind + _DIGEST):
+    for parent, name in _ENTRIES.items():
+        pattern = re.compile(rf"\.*({name})(\.unused)*")
+        for entry in (cache_dir / parent).glob("*"):
             with contextlib.suppress(OSError):
-                if entry.stat().st_mtime < oldest:
+                if pattern.fullmatch(entry.name) and entry.stat().st_mtime < oldest:
                     # Renamed at first: half an entry must not look like a whole one.
                     doomed = entry.rename(entry.with_name(f".{entry.name}.unused"))
                     shutil.rmtree(doomed) if doomed.is_dir() else doomed.unlink()

@@ -56,7 +56,7 @@ def all_runs(entries: Sequence[Entry]) -> dict[str, RunHistory]:
 
 def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Returns {key: {run: value}} of different values, main keys first."""
-    configs = {name: settings(run) for name, run in all_runs(entries).items() if run.config}
+    configs = settings(entries)
     first = next(iter(configs.values()), {})
     changed = [key for config in configs.values() for key in diff_configs(first, config)]
     return {
@@ -66,9 +66,15 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     }
 
 
-def settings(run: RunHistory) -> dict[str, Any]:
-    """Returns the configuration, with what replaced `auto`."""
-    return {**run.config, **(run.facts.get("resolved_keys") or {})}
+def settings(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
+    """Returns configurations by run, with what replaced `auto`."""
+    runs = {name: run for name, run in all_runs(entries).items() if run.config}
+    # Runs of earlier versions do not say it; `auto` against its value would be no difference.
+    known = all("resolved_keys" in run.facts for run in runs.values())
+    return {
+        name: {**run.config, **((known and run.facts["resolved_keys"]) or {})}
+        for name, run in runs.items()
+    }
 
 
 def main_keys_first(key: str) -> int:

@@ -155,9 +155,15 @@
     return digits.replaceAll(",", "") * unit;
   }
 
+  // Several columns may have the same header.
+  function keyOf(cell) {
+    const same = [...cell.parentElement.cells].filter((each) => each.textContent === cell.textContent);
+    return cell.textContent + "\n" + same.indexOf(cell);
+  }
+
   function arrange(table, { column, descending, filter = "" }) {
     const header = [...table.tHead.rows[0].cells];
-    const index = header.findIndex((cell) => cell.textContent === column);
+    const index = header.findIndex((cell) => keyOf(cell) === column);
     const body = table.tBodies[0];
     const rows = [...body.rows];
     if (index >= 0) {
@@ -182,7 +188,7 @@
     };
     for (const cell of table.tHead.rows[0].cells) {
       cell.addEventListener("click", () => {
-        change({ column: cell.textContent, descending: cell.ariaSort === "ascending" });
+        change({ column: keyOf(cell), descending: cell.ariaSort === "ascending" });
       });
     }
     const search = table.parentElement.previousElementSibling;

@@ -17,6 +17,7 @@ from MaxText.reports.chart import PALETTE, Axis, color_of, dash_of
 from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
+_PAPER = 700  # pixels of a printed page's width
 _FILTERED = 8  # tables with more rows have a filter
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
 _CROWDED = 4  # with more runs, raw values and checkpoints are hidden at first
@@ -237,12 +238,21 @@ def _table(table: PageTable, page: Page) -> str:
         cells = zip(kinds, row, contents, strict=True)
         rows.append("".join(cell("td", *each, not i) for i, each in enumerate(cells)))
     body = "</tr>\n<tr>".join(rows)
+    wider = ' class="wider"' if _printed_width(table, kinds) > _PAPER else ""
     search = '<input type="search" placeholder="Filter rows" aria-label="Filter rows">'
     return (
         f'{search if len(rows) > _FILTERED else ""}<div class="table" tabindex="0" role="region" '
-        f'aria-label="Table with {_text(", ".join(table.header[:3]))}"><table><thead><tr>{header}'
-        f"</tr></thead>\n<tbody>\n<tr>{body}</tr>\n</tbody></table></div>"
+        f'aria-label="Table with {_text(", ".join(table.header[:3]))}"><table{wider}>'
+        f"<thead><tr>{header}</tr></thead>\n<tbody>\n<tr>{body}</tr>\n</tbody></table></div>"
     )
+
+
+def _printed_width(table: PageTable, kinds: Sequence[str]) -> int:
+    """Returns the least width in pixels with whole words, roughly."""
+    header = [text.replace("_", "_ ") for text in table.header]
+    columns = zip(kinds, header, *table.rows, strict=True)
+    wholes = ([] if "long" in kind else " ".join(texts).split() for kind, *texts in columns)
+    return sum(8 + 5 * max(map(len, words), default=0) for words in wholes)
 
 
 def _chip(color: int) -> str:

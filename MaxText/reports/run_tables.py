@@ -149,18 +149,19 @@ def configuration(
 ) -> list[PageSection]:
     """Returns the keys of one run, or common ones and `differences`."""
     runs = all_runs(entries)
-    configs = [settings(run) for run in runs.values() if run.config]
+    configs = settings(entries)
     if not configs:
         return []
-    first = next(run for run in runs.values() if run.config)
-    facts = {
-        key: words
-        for key, words in _main_and_changed(first).items()
-        if all(config.get(key) == configs[0].get(key) for config in configs)
-    }
+    first, *others = (_main_and_changed(runs[name], config) for name, config in configs.items())
+    facts = {}
+    for key, words in first.items():
+        value, *values = (config.get(key) for config in configs.values())
+        if all(each == value for each in values):
+            facts[key] = words if all(o.get(key) == words for o in others) else to_yaml(value)
     if len(runs) == 1:
-        everything = "\n".join(f"{key}: {to_yaml(value)}" for key, value in first.config.items())
-        texts = [Verbatim(everything, f"All {len(first.config)} keys", is_open=False)]
+        (config,) = (run.config for run in runs.values())
+        everything = "\n".join(f"{key}: {to_yaml(value)}" for key, value in config.items())
+        texts = [Verbatim(everything, f"All {len(config)} keys", is_open=False)]
         return [PageSection("Configuration", facts=facts, texts=texts)]
     rows = [
         [key, *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs)]
@@ -171,15 +172,16 @@ def configuration(
     return common + ([PageSection("Configuration differences", table=table)] if rows else [])
 
 
-def _main_and_changed(run: RunHistory) -> dict[str, str]:
+def _main_and_changed(run: RunHistory, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns main and changed keys, such as "float32 (auto, default)"."""
     changed = run.facts.get("changed_keys") or {}  # absent in older runs
     resolved = run.facts.get("resolved_keys") or {}
     shown = {}
-    for key, value in settings(run).items():
+    for key, value in config.items():
         if key not in (*MAIN_KEYS, *changed, *resolved):
             continue
-        notes = [to_yaml(run.config.get(key))] * (key in resolved)
+        asked = run.config.get(key)
+        notes = [to_yaml(asked)] * (asked != value)
         notes += ["default"] * (bool(changed) and key not in changed)
         shown[key] = to_yaml(value) + (f" ({', '.join(notes)})" if notes else "")
     return dict(sorted(shown.items(), key=lambda item: main_keys_first(item[0])))

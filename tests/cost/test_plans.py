@@ -218,9 +218,9 @@ def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
     plans = find_fitting_plans(config, place, peak_of(place))
     assert {plan.program.tokens_per_update for plan in plans} == {4 * 16}
     assert [plan.time.estimate for plan in plans] == sorted(plan.time.estimate for plan in plans)
-    arguments = ["steps=10", "remat_policy=none", "prompt=a b", f"dataset_path={'x' * 60}"]
+    arguments = ["steps=10", "remat_policy=none", "prompt=a b\t  c\nd", f"dataset_path={'x' * 60}"]
     command = command_with_plan(arguments, plans[0], config)
-    monkeypatch.setattr("MaxText.cost.plan_report._mesh_words", lambda program: "fsdp 2, " * 5)
+    monkeypatch.setattr(type(plans[0].program.sharding), "mesh_sizes", "fsdp 2, " * 5)
     proposals = plan_report.format_proposals(plans, config, arguments, 1e6, 2.0)
     assert shlex.split(proposals.partition("data:\n")[2].replace("\\\n", ""))[2:] == command
     above = plan_report.describe(plans[0], 1e6, 2.0, with_notes=False)

@@ -59,7 +59,7 @@ def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
     wanted = [expected(trained, one) for one in asked]
     check(found, wanted)
     assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
-    monkeypatch.setattr(scorers, "_CHUNK_LOGITS", 128)
+    monkeypatch.setattr(scorers, "CHUNK_LOGITS", 128)
     check(Scorer(trained).score_continuations(asked), wanted)
     assert Scorer(trained).score_continuations([]) == []
 
@@ -103,7 +103,7 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 def test_the_same_scores_on_eight_devices(monkeypatch):
     asked = random_continuations(40, seed=3)
     one = Scorer(tiny_trained(base_num_kv_heads=4)).score_continuations(asked)
-    monkeypatch.setattr(scorers, "_CHUNK_LOGITS", 256)
+    monkeypatch.setattr(scorers, "CHUNK_LOGITS", 256)
     keys = MIXED | {"base_num_kv_heads": 4, "per_device_batch_size": 1}
     many = Scorer(tiny_trained(devices=jax.devices(), **keys)).score_continuations(asked)
     check(many, [(score.log_probability, score.is_greedy) for score in one])

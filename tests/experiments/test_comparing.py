@@ -24,7 +24,7 @@ def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, c
     assert result in text
     page = (configs / "out" / "report.html").read_text()
     # What limits the finding comes before it.
-    assert -1 < page.find("Command: ") < page.find("off the budget") < page.find(result)
+    assert -1 < page.find("Command: python ") < page.find("off the budget") < page.find(result)
     assert {path.name for path in (configs / "out").iterdir()} >= {
         "comparison.json", "runs.csv", "summary.csv", "a", "b",
     }  # fmt: skip

@@ -82,8 +82,11 @@ def results(losses=LOSSES) -> list[RunResult]:
 
 
 def plan(match: Match = "tokens", seconds: float | None = None, **deviations: float) -> Plan:
-    stages = (SolvedStage({}, 1000, 1e6, 640, 10, seconds),)
-    planned = {label: SolvedConfig(stages, deviations.get(label, 0.0)) for label in "abc"}
+    planned = {}
+    for label in "abc":
+        off = deviations.get(label, 0.0)
+        stage = SolvedStage({}, 1000, 1e6, 640, 10, seconds and seconds * (1 + off))
+        planned[label] = SolvedConfig((stage,), off)
     question = ComparisonSpec(match, None, {}, 0.4, 1)
     return Plan(Path("x"), question, {}, budget=seconds, planned=planned, seeds=(0, 1, 2))
 
@@ -126,6 +129,8 @@ def test_a_budget_is_called_equal_only_if_it_was():
     losses = results()
     losses[-1] = dataclasses.replace(losses[-1], train_seconds=2.1)
     one_slow = group_results(["a", "b"], losses)
+    short = [dataclasses.replace(one, train_seconds=1.4) for one in losses if one.config == "b"]
+    as_planned = group_results(["a", "b"], [*results({"a": LOSSES["a"]}), *short])
     for groups, asked, line in (
         (equal, plan("params", b=0.019), ""),
         (equal, plan("params", b=0.3), "b has 30.0% more parameters than the budget"),
@@ -133,6 +138,7 @@ def test_a_budget_is_called_equal_only_if_it_was():
         (equal, plan("time", 2.0, b=-0.3), ""),
         (equal, plan("time", 2.19), "a did not train for the budget of 2.2 s: seed 0 2.0 s (-8."),
         (one_slow, plan("time", 2.0), "b did not train for the budget of 2.0 s: seed 2 2.1 s (+5."),
+        (as_planned, plan("time", 2.0, b=-0.3), "b has 30.0% fewer seconds than the budget"),
     ):
         unequal = ", unequal" in comparison_results.title_of(asked, groups)
         assert unequal == bool(line)
@@ -140,6 +146,9 @@ def test_a_budget_is_called_equal_only_if_it_was():
         *lines, last = comparison_results.summary_lines(groups, asked, [])
         assert last.startswith("b is lower")
         assert bool(lines) == bool(line)
+        assert ("the machine" in " ".join(lines)) == ("did not train" in line)
+    gone = group_results(["a", "b"], results(LOSSES | {"b": {0: None, 1: None}}))
+    assert "unequal seconds" in comparison_results.title_of(plan("time", 2.0, b=-0.3), gone)
 
 
 def test_csv_files(tmp_path, told):

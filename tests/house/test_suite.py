@@ -13,13 +13,14 @@ from hypothesis import configuration
 from tests import conftest
 from tests.house.sources import parsed, python_files, shown
 
-MAX_PRIVATE_NAMES = 11
+MAX_PRIVATE_NAMES = 10
 REPLACING = ("setattr", "setitem", "delattr", "delitem", "patch", "patch.object", "patch.dict")
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_nothing_is_written_to_the_users_home(has_cache, tmp_path, monkeypatch):
-    users = {"HOME": "/home/u", "XDG_CACHE_HOME": "/home/u/c", "XDG_DATA_HOME": "/home/u/d"}
+    others = ("XDG_CACHE_HOME", "HF_HUB_CACHE", "WANDB_DIR", "MPLCONFIGDIR")
+    users = dict.fromkeys(("HOME", *others), "/home/u")
     monkeypatch.setattr(os, "environ", users | {"PATH": "/bin"})
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     homes, ends = [], []
@@ -35,6 +36,8 @@ def test_nothing_is_written_to_the_users_home(has_cache, tmp_path, monkeypatch):
         assert (home, ends) == (tmp_path / "home", [])
     else:
         assert home.is_dir()
+        conftest.pytest_configure(SimpleNamespace(workerinput={}))
+        assert (os.environ["HOME"], homes[1:]) == (str(home), homes[:1])
         ends[0]()
         assert not home.exists()
 

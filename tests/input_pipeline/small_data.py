@@ -59,17 +59,12 @@ def write_data_set(
     file_format: str = "bin",
 ) -> Manifest:
     """Writes documents as a data set whose small files make every boundary occur."""
-    entries = {
-        name: _write_split(
-            folder / name, documents, vocab_size, chunk_length, records_per_file, file_format
-        )
-        for name, documents in splits.items()
-    }
+    form = (vocab_size, chunk_length, records_per_file, file_format)
+    entries = {name: _write_split(folder / name, ids, *form) for name, ids in splits.items()}
+    tokenizer = TokenizerEntry(origin="a test", sha256="0" * 64, vocab_size=vocab_size, eos_id=EOS)
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
-        tokenizer=TokenizerEntry(
-            origin="a test", sha256="0" * 64, vocab_size=vocab_size, eos_id=EOS
-        ),
+        tokenizer=tokenizer,
         dtype="uint16" if vocab_size <= 2**16 else "uint32",
         format=file_format,
         chunk_length=chunk_length if file_format == "array_record" else 1,

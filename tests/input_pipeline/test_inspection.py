@@ -82,9 +82,8 @@ def test_rows_of_a_batch_cut_in_two(told):
 def text_set(folder: Path) -> list[np.ndarray]:
     tokenizer = load_tokenizer("bytes")
     texts = ["first document\n", "second\tone", "ß" * 30]
-    documents = [
-        np.append(ids, tokenizer.entry.eos_id).astype(np.int64) for ids in tokenizer.encode(texts)
-    ]
+    encoded, end = tokenizer.encode(texts), tokenizer.entry.eos_id
+    documents = [np.append(ids, end).astype(np.int64) for ids in encoded]
     write_data_set(folder, {"train": documents}, vocab_size=tokenizer.entry.vocab_size)
     tokenizer.save(folder)
     return documents

@@ -35,9 +35,8 @@ from tests.refusals import refused
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "set"
-    write_data_set(
-        folder, {"train": random_documents(0, 200, 50), "validation": random_documents(1, 12, 50)}
-    )
+    splits = {"train": random_documents(0, 200, 50), "validation": random_documents(1, 12, 50)}
+    write_data_set(folder, splits)
     return folder
 
 

@@ -256,11 +256,18 @@ def test_what_was_handed_over_since_the_flush_before_the_last_is_sent_again(tmp_
 
 
 def test_training_and_validation_loss_are_one_chart(tmp_path, server):
-    """After a restart too, and without what is repeated."""
-    record(tmp_path, 0, step(0, 9.0), step(1, 7.0), evaluated(1, 6.0), step(2), evaluated(2, 5.5))
+    """After a restart too, and without what is repeated, also by a rollback."""
+    repeated = step(0, 99.0), rolled_back(0)
+    kept = step(0, 9.0), step(1, 7.0), evaluated(1, 6.0)
+    record(tmp_path, 0, *repeated, *kept, step(2), evaluated(2, 5.5))
     send(tmp_path, 2, step(2, 5.0), evaluated(2, 4.0), step(3, 3.0), evaluated(3, 2.0))
     charts = [numbers["loss"] for numbers in server.numbers if "loss" in numbers]
     assert charts[-1] == ([1, 2, 3], [(8.0, 5.0, 3.0), (6.0, 4.0, 2.0)])
+
+
+def test_a_long_chart_is_thinned_and_ends_with_the_newest_loss(tmp_path, server):
+    send(tmp_path, 0, *(evaluated(number, 2.0) for number in range(1002)))
+    assert server.numbers[-1]["loss"][0] == list(range(2, 1002, 3))
 
 
 @pytest.mark.parametrize("first_step", [5, 7])

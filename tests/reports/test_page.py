@@ -52,10 +52,11 @@ def many(tmp_path_factory):
     evil.add("sample", 0.1, 29, text=EVIL + "x" * 500)
     evil.add("step_skipped", 0.0, 29, reason=EVIL)
     evil.add("stop", 0.1, 29, reason=EVIL)
+    keys = {EVIL: EVIL, **dict.fromkeys([f"num_of_a_kind_{n}" for n in range(12)], 1_000_000)}
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
     others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
     return page_of(
-        folder / "page", *seeds, evil.write(config={EVIL: EVIL}), title=EVIL, warnings=[EVIL],
+        folder / "page", *seeds, evil.write(config=keys), title=EVIL, warnings=[EVIL],
         groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, others],
     )  # fmt: skip
 
@@ -160,6 +161,10 @@ const tables = [...document.querySelectorAll("table")];
 const sizes = tables.find((each) => each.textContent.includes("KV cache"));
 sizes.querySelectorAll("th button")[1].click();
 said.push([...sizes.tBodies[0].rows].map((row) => row.cells[1].textContent));
+const parts = tables.find((each) => each.textContent.includes("feed-forward"));
+const share = [...parts.querySelectorAll("th")].findLast((each) => each.textContent === "share");
+share.firstElementChild.click();
+said.push([...parts.tBodies[0].rows].map((row) => row.cells[share.cellIndex].textContent));
 const mfu = document.querySelector('[data-name="mfu"]');
 Plotly.relayout(plot, { "xaxis.range[0]": 1, "xaxis.range[1]": 2 }).then(() => {
   const [curves] = document.querySelectorAll(".charts");
@@ -182,7 +187,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
     said = json.loads(re.search(r"said: (\[.*\]);", document)[1])
-    *states, first, sizes, zoomed, ticks, widths, kept = said
+    *states, first, sizes, shares, zoomed, ticks, widths, kept = said
     assert states == [
         ["tokens", "linear", [2, 2, 2, 6]],
         ["time running (minutes)", "linear", [2, 2, 2, 6]],
@@ -195,6 +200,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     assert zoomed == [[1, 2]] * 4
     assert first == "b"  # by validation loss, descending
     assert sizes == sorted(sizes, key=lambda size: (size[-3:] == "MiB", float(size[:-4])))
+    assert shares == sorted(shares, key=lambda share: float(share.rstrip(" %")))
     assert len(set(ticks)) == len(ticks) > 3  # of a small MFU
     assert widths[0] == widths[1] == 500
     assert widths[2] > 200
@@ -204,7 +210,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
 WIDTHS = (400, 1280, 2560)
 PAPER = 718  # pixels between the margins of A4
 AXE = """
-const cells = [...document.querySelectorAll("th, td:not(.long, :first-child)")];
+const cells = [...document.querySelectorAll(":is(th, td:not(:first-child)):not(.long, .wider *)")];
 const broken = cells.flatMap((cell) => {
   const texts = document.createNodeIterator(cell, NodeFilter.SHOW_TEXT);
   const found = [];
@@ -234,11 +240,14 @@ addEventListener("message", ({ data }) => {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("medium", ["light", "dark", "print"])
-def test_nothing_keeps_anyone_from_reading_it(chromium, two, tmp_path, medium):
+@pytest.mark.parametrize(
+    ("medium", "name"), [("light", "two"), ("dark", "two"), ("print", "two"), ("print", "many")]
+)
+def test_nothing_keeps_anyone_from_reading_it(chromium, medium, name, tmp_path, request):
     """Checked by axe-core at three widths and on paper; no word is broken, nothing sticks out."""
+    page = request.getfixturevalue(name)
     axe = importlib.resources.files("axe_core_python").joinpath("axe.min.js").read_text("utf-8")
-    copy = with_program(two, axe + AXE, tmp_path / "copy.html")
+    copy = with_program(page, axe + AXE, tmp_path / "copy.html")
     is_dark, widths = medium == "dark", (PAPER,) if medium == "print" else WIDTHS
     if medium == "print":
         copy.write_text(copy.read_text().replace("@media print", "@media all"))

@@ -89,6 +89,21 @@ def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
     assert "Parallel coordinates" not in page  # without a loss
 
 
+@pytest.mark.parametrize(("facts", "dtype"), [({}, "auto"), ({"resolved_keys": {}}, "float32")])
+def test_runs_show_what_replaced_auto_only_if_all_did_so(tmp_path, facts, dtype):
+    """Not next to a run of a version that does not know it, or a run where it was set."""
+    folders = []
+    known = {"changed_keys": {"steps": "5"}, "resolved_keys": {"dtype": "float32"}}
+    for name, said, given in (("a", known, "auto"), ("b", facts, dtype)):
+        run = RunFiles(tmp_path / name)
+        run.start(**said)
+        folders.append(run.write(config={"dtype": given, "steps": 5}))
+    entries = entries_of(*folders)
+    assert differing_keys(entries) == {}
+    (same,) = run_tables.configuration(entries, {})
+    assert same.facts == {"steps": "5", "dtype": dtype}
+
+
 def blown_up(folder, **arguments):
     """A run that earlier versions call complete: its loss is finite and back above its first."""
     run = RunFiles(folder, **arguments)

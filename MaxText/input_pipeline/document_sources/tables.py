@@ -10,10 +10,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import decode
 from MaxText.input_pipeline.document_sources.source_files import FileRange
-from MaxText.input_pipeline.document_sources.text_streams import (
-    PARAGRAPH_END,
-    missing_text_error,
-)
+from MaxText.input_pipeline.document_sources.text_streams import PARAGRAPH_END, missing_text_error
 from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import is_url, local_path, open_stream
 

@@ -31,11 +31,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     unigram_entropy,
 )
-from MaxText.input_pipeline.token_store.store import (
-    TokenWriter,
-    checksums_name,
-    file_checksums,
-)
+from MaxText.input_pipeline.token_store.store import TokenWriter, checksums_name, file_checksums
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 

@@ -45,7 +45,6 @@ from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 
 _LAYOUT = 1
-_SAMPLE_BYTES = 2**22
 _BLOCK = 2**13  # records whose sizes are kept in memory
 _HEADER_NAME = "import.json"
 
@@ -116,7 +115,7 @@ class RecordImport:
                 with lock(folder.parent / f".{folder.name}.lock", log):
                     if not header.exists():
                         local_cache.delete_unused(self.cache_dir)
-                        self._import(log)
+                        self._import(log, self._density())
             except UserError:
                 raise
             except OSError as error:
@@ -124,18 +123,23 @@ class RecordImport:
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
         imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
+        kept = [self.path("labels", i).exists() for i, n in enumerate(imported.num_tokens) if n]
+        if imported.has_labels and not all(kept):  # of an earlier version
+            raise UserError(
+                f"{folder}: only some files have labels. Delete it, and match files of one kind."
+            )
         self.check_bad(imported.skipped)
         for message in imported.skipped:
             log(message)
         return imported
 
-    def _import(self, log: Callable[[str], None]) -> None:
+    def _import(self, log: Callable[[str], None], density: tuple[float, float]) -> None:
         if self.dtype == "uint16" and any(self.folder.glob("uint32-*.json")):
-            dataclasses.replace(self, dtype="uint32")._import(log)  # resumes
+            dataclasses.replace(self, dtype="uint32")._import(log, density)  # resumes
             return
         began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
-        width = np.dtype(self.dtype).itemsize
-        about = total * self._tokens_per_byte() * width
+        width = np.dtype(self.dtype).itemsize + 4 * self.has_labels
+        about = total * (density[0] * width + density[1] * 16)  # a size and an offset of 8 bytes
         log(
             f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
             f"once, into {self.folder.parent}: about {about:,.1f} MB, {width} bytes a token."
@@ -144,26 +148,29 @@ class RecordImport:
         try:
             entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log)
         except _LargeId:  # where there is one, it is met early
-            dataclasses.replace(self, dtype="uint32")._import(log)
+            dataclasses.replace(self, dtype="uint32")._import(log, density)
             return
         num_records, num_tokens = self._finish(entries)
         seconds = time.monotonic() - began
         log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
-    def _tokens_per_byte(self) -> float:
-        """Estimates it from the beginning of the first file."""
-        file, count = self.files[0], 0
-        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
-            sample = Path(folder, file.path.rsplit("/", 1)[-1])
-            with file_access.open_stream(file.path) as stream:
-                sample.write_bytes(stream.read(_SAMPLE_BYTES))
-            with contextlib.suppress(BadRecordError):  # at the end of the sample
-                for record in self.read(str(sample)):
+    def _density(self) -> tuple[float, float]:
+        """Estimates tokens and records a byte from the first file's beginning."""
+        file, ids, records, size = self.files[0], 0, 0, 0
+        for size in sorted({min(size, file.size) for size in (2**18, 2**22)}):
+            ids = records = 0
+            with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
+                sample = Path(folder, file.path.rsplit("/", 1)[-1])
+                with file_access.open_stream(file.path) as stream:
+                    sample.write_bytes(stream.read(size))
+                for record in self.read(str(sample)):  # an error at the end, where it is cut
                     if isinstance(record, TokenDocument):
-                        count += record.ids.size + (self.eos_id >= 0)
-            if count:
-                return count / sample.stat().st_size
-        return 0.5  # formats without a readable beginning are compressed to about two bytes a token
+                        ids, records = ids + record.ids.size, records + 1
+            if records > 9:  # else the one that is cut matters
+                break
+        ids += records * (self.eos_id >= 0)
+        # Formats without a readable beginning are compressed to about two bytes a token.
+        return (ids / size, records / size) if records else (0.5, 0.0)
 
     def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
         """Merges the per-file results; returns the numbers of records and tokens."""

@@ -16,7 +16,6 @@ import json
 import math
 import pathlib
 import secrets
-import statistics
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +34,9 @@ STATE_FILE = "wandb.json"
 _ROWS = ("step", "evaluation")  # events that become a row of W&B's history
 _AXIS = "step"  # column used as the axis of charts
 _TRAINING, _VALIDATION = "learning/lm_loss", "eval/avg_loss"  # in one chart
+_NO_LOSSES = (0.0, 0)  # sum and number of training losses since an evaluation
 
+_MAX_POINTS = 500  # of the chart, which each evaluation uploads
 _RESERVED = 1000  # row numbers taken at a time; those that a killed run leaves are a gap
 
 _CONNECT_SECONDS = 45.0
@@ -67,7 +68,7 @@ class WandbSink(Sink):
         self._config = dict(config_flat)
         self._first_step = first_step
         self._exit_code = 1  # unless the run reports completion
-        self._recent: list[float] = []  # training losses since the last evaluation
+        self._recent = _NO_LOSSES
         self._losses: dict[int, tuple[float | None, float]] = {}  # at evaluations, by step
 
     @property
@@ -85,7 +86,7 @@ class WandbSink(Sink):
             self._add_losses(event.step, event.fields)
             self._log(event.step, event.fields, event.time)
         elif event.kind == "rollback":
-            self._recent.clear()
+            self._recent = _NO_LOSSES
         elif event.kind == "sample" and event.step is not None:
             import wandb
 
@@ -151,6 +152,8 @@ class WandbSink(Sink):
                 self._add_losses(row["step"], row)
                 if row["time"] > state["time"]:
                     self._log(row["step"], row, row["time"])
+            elif row.get("event") == "rollback":
+                self._recent = _NO_LOSSES
         return run
 
     def _log(self, step: int, fields: Mapping[str, Any], at: float) -> None:
@@ -162,22 +165,25 @@ class WandbSink(Sink):
 
     def _add_losses(self, step: int, fields: Mapping[str, Any]) -> None:
         training, validation = fields.get(_TRAINING), fields.get(_VALIDATION)
+        total, count = self._recent
         if training is not None and math.isfinite(training):
-            self._recent.append(float(training))
+            total, count = self._recent = total + float(training), count + 1
         if validation is not None and math.isfinite(validation):
-            mean = statistics.fmean(self._recent) if self._recent else None
+            mean = total / count if count else None
             # Later ones are of before a rollback.
             before = {at: losses for at, losses in self._losses.items() if at < step}
             self._losses = before | {step: (mean, float(validation))}
-            self._recent.clear()
+            self._recent = _NO_LOSSES
 
     def _loss_chart(self) -> Any:
         """Returns a chart of both losses up to now."""
         import wandb
 
+        every = -(-len(self._losses) // _MAX_POINTS)
+        shown = dict([*self._losses.items()][::-every][::-1])
         return wandb.plot.line_series(
-            list(self._losses),
-            list(zip(*self._losses.values(), strict=True)),
+            list(shown),
+            list(zip(*shown.values(), strict=True)),
             keys=["training (mean since the evaluation before)", "validation"],
             title="Loss",
             xname=_AXIS,

@@ -168,7 +168,7 @@ def test_fit_equals_the_plain_algorithm(best):
 
 
 def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_cache, "_MIN_ITEMS", 1)
+    monkeypatch.setattr(local_cache, "MIN_ITEMS", 1)
     first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
 
     def tokens(documents, cache="cache"):

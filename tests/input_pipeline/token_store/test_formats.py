@@ -1,6 +1,5 @@
 """Token streams over files of every format: any range, threads, damage, and files that change."""
 
-import functools
 import os
 import pickle
 import re
@@ -79,12 +78,10 @@ def test_one_process_imports_and_the_others_wait(tmp_path):
         "open_data('d', pathlib.Path('shared'), log=functools.partial(print, flush=True))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    start = functools.partial(
-        subprocess.Popen, [sys.executable, "-c", code], cwd=tmp_path, env=environment,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code]
+    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
     with lock(shared / f".{made}.lock", str):
-        others = [start(), start()]
+        others = [subprocess.Popen(command, **options) for _ in range(2)]
         for other in others:
             assert other.stdout.readline().startswith(f"Waiting for process {os.getpid()} on ")
     lines = [other.communicate()[0].splitlines() for other in others]
@@ -202,8 +199,20 @@ def test_labels_are_imported_next_to_the_ids(tmp_path):
     assert data.labels is not None
     read = data.labels.read(np.array([0]), np.array([6]))
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
+    next(tmp_path.glob("imported/*/labels-00000.bin")).unlink()  # as of an earlier version
+    refused("only some files have labels. Delete it", open_data, path, tmp_path)
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
     for name in "yw":  # the first and the last of the files
         token_files.write_parquet(tmp_path / f"{name}.parquet", ids)
         refused(f"{name}.parquet.* labels", open_data, tmp_path / f"[x{name}].parquet", tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tfrecord", 1), ("parquet", 3)])
+def test_an_import_says_its_size_before(tmp_path, kind, size):
+    ids, path, lines = np.arange(36_000).reshape(-1, size) % 1000, tmp_path / f"x.{kind}", []
+    labels = {"labels": pyarrow.array(ids.tolist()), "row_group_size": 999}
+    RECORDS[kind](path, ids, **(labels if kind == "parquet" else {}))
+    open_data(path, tmp_path, log=lines.append)
+    size = sum(file.stat().st_size for file in tmp_path.glob("imported/*/*"))
+    assert float(re.findall(r"about (.*?) MB", lines[0])[0]) == pytest.approx(size / 1e6, abs=0.06)

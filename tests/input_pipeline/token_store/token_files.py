@@ -119,9 +119,7 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenSplit:
     options |= {name: keys.pop(name) for name in options if name in keys}
     if "split" in keys:
         keys["train_split" if options["for_training"] else "eval_split"] = keys.pop("split")
-    preparation = {
-        name: keys.pop(name) for name in [*keys] if name in PreparationConfig.model_fields
-    }
+    preparation = {name: keys.pop(name) for name in keys.keys() & PreparationConfig.model_fields}
     data = DataConfig(data_cache_dir=str(cache_dir), **keys)
     preparation = PreparationConfig(**preparation)
     request = OpenRequest(data, preparation, vocab_size=2**31, location=str(location), **options)
