@@ -208,7 +208,6 @@ def _is_of_layer(key: Key) -> bool:
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
-    """Returns keys by their section, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in all_keys().values():
         groups.setdefault(key.section, []).append(key)

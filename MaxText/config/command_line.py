@@ -57,7 +57,6 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 def parse_with_options(
     program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT], load: Load = load
 ) -> tuple[LoadedConfig, OptionsT, Words]:
-    """Resolves a command line of options and configuration keys."""
     found: list[Any] = []
 
     def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
@@ -119,7 +118,6 @@ def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -
 
 
 def program_command(name: str) -> str:
-    """Returns how to start another program in the way of this one."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"

@@ -76,7 +76,6 @@ class Section(BaseModel):
         return found
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Returns these keys with other values of some of them."""
         return self.model_copy(update=dict(values))
 
 

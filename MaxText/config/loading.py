@@ -82,7 +82,6 @@ class _Merged(NamedTuple):
         return {setting.name: setting for setting in self.kept}
 
     def is_set_by_user(self, name: str) -> bool:
-        """Returns whether the user set another value for this run."""
         is_default = self.typed[name] == all_keys()[name].default
         return self.origins[name].source in _SET_BY_USER and not is_default
 
@@ -214,7 +213,6 @@ def unknown_key(name: str, places: tuple[str, ...] = ()) -> ConfigIssue:
 
 
 def format_accepted(key: Key) -> str:
-    """Returns text about the values a key takes."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":

@@ -85,7 +85,6 @@ def current_entry(key: str, entry: str) -> str:
 
 
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
-    """Returns the meaning of another program's `key=value`, or None."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -110,7 +109,6 @@ def other_meaning(name: str) -> str:
 
 
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
-    """Returns why another program's key is refused, or None."""
     if name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:

@@ -66,7 +66,6 @@ class Registration:
         return not self.is_built_in or self.keys is not None
 
     def is_of(self, given: Any) -> bool:
-        """Returns whether a class or function is this part."""
         if self.is_built_in:
             return self.target == f"{given.__module__}:{given.__name__}"
         return self.target is given

@@ -50,7 +50,6 @@ def section_lines(
 
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns a recorded configuration under current key names."""
     values, known = renamed(recorded), all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(

@@ -28,7 +28,6 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 
 
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
-    """Returns the family named in a config.json, or None without a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -235,7 +234,6 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    """Returns the class or parts missing in transformers, or ""."""
     own = [part.name for part in _chosen_parts(config) if _names_tensors(part)]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 

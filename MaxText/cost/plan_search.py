@@ -87,7 +87,6 @@ def searched_overrides(plan: JobPlan, config: Config) -> dict[str, str]:
 
 
 def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
-    """Returns the command line of `config` with a plan's keys, once each."""
     new = searched_overrides(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
@@ -217,7 +216,6 @@ def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:
-    """Returns the sequences of a step over all devices."""
     batch = config.batch
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)

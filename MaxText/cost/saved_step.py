@@ -38,7 +38,6 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
-    """Writes a step for train.py; returns the signature."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError) as error:

@@ -180,7 +180,6 @@ def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def kv_head_repeats(
     q_BTNH: jax.Array, k_BSKH: jax.Array, query_sharding: NamedSharding, key_sharding: NamedSharding
 ) -> int:
-    """Returns the repeats of key/value heads to shard like query heads."""
     axes, num_kv_heads = split_axes(query_sharding, 2), k_BSKH.shape[2]
     if split_axes(key_sharding, 2) == axes:
         return 1

@@ -82,7 +82,6 @@ def _unsupported_reason(
 
 
 def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | None:
-    """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
@@ -115,7 +114,6 @@ def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | N
 
 
 def supports_shape(q_BTNH: jax.Array, query_sharding: NamedSharding | None) -> bool:
-    """Returns whether a kernel takes queries of this shape and sharding."""
     length = q_BTNH.shape[1]
     own = length if query_sharding is None else query_sharding.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":

@@ -72,7 +72,6 @@ def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> An
 
 
 def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
-    """Returns (the inputs of a layer, the state to carry on)."""
     wanted = (*(n for x in jax.tree.leaves(carry)[:1] for n in _shape(x)[:2]), emb_dim)
     inputs = output[0] if is_pair(output) else None
     holds = isinstance(inputs, LayerInputs) and len(jax.tree.leaves(inputs)) == len(inputs)
@@ -90,7 +89,6 @@ def check_write(part: Connection, before: Any, after: Any) -> Any:
 
 
 def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
-    """Checks the abstract module returned by a registered function."""
     check(isinstance(norm, nnx.Module), function, "", norm, "an nnx.Module")
     x = jax.ShapeDtypeStruct((1, 2, emb_dim), dtype)
     graphdef, state = nnx.split(norm)

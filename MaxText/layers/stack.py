@@ -40,7 +40,6 @@ _ALWAYS_SAVED = ("depth_product", "depth_aggregate")  # of dense connections, co
 
 
 def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
-    """Wraps `function` in jax.checkpoint with the given remat policy."""
     if policy == "none":
         return function
     if not policy.endswith("_offloaded"):
