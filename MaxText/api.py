@@ -164,6 +164,9 @@ class Run:
         ids = np.asarray(text_or_ids, np.int32)
         if ids.ndim not in (1, 2) or not ids.size:
             raise ValueError(f"ids of shape {ids.shape}; expected [T] or [B, T], not empty")
+        num_ids = self.config.model.shape.vocab_size
+        if ids.min() < 0 or ids.max() >= num_ids:
+            raise ValueError(f"ids from {ids.min()} to {ids.max()}; expected 0 to {num_ids - 1}")
         ids_BT = np.atleast_2d(ids)
         # Devices that split a batch need rows to split.
         multiple = self.trained.sharding.num_batch_parts
@@ -234,7 +237,7 @@ class Run:
         Returns the new text without its prompt, or a list of them for several prompts.
 
         Args:
-          max_new_tokens: of each; an end-of-text id ends a text earlier.
+          max_new_tokens: of each, or -1 to fill the window; an end-of-text id ends it earlier.
           temperature: 0 always takes the most likely token.
           seed: the same seed gives the same texts.
           stop: strings at which a text ends.
@@ -244,7 +247,11 @@ class Run:
         from MaxText.inference.generate import StoppingCriteria, generate
         from MaxText.inference.sampling import SamplingParams
 
+        if max_new_tokens < 1 and max_new_tokens != -1:
+            raise ValueError(f"{max_new_tokens=}; expected 1 or more, or -1 to fill the window")
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not asked:
+            return []
         trained, tokenizer = self.trained, self.tokenizer
         num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
         choice = SamplingParams(temperature, **sampling)

@@ -73,6 +73,15 @@ def test_generated_text_depends_on_its_seed_alone(run):
     assert isinstance(run.generate("text", 8, seed=2, top_k=3), str)
 
 
+def test_what_cannot_be_computed_is_refused(run):
+    for ids in ([-1], [10**6], [[1], [run.config.model.shape.vocab_size]]):
+        with pytest.raises(ValueError, match="expected 0 to"):
+            run.logits(ids)
+    with pytest.raises(ValueError, match="max_new_tokens=0; expected 1 or more"):
+        run.generate("text", 0)
+    assert run.generate([]) == []
+
+
 def test_a_folder_that_is_no_run(tmp_path):
     for function in (mt.load, mt.metrics):
         with pytest.raises(mt.UserError, match=str(tmp_path)):

@@ -14,6 +14,7 @@ from MaxText.config import import_modules
 from MaxText.config.catalog import all_keys
 from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.config.serialization import diff_configs
+from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
 
 _MAX_LINES = 20
@@ -144,7 +145,7 @@ def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     return {
         "schema_version": SCHEMA_VERSION,
-        **({import_modules.METADATA: modules} if modules else {}),
+        **({IMPORTED: modules} if modules else {}),
         "config": json.loads(json.dumps(dict(config_flat), default=str)),
         "parameter_hash": parameter_hash(params),
         "num_parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)),

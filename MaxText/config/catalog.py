@@ -137,7 +137,7 @@ def _key(
 def _walk(section: type[Section], path: tuple[str, ...]) -> Iterator[Key]:
     if issubclass(section, Parts):
         for part in section.with_keys():
-            yield from _walk(part.keys, (*path, part.name))  # type: ignore[arg-type]
+            yield from _walk(part.keys, (*path, part.section))  # type: ignore[arg-type]
         return
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -175,30 +175,39 @@ def split_entry(name: str) -> tuple[str, str]:
 
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
-_OF_LAYERS = ("block", "attention", "feed_forward", "mixture_of_experts", "pattention")
+_OF_LAYERS = (
+    "block", "position", "attention", "feed_forward", "mixture_of_experts", "pattention", "dropout",
+)  # fmt: skip
 _PARTS_OF_LAYERS = ("mixer", "feed_forward", "norm", "projection")
-_ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_kv_heads", "position_embedding")
+_ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim")
 _OF_ALL_LAYERS = (
+    # what chooses keys by layer, and what stands between layers
     "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
-    "causal", "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple", "attention",
+    "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple",
+    # what is done to embeddings
+    "axial_pos_shape", "trainable_position_size", "dropout_rates.embedding",
+    # one kernel, one order of tokens on devices, one stored form of norms, one objective
+    "attention", "context_parallel_strategy", "context_parallel_load_balance",
+    "normalization_zero_centered", "causal",
 )  # fmt: skip
 
 
-def is_of_layer(key: Key) -> bool:
+def keys_of_layers() -> dict[str, Key]:
+    """Returns the keys, and entries of keys, for layer_kinds."""
+    keys = [key for key in all_keys().values() if _is_of_layer(key)]
+    entries = [entry for key in keys for entry in key.entries.values()]
+    return {key.name: key for key in (*keys, *entries) if key.name not in _OF_ALL_LAYERS}
+
+
+def _is_of_layer(key: Key) -> bool:
     if key.name in _ALSO_OF_LAYERS:
         return True
     if key.section[:2] == ("model", "parts"):
-        own = [part for part in Parts.with_keys() if part.kind in _PARTS_OF_LAYERS]
-        return any(part.name == key.section[2] for part in own)
-    return (
-        key.section[:1] == ("model",)
-        and key.section[1] in _OF_LAYERS
-        and (key.name not in _OF_ALL_LAYERS)
-    )
+        return key.section[2].partition(".")[0] in _PARTS_OF_LAYERS
+    return key.section[:1] == ("model",) and key.section[1] in _OF_LAYERS
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
-    """Returns keys by their section, in the order of the schema."""
     groups: dict[tuple[str, ...], list[Key]] = {}
     for key in all_keys().values():
         groups.setdefault(key.section, []).append(key)

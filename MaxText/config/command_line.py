@@ -57,7 +57,6 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 def parse_with_options(
     program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT], load: Load = load
 ) -> tuple[LoadedConfig, OptionsT, Words]:
-    """Resolves a command line of options and configuration keys."""
     found: list[Any] = []
 
     def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
@@ -80,7 +79,6 @@ def parse_with_options(
 def answer_questions(
     program: str, arguments: Sequence[str], usage: str, kind: type[ProgramOptions]
 ) -> None:
-    """Answers a question to a program with a command line of its own."""
     if any(word in QUESTIONS for word in arguments):
         parse_with_options(program, arguments, usage, kind)
 
@@ -102,7 +100,6 @@ def _with_options(usage: str, *kinds: type[ProgramOptions]) -> str:
 
 
 def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -> None:
-    """Answers --help NAME or --why NAME about an option, and exits."""
     options = {name.rstrip("_"): option for name, option in keys_of(kind).items()}
     for index, (word, name) in enumerate(itertools.pairwise(arguments)):
         if word not in ("-h", "--help", "--why") or name not in options:
@@ -121,7 +118,6 @@ def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -
 
 
 def program_command(name: str) -> str:
-    """Returns how to start another program in the way of this one."""
     own = os.path.basename(sys.argv[0])
     if own.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
@@ -181,7 +177,6 @@ def _discard_stdout() -> None:
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
-    """Returns the text for an option in `remaining`, and removes it."""
     with contextlib.suppress(UserError):  # the configuration's own mistakes are reported later
         rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
         import_modules.collect(rest, {}, os.environ)  # its parts have keys
@@ -216,7 +211,6 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 
 def _option_value(remaining: list[str], index: int) -> str:
-    """Removes the option at `index`; returns and removes its value."""
     option, *operands = remaining[index : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
     if option != "--from-maxtext" and re.search(r"^-|=|\.ya?ml$", "".join(operands)):

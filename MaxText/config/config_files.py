@@ -93,7 +93,6 @@ class ConfigFileError(ConfigurationError):
 
 
 def short_path(path: Path) -> str:
-    """Returns a path as short as it stays unambiguous."""
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()

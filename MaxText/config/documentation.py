@@ -123,7 +123,6 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yields kind, name and line in built_in.yml of a module's parts."""
     body = ast.parse(path.read_text(encoding="utf-8")).body
     module = f"MaxText.{path.parent.name}.{path.stem}"
     origins = {
@@ -139,6 +138,8 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
             match decorator:
                 case ast.Call(func=ast.Name(id="register"), args=[kind, name], keywords=keywords):
                     keys = [origins[ast.unparse(one.value)] for one in keywords]
+                    unrolled = "keeps_shapes = False" in map(ast.unparse, node.body)
+                    keys += ["unrolled"] if unrolled else []
                     text = " ".join([f"{module}:{node.name}", *keys])
                     yield ast.literal_eval(kind), ast.literal_eval(name), text
 

@@ -10,7 +10,8 @@ import importlib.util
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Setting
 
 KEY = "import_modules"
-# In a checkpoint's metadata: {module: SHA-256 of its source}.
-METADATA = "imported_modules"
 
 _hashes: dict[str, str] = {}  # by name as the user wrote it
 _files: dict[Path, str] = {}  # path -> SHA-256 of what was imported
@@ -48,7 +47,9 @@ def collect(
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
-    return sources.collect(arguments, overrides, environment, own)
+    collected = sources.collect(arguments, overrides, environment, own)
+    collected.notices += _changes(collected.imported, "the configuration")
+    return collected
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
@@ -74,9 +75,8 @@ def as_list(value: Any) -> Any:
 
 def check_named(config_flat: Mapping[str, Any], place: str) -> None:
     """Raises ConfigurationError if a checkpoint's modules are not imported."""
-    named = {Path(name).name for name in _hashes}
-    missing = [name for name in config_flat.get(KEY) or () if Path(name).name not in named]
-    if missing:
+    names = config_flat.get(KEY) or ()
+    if missing := [name for name in names if not _found(name, names)]:
         what = f"{KEY}: the model has parts of {', '.join(missing)}"
         add = f"{KEY}=[{','.join(missing)}]: code runs only if you name it"
         raise ConfigurationError([ConfigIssue(what, (place,), (("add", add),))])
@@ -108,7 +108,6 @@ def forget(parts: Sequence[registry.Registration]) -> None:
 
 
 def _last_line(error: BaseException) -> tuple[str, ...]:
-    """Returns the last line of the user's code in a traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         return (f"{config_files.short_path(Path(error.filename))}:{error.lineno}",)
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
@@ -125,13 +124,16 @@ def _import_module(name: str) -> str:
     try:
         importlib.invalidate_caches()
         known = sys.modules.get(name)
-        if known is not None and name not in _hashes:  # imported, and forgotten since
-            module = importlib.reload(known)
-        else:
-            module = importlib.import_module(name)
+        module = known or importlib.import_module(name)
     finally:
         sys.path.remove(here)
-    return _sha256(Path(module.__file__)) if module.__file__ else ""
+    path = Path(module.__file__ or "")
+    if path.suffix != ".py":
+        return ""
+    digest = _sha256(path)
+    if known and _hashes.get(name) != digest:  # changed, or imported by others, or forgotten since
+        _execute(path, module)
+    return digest
 
 
 def _import_file(name: str) -> str:
@@ -141,16 +143,21 @@ def _import_file(name: str) -> str:
     digest = _sha256(path)
     if _files.get(path) == digest:
         return digest
-    registry.forget(str(path))
-    spec = importlib.util.spec_from_file_location(f"maxtext_parts_{path.stem}", path)
+    folder = hashlib.sha256(bytes(path.parent)).hexdigest()[:8]  # other files have the same stem
+    spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     _files.pop(path, None)
-    # Never bytecode, which looks current where a file changed twice within a second.
-    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    _execute(path, module)
     _files[path] = digest
     return digest
+
+
+def _execute(path: Path, module: types.ModuleType) -> None:
+    registry.forget(str(path))
+    # Never bytecode, which looks current where a file changed twice within a second.
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
 
 
 def _sha256(path: Path) -> str:
@@ -164,10 +171,19 @@ def imported(names: Sequence[str]) -> dict[str, str]:
 
 def changes(metadata: Mapping[str, Any]) -> list[str]:
     """Returns a warning for each module changed since the checkpoint."""
-    now = {Path(name).name: digest for name, digest in _hashes.items()}
-    recorded = metadata.get(METADATA) or {}
+    return _changes(metadata.get(sources.IMPORTED) or {}, "the checkpoint")
+
+
+def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
     return [
-        f"warning: {name} has changed since the checkpoint was saved"
+        f"warning: {name} has changed since {what} was saved"
         for name, digest in recorded.items()
-        if now.get(Path(name).name, digest) != digest
+        if digest not in (_found(name, recorded) or [digest])
     ]
+
+
+def _found(name: str, recorded: Collection[str]) -> list[str]:
+    if name in _hashes:
+        return [_hashes[name]]
+    others = [other for other in _hashes if other not in recorded]
+    return [_hashes[other] for other in others if Path(other).name == Path(name).name]

@@ -66,7 +66,6 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_entries(cls, given: Any) -> Any:
-        """Moves entries such as adafactor.momentum into their key."""
         if not isinstance(given, dict) or not any("." in name for name in given):
             return given
         found = {name: value for name, value in given.items() if "." not in name}
@@ -75,6 +74,9 @@ class Section(BaseModel):
             if entry:
                 found[key] = {**found.get(key, {}), entry: value}
         return found
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        return self.model_copy(update=dict(values))
 
 
 class Options(BaseModel):

@@ -1,6 +1,7 @@
 """`layer_pattern` and `layer_kinds`: letters of layers and their keys."""
 
 import re
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from MaxText.config import values
@@ -30,8 +31,8 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
-def parse(value: Any, annotations: Any) -> LayerKinds:
-    """Parses {letter: {key: value}}; `annotations` has the types by key."""
+def parse(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
+    """Parses {letter: {key: value}}; `convert` raises KeyError for others."""
     if values.is_null(value) or value in ((), []):
         return LayerKinds()
     if isinstance(value, LayerKinds):
@@ -47,15 +48,24 @@ def parse(value: Any, annotations: Any) -> LayerKinds:
             what = f"{letter}: {values.format_value(keys)} is not {{key: value}}"
             raise values.InvalidValueError(what)
         typed = []
-        for name, given in keys.items():
-            if name not in annotations:
-                raise values.InvalidValueError(f"{letter}: {name} is not a key of a layer's parts")
+        for name, given in _with_entries(keys):
             try:
-                typed.append((str(name), values.convert(given, annotations[name])))
+                typed.append((name, convert(name, given)))
+            except KeyError:
+                what = f"{letter}: {name} is not a key of a layer's parts"
+                raise values.InvalidValueError(what) from None
             except values.InvalidValueError as error:
                 raise values.InvalidValueError(f"{letter}: {name}: {error}") from None
         kinds.append((str(letter), tuple(typed)))
     return LayerKinds(kinds)
+
+
+def _with_entries(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for name, given in keys.items():
+        if isinstance(given, dict):
+            yield from ((f"{name}.{entry}", one) for entry, one in given.items())
+        else:
+            yield str(name), given
 
 
 def letters(pattern: str, num_layers: int) -> str:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
-from MaxText.config.catalog import Key, all_keys, all_names, is_of_layer, unflatten
+from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
-from MaxText.config.rules import RULES
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
@@ -82,7 +82,6 @@ class _Merged(NamedTuple):
         return {setting.name: setting for setting in self.kept}
 
     def is_set_by_user(self, name: str) -> bool:
-        """Returns whether the user set another value for this run."""
         is_default = self.typed[name] == all_keys()[name].default
         return self.origins[name].source in _SET_BY_USER and not is_default
 
@@ -170,8 +169,8 @@ def converted_value(value: Any, key: Key) -> Any:
     if key.name == "logical_axis_rules":
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
-        names = {name: one.annotation for name, one in all_keys().items() if is_of_layer(one)}
-        return layer_kinds.parse(value, names)
+        of_layers = keys_of_layers()
+        return layer_kinds.parse(value, lambda name, one: converted_value(one, of_layers[name]))
     converted = values.convert(value, key.annotation)
     if key.violates_bounds(converted):
         raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
@@ -214,7 +213,6 @@ def unknown_key(name: str, places: tuple[str, ...] = ()) -> ConfigIssue:
 
 
 def format_accepted(key: Key) -> str:
-    """Returns text about the values a key takes."""
     if key.name == "logical_axis_rules":
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":
@@ -315,8 +313,9 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
     """
     typed, origins, _, wrong = winners
     last, problems = winners.last, {}
+    layers = [typed, *(typed | dict(keys) for _, keys in typed["layer_kinds"])]
     for name, key in all_keys().items():
-        layer = origins[name].source
+        source = origins[name].source
         if name in wrong or not winners.is_set_by_user(name):
             continue
         set_entries = [
@@ -324,10 +323,11 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
         ]
         judged = [(one, group) for one in (key, *set_entries) for group in one.conditions]
         for one, group in judged:
-            if any(other in wrong or typed[other] in group[other] for other in group):
+            matters = any(of[other] in group[other] for of in layers for other in group)
+            if matters or wrong.intersection(group):
                 continue
             chosen_by = [origins[other].source for other in group]
-            if any(by is not Source.DERIVED and by.rank > layer.rank for by in chosen_by):
+            if any(by is not Source.DERIVED and by.rank > source.rank for by in chosen_by):
                 continue
             as_it_is = " and ".join(f"{other}={values.to_yaml(typed[other])}" for other in group)
             what = f"{one.name}: has no effect with {as_it_is}"
@@ -344,7 +344,6 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
 def _find_unused_decoder_block(
     origins: Mapping[str, Origin], kept: Sequence[Setting]
 ) -> list[ConfigIssue]:
-    """Returns the problem of a decoder_block over a saved configuration."""
     saved = [
         s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
     ]
@@ -361,7 +360,6 @@ def _find_unused_decoder_block(
 def _check_rules(
     config: Config, winners: _Merged, program: str | None
 ) -> tuple[list[ConfigIssue], dict[str, ConfigIssue]]:
-    """Returns problems, and keys without effect by name."""
     last, origins = winners.last, winners.origins
     stem = Path(program).stem if program else None
     problems, idle = [], {}
@@ -393,4 +391,8 @@ def _check_rules(
                 problems.append(problem)
             elif by_user:
                 idle[by_user[0]] = dataclasses.replace(problem, location=(last[by_user[0]].place,))
+    for message in () if problems else broken_letters(config):
+        what, *remedies = message.splitlines()
+        facts = [("try", remedy) for remedy in remedies]
+        problems.append(ConfigIssue(what, (last["layer_kinds"].place,), facts))
     return problems, idle

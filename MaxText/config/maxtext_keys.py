@@ -81,12 +81,10 @@ _OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
 
 
 def current_entry(key: str, entry: str) -> str:
-    """Returns the present name of an entry of a key."""
     return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
 
 
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
-    """Returns the meaning of another program's `key=value`, or None."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -100,8 +98,17 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
     return None
 
 
+def other_meaning(name: str) -> str:
+    """Returns what a name already stands for here; empty if nothing."""
+    if name in ALIASES:
+        return f"it is another name of {ALIASES[name]}"
+    reason = find_unsupported(name, (name,)) or find_mapping(name, name)
+    if reason or any(name == key for key, _ in TRANSLATIONS):
+        return "it is a key of another program" + (f" ({reason.sentence})" if reason else "")
+    return ""
+
+
 def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
-    """Returns why another program's key is refused, or None."""
     if name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:

@@ -28,7 +28,7 @@ def _head_dim(head_dim, dimensions):
         return f"head_dim=-1 is emb_dim / query heads, but {emb} / {heads} is not an integer"
 
 
-@rule("head_dim", "base_emb_dim", "base_num_query_heads")
+@rule("head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
 def _rotary(rotary_pct, model, dimensions):
     if model.position.position_embedding != "rotary" or dimensions.head_dim < 1:
         return None
@@ -40,7 +40,7 @@ def _rotary(rotary_pct, model, dimensions):
         )
 
 
-@rule("low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
+@rule("position_embedding", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
 def _rotary_bands(rope_type, model, **bands):
     pairs = {
         "llama3.1": ("low_freq_factor", "high_freq_factor"),
@@ -121,10 +121,10 @@ def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
         )
 
 
-@rule("dense_conn")
+@rule("dense_conn", "connection_type")
 def _scan(scan_layers, model):
     if scan_layers is True and model.scan_unsupported_reason is not None:
-        return f"scan_layers=true: {model.scan_unsupported_reason}"
+        return f"scan_layers=true: {model.scan_unsupported_reason}\nscan_layers=auto"
 
 
 @rule()
@@ -143,10 +143,10 @@ def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, d
         return "layer_pattern: attention_types also sets the mixers of layers; set one of them"
     for letter, keys in kinds.items():
         position = keys.get("position_embedding", "none")
-        if position not in ("none", model.position.position_embedding):
+        if position not in ("none", "rotary", model.position.position_embedding):
             return (
-                f"layer_kinds: {letter}: position_embedding: a layer can only drop the "
-                "model's rotary positions (none)"
+                f"layer_kinds: {letter}: position_embedding: a layer can only have rotary "
+                "positions, none, or those of the model"
             )
 
 
@@ -238,7 +238,6 @@ def _read_by_no_layer(model, **keys):
 
 
 def _base_mixers(name: str) -> set[str]:
-    """Returns the registered base classes of a user's mixer."""
     bases = getattr(registration("mixer", name).target, "__mro__", ())
     mixers = [one for one in registrations() if one.kind == "mixer"]
     return {one.name for one in mixers if any(map(one.is_of, bases))}
@@ -321,6 +320,8 @@ def _shared(share_layer_params, dynamic_mlp_dim, model):
     if len(mixers) > 1 and not alike:
         found = ", ".join(sorted(mixers))
         return f"share_layer_params=true: layers with mixers {found} have different parameters"
+    if len({layer.dimensions for layer in model.layers}) > 1:
+        return "share_layer_params=true: layer_kinds gives layers different sizes"
     if len({layer.config.mixture_of_experts.num_experts for layer in model.layers}) > 1:
         return "share_layer_params=true: moe_layers gives some layers experts and others none"
     if dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":

@@ -1,6 +1,7 @@
 """Keys of the model, one section per part."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
 from MaxText.config import layer_kinds
@@ -29,7 +30,7 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
-from MaxText.config.registry import Name, ObjectiveParts, Parts
+from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
 
 RematPolicy = Literal[
     "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
@@ -41,8 +42,8 @@ WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
 ]  # fmt: skip
 
-# ((section, key), value) of keys that a layer has other values of than the model.
-Overrides = tuple[tuple[tuple[str, str], Any], ...]
+# (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
+Overrides = tuple[tuple[str, Any], ...]
 
 # Remedy in messages about layers that cannot be split into stages.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
@@ -302,7 +303,7 @@ class ModelConfig(Section):
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
-        letters = self._layer_kinds
+        letters = dict(self.block.layer_kinds)
         try:
             pattern = self.block.layer_pattern
             chosen = layer_kinds.letters(pattern, num_layers) if pattern else ""
@@ -310,51 +311,46 @@ class ModelConfig(Section):
             chosen = ""  # said by a rule
         found = []
         for index in range(num_layers):
-            own: dict[tuple[str, str], Any] = dict(letters.get(chosen[index], ())) if chosen else {}
+            own: dict[str, Any] = dict(letters.get(chosen[index], ())) if chosen else {}
             if index < len(kinds):
-                own["block", "mixer"] = MIXERS[kinds[index]]
+                own["mixer"] = MIXERS[kinds[index]]
             if experts.moe_layers is not None and index not in experts.moe_layers:
-                own["mixture_of_experts", "num_experts"] = 1
+                own["num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
-                own["", "mlp_dim"] = widths[index]
+                own["mlp_dim"] = widths[index]
             if index == 0 and has_one_norm:
-                own["dense_connections", "dense_streams"] = ("r",)
+                own["dense_streams"] = ("r",)
             found.append(tuple(own.items()))
         return tuple(found)
 
-    @property
-    def _layer_kinds(self) -> dict[str, Overrides]:
-        """Overrides of each letter of layer_pattern."""
-        owners = {}
-        for section, field in type(self).model_fields.items():
-            if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-                owners |= dict.fromkeys(field.annotation.model_fields, section)
-        for own in self.parts.sections:
-            owners |= dict.fromkeys(type(own).model_fields, "parts")
-        return {
-            letter: tuple(((owners[name], name), value) for name, value in keys)
-            for letter, keys in self.block.layer_kinds
-        }
+    def with_keys(self, given: Mapping[str, Any]) -> "ModelConfig":
+        """Returns these keys with other values of some, or of their entries."""
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        owners = {key: name for name, own in sections.items() for key in type(own).model_fields}
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in given.items():
+            key, _, entry = name.partition(".")
+            section = owners.get(key, "parts")
+            own = changed.setdefault(section, {})
+            if entry:
+                places = own, *map(dict, (sections[section], *self.parts.sections))
+                options = next(place[key] for place in places if key in place)
+                value = options.model_copy(update={entry: value})
+            own[key] = value
+        return self.model_copy(
+            update={name: sections[name].with_values(values) for name, values in changed.items()}
+        )
 
     @property
     def layers(self) -> tuple["LayerConfig", ...]:
         """Each layer's own keys and sizes; like layers share one object."""
         overrides = self.layer_overrides
-        made = {own: self._layer(dict(own)) for own in set(overrides)}
+        made = {own: self.layer(dict(own)) for own in set(overrides)}
         return tuple(made[own] for own in overrides)
 
-    def _layer(self, own: dict[tuple[str, str], Any]) -> "LayerConfig":
-        width = own.pop(("", "mlp_dim"), None)
-        changed: dict[str, dict[str, Any]] = {}
-        for (section, name), value in own.items():
-            changed.setdefault(section, {})[name] = value
-        sections = {
-            name: self.parts.with_values(values)
-            if name == "parts"
-            else getattr(self, name).model_copy(update=values)
-            for name, values in changed.items()
-        }
-        section = self.model_copy(update=sections)
+    def layer(self, own: dict[str, Any]) -> "LayerConfig":
+        width = own.pop("mlp_dim", None)
+        section = self.with_keys(own)
         dimensions = section.shape.dimensions
         if width is not None:
             dimensions = dimensions._replace(mlp_dim=width)
@@ -369,9 +365,13 @@ class ModelConfig(Section):
 
     @property
     def layer_plan(self) -> LayerPlan:
-        """The repetition of layers; none with dense connections."""
+        """The repetition of layers; none if they read ever more outputs."""
         kinds = self.layer_overrides
-        return plan_layers(range(len(kinds)) if self.dense_connections.dense_conn else kinds)
+        return plan_layers(kinds if self._keeps_shapes else range(len(kinds)))
+
+    @property
+    def _keeps_shapes(self) -> bool:
+        return registration("connection", self.connection).keeps_shapes
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -380,6 +380,10 @@ class ModelConfig(Section):
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
+        return any(one._draws for one in (self, *(layer.config for layer in self.layers)))
+
+    @property
+    def _draws(self) -> bool:
         routing = self.mixture_of_experts
         draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
         return (
@@ -389,7 +393,6 @@ class ModelConfig(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        """Returns the pipeline schedule of the layers."""
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
         if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
@@ -422,11 +425,10 @@ class ModelConfig(Section):
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:
-        """Returns why layers cannot be split into stages; empty if they can."""
         if self.block.share_layer_params:
             return "share_layer_params=true: there is one layer, and nothing to split into stages"
-        if self.dense_connections.dense_conn:
-            return "dense_conn=true: each layer reads the outputs of all stages before its own"
+        if self.scan_unsupported_reason is not None:
+            return self.scan_unsupported_reason
         if not self.layer_plan.is_whole:
             return "layers are not repeats of one pattern, so stages cannot run the same program"
         return ""
@@ -434,11 +436,24 @@ class ModelConfig(Section):
     @property
     def scan_unsupported_reason(self) -> str | None:
         """Reason against scanning layers; None if they can be scanned."""
-        if self.dense_connections.dense_conn:
-            return "with dense_conn=true each layer reads another number of outputs"
-        return None
+        if self._keeps_shapes:
+            return None
+        connection_type = self.block.connection_type
+        chosen = "dense_conn=true" if connection_type == "auto" else f"{connection_type=!s}"
+        return f"with {chosen} each layer reads another number of outputs"
 
 
 class LayerConfig(NamedTuple):
     config: ModelConfig  # the model's keys with the layer's own values in their place
     dimensions: Dimensions  # the sizes of this layer
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Mixer, feed-forward and projection, if derived from Part."""
+        names = {
+            "mixer": self.config.block.mixer,
+            "feed_forward": self.config.feed_forward.feed_forward_type,
+            "projection": self.config.attention.attention_projections,
+        }
+        found = (lookup(kind, name) for kind, name in names.items())
+        return tuple(one for one in found if hasattr(one, "slots_problem"))

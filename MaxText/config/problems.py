@@ -55,7 +55,6 @@ def _plain(name: str) -> str:
 
 
 def _similarity(a: str, b: str) -> float:
-    """Returns the ratio of difflib, or 0 below _MIN_SIMILARITY."""
     matcher = difflib.SequenceMatcher(None, a, b)
     for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio):
         if (found := ratio()) < _MIN_SIMILARITY:  # upper bounds first: they cost less
@@ -64,7 +63,6 @@ def _similarity(a: str, b: str) -> float:
 
 
 def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[str, str]:
-    """Returns the nearest names as a fact of a problem."""
     return "nearest", ", ".join(map(form.format, close_matches(name, known)))
 
 

@@ -101,7 +101,6 @@ def read_options(
 def _unknown(
     name: str, argument: str, options: dict[str, Key], takes_keys: bool
 ) -> ConfigIssue | None:
-    """Returns the problem of a misspelled option; keys are for `load`."""
     if not name and not argument.startswith("-"):
         return None
     if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):

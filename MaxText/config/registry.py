@@ -9,7 +9,7 @@ import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,6 +17,7 @@ import yaml
 from pydantic import model_serializer, model_validator
 
 from MaxText.config.keys import Section
+from MaxText.config.maxtext_keys import other_meaning
 
 KINDS = {
     "mixer": "mixer",
@@ -44,6 +45,16 @@ class Registration:
     target: Any  # class or function; of a built-in part "module:name", imported when it is needed
     keys: type[Section] | None  # of its own, from a module without jax if it is built in
     place: str  # file and line
+    is_unrolled: bool = False  # of a built-in connection with keeps_shapes = False
+
+    @property
+    def keeps_shapes(self) -> bool:
+        """Whether a connection's state keeps its shapes; answered without jax."""
+        return getattr(self.target, "keeps_shapes", not self.is_unrolled)
+
+    @property
+    def section(self) -> str:
+        return f"{self.kind}.{self.name}"
 
     @property
     def is_built_in(self) -> bool:
@@ -55,7 +66,6 @@ class Registration:
         return not self.is_built_in or self.keys is not None
 
     def is_of(self, given: Any) -> bool:
-        """Returns whether a class or function is this part."""
         if self.is_built_in:
             return self.target == f"{given.__module__}:{given.__name__}"
         return self.target is given
@@ -139,15 +149,19 @@ def _check_keys(keys: type[Section], who: str) -> None:
             raise RegistrationError(f"{who}: key {key!r} is not declared with key(...)")
         if (taken := all_keys().get(key)) is not None:
             raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
+        if meaning := other_meaning(key):
+            raise RegistrationError(f"{who}: a key cannot be called {key!r}: {meaning}")
 
 
 @functools.cache
 def _load_built_in() -> None:
     for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
         for name, text in targets.items():
-            target, *keys = text.split()
-            section = _imported(*keys) if keys else None
-            _registered[kind, name] = Registration(kind, name, target, section, str(BUILT_IN))
+            target, *more = text.split()
+            [section] = [_imported(word) for word in more if ":" in word] or [None]
+            _registered[kind, name] = Registration(
+                kind, name, target, section, str(BUILT_IN), is_unrolled="unrolled" in more
+            )
 
 
 def read_built_in() -> None:
@@ -165,6 +179,15 @@ def _all() -> dict[tuple[str, str], Registration]:
 def registration(kind: str, name: str) -> Registration:
     """Returns a part; raises KeyError if there is none."""
     return _all()[kind, name]
+
+
+def registration_of(
+    target: Any, among: Iterable[Registration] | None = None
+) -> Registration | None:
+    """Returns the part of a function, a class or its nearest base."""
+    parts = list(_all().values() if among is None else among)
+    bases = getattr(target, "__mro__", (target,))
+    return next((one for base in bases for one in parts if one.is_of(base)), None)
 
 
 def lookup(kind: str, name: str) -> Any:
@@ -201,28 +224,26 @@ class Parts(Section):
     @model_validator(mode="before")
     @classmethod
     def _by_name(cls, given: Any) -> Any:
-        """Converts {part: {key: value}}."""
+        """Converts {kind.part: {key: value}}."""
         if not isinstance(given, dict) or "sections" in given:
             return given
-        parts = [(one.keys, given.get(one.name, {})) for one in cls.with_keys()]
+        parts = [(one.keys, given.get(one.section, {})) for one in cls.with_keys()]
         return {"sections": tuple(keys.model_validate(own) for keys, own in parts if keys)}
 
     @model_serializer
     def _as_by_name(self) -> dict[str, dict[str, Any]]:
-        return {one.name: self._of(one).model_dump() for one in self.with_keys()}
+        return {one.section: self._of(one).model_dump() for one in self.with_keys()}
 
-    def named(self, name: str) -> Section:
-        """Returns the keys of a part by its name."""
-        return self._of(next(one for one in self.with_keys() if one.name == name))
+    def named(self, section: str) -> Section:
+        """Returns the keys of a part by its kind and name."""
+        return self._of(next(one for one in self.with_keys() if one.section == section))
 
     def of(self, target: Any) -> Section | None:
         """Returns the keys of a part by its class or function, or None."""
-        bases = getattr(target, "__mro__", (target,))
-        found = next((one for one in self.with_keys() if any(map(one.is_of, bases))), None)
+        found = registration_of(target, self.with_keys())
         return None if found is None else self._of(found)
 
-    def with_values(self, values: dict[str, Any]) -> Self:
-        """Returns these keys with other values of some of them."""
+    def with_values(self, values: Mapping[str, Any]) -> Self:
         sections = (
             own.model_copy(update={n: v for n, v in values.items() if n in type(own).model_fields})
             for own in self.sections

@@ -2,17 +2,30 @@
 
 import math
 import re
+from collections.abc import Iterator
 
 from MaxText.config import model_rules  # noqa: F401 (registers its rules)
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.rule import RULES, rule
+from MaxText.config.schema import Config
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "broken_letters"]
 
 _STAGES = tuple(size_key("stage", network) for network in NETWORKS)
 _CONTEXT = tuple(size_key("context", network) for network in NETWORKS)
+
+
+def broken_letters(config: Config) -> Iterator[str]:
+    """Yields messages of rules broken by single letters of layer_pattern."""
+    for letter, keys in config.model.block.layer_kinds:
+        own = {name.partition(".")[0] for name, _ in keys}
+        of_layer = config.model_copy(update={"model": config.model.layer(dict(keys)).config})
+        for one in RULES:
+            concerns = own.intersection(one.keys) and not (one.finds_unused or one.programs)
+            if concerns and (message := one.check(of_layer)):
+                yield f"layer_kinds: {letter}: {message}"
 
 
 # ---- Batches and lengths

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from MaxText.config import import_modules
 from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
 from MaxText.config.schema import SCHEMA_VERSION, Config
+from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 
@@ -25,7 +27,10 @@ def resolved_yaml(
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
     """
     values = {name: value for name, value in flatten(config).items() if name not in omitted}
-    return section_lines([f"schema_version: {SCHEMA_VERSION}"], values, comment)
+    head = [f"schema_version: {SCHEMA_VERSION}"]
+    if modules := import_modules.imported(config.run.import_modules):
+        head += entry_lines(IMPORTED, modules)
+    return section_lines(head, values, comment)
 
 
 def section_lines(
@@ -45,7 +50,6 @@ def section_lines(
 
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Returns a recorded configuration under current key names."""
     values, known = renamed(recorded), all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
@@ -96,6 +100,5 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tu
 
 
 def changed_keys(config: Config) -> dict[str, str]:
-    """Returns the changed keys as {key: value in YAML}."""
     defaults = {name: key.default for name, key in all_keys().items()}
     return {name: new for name, (_, new) in diff_configs(defaults, flatten(config)).items()}

@@ -21,7 +21,9 @@ SWEEP_KEYS = {
     "stages": "several runs, each beginning from the one before",
 }
 
-FILE_KEYS = ("base_config", "schema_version", *SWEEP_KEYS)
+# In a saved configuration and in a checkpoint's metadata: {module: SHA-256 of its source}.
+IMPORTED = "imported_modules"
+FILE_KEYS = ("base_config", "schema_version", IMPORTED, *SWEEP_KEYS)
 
 # What an argument of a program is: key=value, or a config file.
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -55,6 +57,7 @@ class CollectedSettings:
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
     sweep_blocks: dict[str, SweepBlock] = dataclasses.field(default_factory=dict)
+    imported: dict[str, str] = dataclasses.field(default_factory=dict)  # IMPORTED of a file
 
     def last(self, name: str) -> Setting | None:
         return next((s for s in reversed(self.settings) if s.name == name), None)
@@ -172,7 +175,6 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of a file and its base configs, deepest first."""
     chain: list[list[Setting]] = []
     seen: list[Path] = []
     here = layer
@@ -184,6 +186,8 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
         if "schema_version" in special:
             _check_version(special["schema_version"], result)
             here = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else here
+        if (entry := special.get(IMPORTED)) and isinstance(entry.value, dict):
+            result.imported |= entry.value
         settings = [
             dataclasses.replace(entry, origin=dataclasses.replace(entry.origin, source=here))
             for entry in entries
@@ -228,7 +232,6 @@ def _check_version(entry: Setting, result: CollectedSettings) -> None:
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    """Returns the settings of the preset or bundle `name`."""
     setting = result.last(name)
     default = all_keys()[name].default
     chosen = default if setting is None else setting.value

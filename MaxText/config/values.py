@@ -86,7 +86,6 @@ def from_text(text: str) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """Converts a value to the type of its annotation, or raises."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(annotation))

@@ -173,7 +173,6 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
 
 
 def _tokenizer(request: ConvertArgs, weights: WeightSource) -> Path | None:
-    """Returns the tokenizer folder to export: the requested one, or the run's."""
     if request.tokenizer:
         folder = local_path(request.tokenizer)
         if not is_file(folder / TOKENIZER_NAME):

@@ -99,7 +99,6 @@ class WeightMapping:
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
-    """Returns a row's name for one layer and expert."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
@@ -134,7 +133,6 @@ def projection(
     param_axes: str,
     suffixes: tuple[str, str] = (".weight", ".bias"),
 ) -> tuple[WeightMapping, WeightMapping]:
-    """Returns the rows of projections (and biases) sharing a tensor."""
     last = param_axes[-1]
     outputs = next(found for found in _DIMENSION.findall(hf_axes) if last in found)
     letters = [letter for letter in param_axes.split() if letter in outputs]
@@ -254,7 +252,6 @@ def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = ""
 
 
 def family_default(key: str, value: Callable[[Mapping[str, Any]], Any]) -> ConfigMapping:
-    """Returns a key derived by the family, absent in config.json."""
     return ConfigMapping((key,), (key,), value, is_written=False, is_computed=True)
 
 

@@ -61,7 +61,6 @@ def _find(path: Any, given: str) -> Any:
 
 
 def _arrays(file: Any) -> dict[str, np.ndarray]:
-    """Returns arrays by path, of weights or of a train state with params."""
     try:
         tree = serialization.msgpack_restore(file.read_bytes())
     except Exception as error:

@@ -28,7 +28,6 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 
 
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
-    """Returns the family named in a config.json, or None without a table."""
     model_type, architectures = config.get("model_type"), config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -104,7 +103,6 @@ def _registered_part_keys(config: Mapping[str, Any], where: str) -> Mapping[str,
 
 
 def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping[str, Any]) -> str:
-    """Returns a message if a setting's value cannot be imported, else ""."""
     name = setting.name
     if value is REQUIRED:
         return f"{name} is missing"
@@ -132,7 +130,6 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
 
 
 def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns config.json without nulls and version-specific nesting."""
     plain = {name: value for name, value in config.items() if value is not None}
     nested: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -157,7 +154,6 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_relevant(setting: ConfigMapping, values: Mapping[str, Any]) -> bool:
-    """Returns whether a model with these keys has the setting's part."""
     schema = all_keys()
     return not setting.keys or any(_has_effect(schema[name], values) for name in setting.keys)
 
@@ -176,7 +172,6 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
-    """Returns the effective model keys, of all or of `chosen`."""
     known = [key.name for key in all_keys().values() if key.section[0] == "model"]
     names = [name for name in known if chosen is None or name in chosen]
     return drop_unused_keys(values, {name: values[name] for name in names})
@@ -216,7 +211,6 @@ def _chosen_parts(config: Config) -> list[Registration]:
 
 
 def _names_tensors(part: Registration) -> bool:
-    """Returns whether a part names its own tensors, not the family."""
     return not part.is_built_in or bool(part.load().hugging_face_names)
 
 
@@ -233,19 +227,18 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     for part in parts:
         if _names_tensors(part):
             names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
-    if names and names >= {name for _, keys in block.layer_kinds for name, _ in keys}:
+    of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
+    if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
     return {name: value for name, value in flatten(config).items() if name in names}
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    """Returns the class or parts missing in transformers, or ""."""
     own = [part.name for part in _chosen_parts(config) if _names_tensors(part)]
     return " and ".join(own) or ("" if family.in_transformers else family.architecture)
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
-    """Describes the keys unlike the family."""
     values, own = model_config_values(config), part_keys(family, config)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}"
@@ -320,7 +313,6 @@ def _slots(config: Config) -> dict[str, Any]:
 
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
-    """Returns the config.json of a model."""
     values = model_config_values(config)
     result: dict[str, Any] = {"architectures": [family.architecture]}
     if family.has_model_type:

@@ -42,7 +42,6 @@ class HFWeights(WeightSource):
         self.formats = self.map.formats(self._stored)
 
     def _match(self) -> dict[str, str]:
-        """Returns the name in the files of every tensor of the table."""
         found, prefix = self.files.found, self.family.prefix
         names = {}
         for tensor in self.map.tensors:
@@ -70,7 +69,6 @@ class HFWeights(WeightSource):
         return names
 
     def _tied_head(self) -> str | None:
-        """Returns a tied model's redundant head tensor in the files, if any."""
         if "logits_dense/kernel" in self.model.parameters:
             return None
         rows = [row for row in self.family.rows if row.hf_name == self.family.head]

@@ -76,8 +76,6 @@ _ROTARY = {"query", "key", "query_norm", "key_norm"}  # affected by the rotary e
 
 
 class _ArrayLocation(NamedTuple):
-    """Location of a parameter in the checkpoint."""
-
     paths: list[str]  # one, or several to stack along a new first dimension
     shape: tuple[int, ...]  # of the array at each path
     is_stack: bool = False
@@ -195,7 +193,6 @@ def _slots_of(within: str) -> str:
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:
-    """Refuses parts stored by MaxText as other numbers or ambiguously."""
     model = config.model
     if model.attention.attention_projections == "pattention":
         if query_scaling == "weights":
@@ -245,7 +242,6 @@ def _check_parts(config: Config, query_scaling: str) -> None:
 
 
 def _find_items(given: epath.Path, shown: str) -> epath.Path:
-    """Returns the arrays' folder for a run, its checkpoints or a step."""
     for folder in (given, given / "checkpoints"):
         steps = [child for child in list_dir(folder) if child.name.isdigit()]
         for step in (folder, *sorted(steps, key=lambda child: -int(child.name))):

@@ -58,7 +58,6 @@ class TensorMap:
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
     def _declared(self) -> list[tuple[WeightMapping, int]]:
-        """Returns the rows declared by mixers and feed-forwards, with layers."""
         found = []
         for layer, one in enumerate(self.model.config.layers):
             feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
@@ -97,12 +96,10 @@ class TensorMap:
         return stored
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
-        """Returns whether the model has the array with the row's dimensions."""
         num_dims = len(row.layout.param_axes.split())
         return name in self.model.parameters and len(self._own_shape(row, name)) == num_dims
 
     def _own_shape(self, row: WeightMapping, name: str) -> tuple[int, ...]:
-        """Returns the shape of a parameter for one layer and expert."""
         param = self.model.parameters[name]
         return param.shape[("layers" in param.logical_axes) + row.in_experts :]
 

@@ -31,7 +31,6 @@ class WeightSource:
 
 
 def abstract_model(config: Config) -> Model:
-    """Returns the abstract model of a configuration, with CPU numerics."""
     from MaxText.training.backend_defaults import resolve_auto
 
     return Model(resolve_auto(config.model, "cpu")[0])

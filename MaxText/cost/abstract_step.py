@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
+from MaxText.config.layer_kinds import LayerKinds
 from MaxText.config.layer_plan import PipelineSchedule
-from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
@@ -243,36 +243,36 @@ def _state_shapes(
 
 
 def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
-    def part(name: str, size: int) -> int:
+    def share(axis: str, size: int) -> int:
         # Activation axes: weights sharded on their own are gathered before use.
-        name = f"activation_{name}"
-        return sharding.named_sharding((name,), (size,)).shard_shape((size,))[0]
+        axis = f"activation_{axis}"
+        return sharding.named_sharding((axis,), (size,)).shard_shape((size,))[0]
 
-    d = model_config.shape.dimensions
-    num_layers = d.num_layers // sharding.mesh.shape["stage"]
-    heads, kv_heads = part("heads", d.num_query_heads), part("kv_heads", d.num_kv_heads)
-    shape = model_config.shape.model_copy(
-        update={
-            "global_parameter_scale": 1,
-            "base_emb_dim": d.emb_dim,
+    def sizes_of(layer: LayerConfig) -> dict[str, int]:
+        d = layer.dimensions
+        heads, kv_heads = share("heads", d.num_query_heads), share("kv_heads", d.num_kv_heads)
+        found = {
             "base_num_query_heads": heads,
             # If key heads are not sharded, a device uses those of its own queries.
             "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
             "head_dim": d.head_dim,
-            "base_mlp_dim": part("mlp", d.mlp_dim),
-            "base_num_decoder_layers": num_layers,
-            "vocab_size": part("vocab", d.vocab_size),
+            "base_mlp_dim": share("mlp", d.mlp_dim),
         }
-    )
-    experts, slots = model_config.mixture_of_experts, model_config.pattention
-    if experts.moe_mlp_dim != -1:
-        width = part("mlp", experts.moe_mlp_dim)
-        experts = experts.model_copy(update={"moe_mlp_dim": width})
-    numbers = {
-        f"{place}_slot_num": part("slots", slots.num_slots(place, d.emb_dim))
-        for place in get_args(SlotPlace)
+        for part in layer.parts:
+            found |= {key: share(*one) for key, one in part.sharded_sizes(layer).items()}
+        return found
+
+    d = model_config.shape.dimensions
+    sizes = sizes_of(LayerConfig(model_config, d))
+    letters = {
+        letter: dict(keys) | sizes_of(model_config.layer(dict(keys)))
+        for letter, keys in model_config.block.layer_kinds
     }
-    slots = slots.model_copy(update=numbers)
-    return model_config.model_copy(
-        update={"shape": shape, "mixture_of_experts": experts, "pattention": slots}
-    )
+    own = {
+        "global_parameter_scale": 1,
+        "base_emb_dim": d.emb_dim,
+        "base_num_decoder_layers": d.num_layers // sharding.mesh.shape["stage"],
+        "vocab_size": share("vocab", d.vocab_size),
+        "layer_kinds": LayerKinds.of(letters),
+    }
+    return model_config.with_keys(sizes | own)

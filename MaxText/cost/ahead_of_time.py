@@ -64,7 +64,6 @@ def _program(compiled: jax.stages.Compiled, log: Callable[[str], None]) -> HloMo
 def memory_lines(
     target: targets.CompileTarget, memory: MemoryBreakdown, program: HloModule
 ) -> list[str]:
-    """Returns memory of one device by cause, and the largest arrays."""
     lines = ["", *device_memory.describe_memory(memory, program)]
     if limit := device_memory.usable_bytes(target):
         free = (limit - memory.total) / _GIB
@@ -75,7 +74,6 @@ def memory_lines(
 def cost_lines(
     planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
 ) -> list[str]:
-    """Returns FLOPs, bytes, collectives and time of a step."""
     sharding, stage = planned.sharding, planned.plan.stages[-1]
     num_devices = sharding.mesh.size
     tokens = stage.samples * planned.plan.window

@@ -25,7 +25,7 @@ import numpy as np
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.hardware import Hardware
-from MaxText.layers.attention_core import softmax_windows
+from MaxText.layers.attention_core import softmax_layers
 from MaxText.layers.moe import expert_capacity
 
 # Remat policies that recompute the output projection of attention.
@@ -102,7 +102,6 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 
 def _tensor_bytes(program: Program) -> float:
-    """Returns the bytes over the tensor axis per microbatch."""
     config, sharding = program.config.model, program.sharding
     parameters = program.model.parameters
     layers = config.shape.dimensions.num_layers
@@ -127,7 +126,6 @@ def _tensor_bytes(program: Program) -> float:
 
 
 def _pipeline_bytes(program: Program) -> float:
-    """Returns the bytes over the stage axis per microbatch, except weights."""
     schedule = program.schedule
     if schedule is None:
         return 0.0
@@ -136,7 +134,6 @@ def _pipeline_bytes(program: Program) -> float:
 
 
 def _expert_bytes(program: Program) -> float:
-    """Returns the bytes over the expert axis per microbatch."""
     config = program.config.model
     experts = config.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
@@ -150,17 +147,16 @@ def _expert_bytes(program: Program) -> float:
 
 
 def _context_bytes(program: Program) -> float:
-    """Returns the bytes over the context axis per microbatch."""
     config = program.config.model
-    attention, d = config.attention, program.local_model.config.shape.dimensions
-    width = np.dtype(config.numerics.dtype).itemsize
-    part = 2 * program.local_tokens * d.num_kv_heads * d.head_dim * float(width)
-    layers = len(softmax_windows(config))
+    attention, width = config.attention, np.dtype(config.numerics.dtype).itemsize
+    layers = softmax_layers(program.model_of_all_stages.config)
+    heads = sum(one.dimensions.num_kv_heads * one.dimensions.head_dim for _, one in layers)
+    part = 2 * program.local_tokens * heads * float(width)
     others = program.sharding.mesh.shape["context"] - 1
     forward = 2 if config.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
-        return layers * part * (others * (forward + 1) + (others + 1) * 4 / width)
-    return layers * part * others * (forward + 1)
+        return part * (others * (forward + 1) + (others + 1) * 4 / width)
+    return part * others * (forward + 1)
 
 
 def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:

@@ -64,7 +64,6 @@ class ModelCost:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
-        """Decode state bytes per token, of layers and head."""
         return sum(of_token for of_token, _ in self._states)
 
     @property

@@ -69,7 +69,6 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
-    """Returns the memory of a compiled step on one device."""
     parameters = bytes_on_device(planned.state.params)
     before = MemoryBreakdown(
         parameters=parameters,
@@ -97,7 +96,6 @@ def usable_bytes(target: CompileTarget) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a compiler error reports a lack of memory."""
     return _EXHAUSTED in str(error)
 
 
@@ -133,7 +131,6 @@ def _oom_message(target: CompileTarget, what: str) -> UserError:
 
 
 def describe_memory(memory: MemoryBreakdown, program: HloModule) -> list[str]:
-    """Returns memory of one device by cause, and large arrays."""
     rows = [
         [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
         for cause, size in memory.rows()

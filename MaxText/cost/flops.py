@@ -106,7 +106,6 @@ class FlopCount:
 
     @property
     def aggregation(self) -> float:
-        """Training FLOPs of depth aggregation."""
         return 3 * sum(part.flops for part in self.parts if part.name == _AGGREGATION)
 
     @property
@@ -201,7 +200,6 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
-    """Returns FLOPs per token of a matrix, by the rule and executed."""
     config, times = model.config, 1
     if config.block.share_layer_params and spec.owner == "layers":
         times = config.shape.dimensions.num_layers
@@ -217,7 +215,6 @@ def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[
 
 
 def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float | None:
-    """Returns the FLOPs repeated by the backward pass."""
     policy = config.memory.remat_policy
     if policy not in ("none", "full"):
         return None

@@ -172,7 +172,6 @@ def _value(aval: Any, size_of: SizeOf) -> Value:
 def _inline_calls(
     jaxpr: core.Jaxpr, given: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
-    """Appends equations to `nodes` with calls inlined; returns the results."""
     values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
     values |= {variable: _value(variable.aval, size_of) for variable in jaxpr.constvars}
 
@@ -228,7 +227,6 @@ def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[No
 
 
 def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
-    """Inserts each slice of a stack right before its first use."""
     uncut, complete = set(slices), []
     for node in nodes:
         for value in node.inputs:
@@ -270,7 +268,6 @@ def _updates_constant(node: Node) -> bool:
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
-    """Returns whether an operation other than a matmul or reduction reads it."""
     readers = {nodes[reader].name for reader in _consumers_through_views(value, nodes)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
@@ -304,7 +301,6 @@ def _makes_squares(node: Node) -> bool:
 
 
 def _consumers_through_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
-    """Yields readers of a value, through views of the same dtype."""
     for reader in value.readers:
         node = nodes[reader]
         if node.name in _VIEWS and node.name != "convert_element_type":
@@ -356,7 +352,6 @@ def _restacked_results(node: Node) -> dict[int, int]:
 
 
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
-    """Returns the programs inside a node, and their number of iterations."""
     if node.name == "scan":
         inside = _body_of(node)
         body = traced(

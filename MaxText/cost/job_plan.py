@@ -29,7 +29,6 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether device memory suffices, with a margin."""
         return self.memory.total <= USABLE_SHARE * self.hardware.memory
 
     @property

@@ -66,8 +66,6 @@ _NOTHING = PeakMemory(0.0, 0.0, 0.0, ())
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """A node with written arrays."""
-
     node: Node
     reads: frozenset[Value]
     writes: tuple[Value, ...]

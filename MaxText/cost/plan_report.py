@@ -200,7 +200,6 @@ def format_proposals(
 
 
 def _shell_lines(words: Sequence[str]) -> str:
-    """Returns a command on lines of the screen's width."""
     # Breaks between words only.
     hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
     shown = {letter: space for space, letter in hidden.items()}

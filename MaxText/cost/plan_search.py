@@ -16,7 +16,7 @@ from typing import Any
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.catalog import unflatten
 from MaxText.config.model_sections import PipelineConfig
-from MaxText.config.rules import RULES
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.serialization import diff_configs, flatten
 from MaxText.cost.abstract_step import Program, abstract_model
@@ -87,7 +87,6 @@ def searched_overrides(plan: JobPlan, config: Config) -> dict[str, str]:
 
 
 def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
-    """Returns the command line of `config` with a plan's keys, once each."""
     new = searched_overrides(plan, config)
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
@@ -153,11 +152,10 @@ class _PlanSearch:
         return left or last
 
     def _program(self, changes: dict[str, Any]) -> Program | None:
-        """Returns the program with other keys; None if a rule rejects them."""
         config = unflatten(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
-        if any(rule.check(config) for rule in blamed):
+        if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
         try:
             return make_program_for(config, self.hardware)
@@ -218,7 +216,6 @@ def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:
-    """Returns the sequences of a step over all devices."""
     batch = config.batch
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)
@@ -257,7 +254,6 @@ def _experts(config: Config) -> list[int]:
 
 
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
-    """Returns numbers of sequence parts, above 1 for long sequences."""
     length = config.model.shape.max_target_length
     most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
     waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
@@ -267,7 +263,6 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
 
 
 def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    """Returns numbers of stages, above 1 if a slice lacks memory."""
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     return _powers(MAX_STAGES if needed > hardware.memory else 1)

@@ -38,7 +38,6 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
-    """Writes a step for train.py; returns the signature."""
     try:
         executable, _, out_tree = serialize_executable.serialize(compiled)
     except (ValueError, NotImplementedError) as error:
@@ -138,7 +137,6 @@ def _fingerprint(
 
 
 def _describe(tree: Any) -> dict[str, str]:
-    """Maps the path of each array to its dtype, shape and sharding."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -146,7 +144,6 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Returns a line "group, name: old in the file, new here" per difference."""
     lines = []
     for group, values in current.items():
         others = stored.get(group, {})

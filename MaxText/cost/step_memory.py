@@ -184,7 +184,6 @@ def _gathered(program: Program, name: str) -> float:
 
 
 def _converted_bytes(program: Program) -> float:
-    """Returns the bytes of the layers' matrices in the compute dtype."""
     config, parameters = program.config.model, program.model.parameters
     width = np.dtype(config.numerics.dtype).itemsize
     if config.memory.scan_layers is not True:
@@ -198,7 +197,6 @@ def _converted_bytes(program: Program) -> float:
 
 
 def _update_bytes(program: Program) -> float:
-    """Returns the optimizer's working bytes besides gradients."""
     state, sharding = program.abstract_state, program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(

@@ -16,7 +16,7 @@ from MaxText.cost.hardware import Hardware
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.cost.step_memory import MemoryEstimate, trace
-from MaxText.layers.attention_core import softmax_windows
+from MaxText.layers.attention_core import softmax_layers
 from MaxText.layers.attention_flops import average_keys_computed
 from MaxText.layers.flash_attention import splash_operations
 
@@ -108,9 +108,12 @@ def operations(node: Node, splash_keys: float) -> float:
 def _splash_keys(program: Program) -> float:
     config = program.local_model.config
     _, length = program.local_batch().tokens_BT.shape
-    windows = softmax_windows(config)
-    keys = [average_keys_computed(config.attention, length, window) for window in windows]
-    return sum(keys) / max(len(keys), 1)
+    keys = total = 0.0
+    for window, (own, d) in softmax_layers(config):
+        weight = d.num_query_heads * d.head_dim
+        keys += weight * average_keys_computed(own.attention, length, window)
+        total += weight
+    return keys / max(total, 1)
 
 
 def context_parallel_attention_flops(program: Program) -> float:
@@ -123,23 +126,24 @@ def context_parallel_attention_flops(program: Program) -> float:
     if parts == 1:
         return 0.0
     config = program.local_model.config
-    attention, dimensions = config.attention, config.shape.dimensions
+    attention = config.attention
     _, traced_length = program.local_batch().tokens_BT.shape
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
-    for window in softmax_windows(config):
+    for window, layer in softmax_layers(config):
+        per_key = 4 * layer.dimensions.num_query_heads * layer.dimensions.head_dim
         keys = average_keys_computed(attention, program.length, window)
         if not (ring or flash):
             keys = program.length  # all keys, including those masked by windows
         elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
-        exceeding += max(keys - average_keys_computed(attention, traced_length, window), 0.0)
+        more = keys - average_keys_computed(attention, traced_length, window)
+        exceeding += per_key * max(more, 0.0)
     # Forward, twice backward; again what is not kept, the kernel's scores in any case.
     kept = config.memory.remat_policy in ("none", "minimal_with_context")
     times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
-    per_key = 4 * dimensions.num_query_heads * dimensions.head_dim
-    return exceeding * per_key * times * program.local_tokens
+    return exceeding * times * program.local_tokens
 
 
 def step_time(

@@ -55,7 +55,6 @@ _GPUS = {
 
 
 def gpu_description(kind: str) -> str:
-    """Returns the GpuTargetConfigProto of a GPU, as text."""
     name, capability, fields, memory, bandwidth = _GPUS[kind]
     fields = fields | _LIMITS | {"device_memory_size": memory, "memory_bandwidth": bandwidth}
     lines = "\n".join(f"  {field}: {value}" for field, value in fields.items())

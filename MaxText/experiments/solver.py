@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config.catalog import all_keys, unflatten
-from MaxText.config.rules import RULES
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
 from MaxText.config.serialization import flatten
 from MaxText.cost.abstract_step import abstract_model
@@ -302,7 +302,7 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
 def validation_errors(config: Config) -> list[str]:
     """Returns the messages of train.py's broken configuration rules."""
     checks = (rule.check(config) for rule in RULES if not rule.programs or "train" in rule.programs)
-    return [message for message in checks if message]
+    return [message for message in checks if message] or list(broken_letters(config))
 
 
 def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:

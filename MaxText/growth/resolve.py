@@ -12,7 +12,7 @@ from MaxText.growth import zoom
 from MaxText.growth.growth_plan import GrowthPlan, Mode
 from MaxText.growth.record import Record, existing_slots, from_metadata, make_record, sizes
 from MaxText.growth.source import SourceCheckpoint, open_source
-from MaxText.layers.pattention import slot_place, slots_by_place
+from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 
 _RATE = "growth.existing_slots_lr_scale"
 
@@ -213,13 +213,9 @@ def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint
             "floor(j * old / new).\n  Set growth.mode=random to do so, or base_num_decoder_layers "
             f"back to {old}."
         )
-    normalize_type = config.model.pattention.normalize_type
-    if growth.adds_slots and normalize_type not in zoom.PRESERVING:
-        raise UserError(
-            f"growth.mode=function_preserving is impossible with normalize_type={normalize_type}: "
-            "new slots change the normalization of existing ones.\n  Set growth.mode=random. The "
-            f"function can be preserved with {', '.join(zoom.PRESERVING)}."
-        )
+    for layer in dict.fromkeys(config.model.layers) if growth.adds_slots else ():
+        for problem in filter(None, (part.slots_problem(layer) for part in layer.parts)):
+            raise UserError(f"growth.mode=function_preserving is impossible with {problem}")
     if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
         raise UserError(
             f"growth.mode=function_preserving: {source.folder} was trained with other scores: "
@@ -234,7 +230,7 @@ def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> 
         return zoom.inherited(stored, config, by_keys=True)
     if not growth.adds_slots:
         return zoom.inherited(stored, config)
-    if not zoom.places(config) or config.model.pattention.normalize_type not in zoom.ZOOMED:
+    if not zoom.places(config) or config.model.pattention.normalize_type not in ZOOMED:
         return {}
     zooms = zoom.source_zoom_dims(stored, growth, config)
     wrong = [

@@ -12,12 +12,7 @@ from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.config.serialization import renamed
 from MaxText.growth.growth_plan import GrowthPlan
-from MaxText.layers.pattention import slot_place
-
-ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
-# Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
-# changes neither the sum of squares nor gelu of the other scores.
-PRESERVING = (*ZOOMED, "gelu")
+from MaxText.layers.pattention import ZOOMED, slot_place
 
 
 def places(config: Config) -> list[SlotPlace]:

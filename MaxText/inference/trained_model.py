@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from MaxText.config import import_modules
 from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
+from MaxText.config.sources import print_notices
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import compilation_cache, start_up
@@ -70,8 +71,7 @@ def load_model(
     began = time.perf_counter()
     given = open_pretrained(weights.path, weights.key, abstract, flatten(config), log)
     params = jax.block_until_ready(given.read())
-    for warning in import_modules.changes(given.metadata):
-        log(warning)
+    print_notices(import_modules.changes(given.metadata))
     log(
         f"{model.num_parameters:,} parameters of {given.folder} in "
         f"{time.perf_counter() - began:.1f} s; {model_config.numerics.dtype} on {len(devices)} x "

@@ -47,7 +47,6 @@ class Attention(Mixer):
         D, N, K, H = init.dimensions[:4]
         draw = init.initializers
         self.config = attention
-        self.has_positions = config.position.position_embedding != "none"
         self.dropout_rate = config.dropout.rate("attention")
         self.max_length = init.dimensions.max_target_length
         self.precision = init.precision
@@ -120,7 +119,7 @@ class Attention(Mixer):
         v_BTKH = self.values(v_BTD, context)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
-        if context.rotary is not None and self.has_positions:
+        if context.rotary is not None:
             q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
         q_BTNH = constrain(q_BTNH, *QUERY_AXES)
         k_BTKH, v_BTKH = constrain(k_BTKH, *KEY_AXES), constrain(v_BTKH, *KEY_AXES)
@@ -146,7 +145,7 @@ class Attention(Mixer):
             window=window,
             scale=config.attention_scale,
             soft_cap=config.attn_logits_soft_cap,
-            slopes_N=context.slopes_N if self.has_positions else None,
+            slopes_N=context.slopes_N,
             precision=self.precision,
         )
         if state is not None:

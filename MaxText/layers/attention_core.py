@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
 from MaxText.layers import capture
 from MaxText.layers.dense import einsum_f32
@@ -160,11 +160,13 @@ def _local_attention(
     return o.reshape(batch, num_blocks * rows, num_heads, head_dim)[:, :length]
 
 
-def softmax_windows(config: ModelConfig) -> list[int | None]:
-    """Returns W of each layer with softmax attention; None is full attention."""
+def softmax_layers(config: ModelConfig) -> list[tuple[int | None, LayerConfig]]:
+    """Returns (W or None, layer) of layers with softmax attention."""
     mixers = ((lookup("mixer", layer.config.block.mixer), layer) for layer in config.layers)
     return [
-        mixer.sliding_window(layer.config.attention) for mixer, layer in mixers if mixer.has_softmax
+        (mixer.sliding_window(layer.config.attention), layer)
+        for mixer, layer in mixers
+        if mixer.has_softmax
     ]
 
 
@@ -178,7 +180,6 @@ def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def kv_head_repeats(
     q_BTNH: jax.Array, k_BSKH: jax.Array, query_sharding: NamedSharding, key_sharding: NamedSharding
 ) -> int:
-    """Returns the repeats of key/value heads to shard like query heads."""
     axes, num_kv_heads = split_axes(query_sharding, 2), k_BSKH.shape[2]
     if split_axes(key_sharding, 2) == axes:
         return 1

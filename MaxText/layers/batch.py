@@ -20,7 +20,6 @@ class Batch:
 
 
 def batch_shapes(batch_size: int, length: int, with_documents: bool) -> Batch:
-    """Returns the shapes of a batch, for compilation before data is read."""
     ids = jax.ShapeDtypeStruct((batch_size, length), np.int32)
     weights = jax.ShapeDtypeStruct((batch_size, length), np.float32)
     documents = ids if with_documents else None

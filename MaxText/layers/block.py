@@ -12,7 +12,8 @@ from MaxText.layers.context import Context
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
-from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars, check_output
+from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars
+from MaxText.layers.part_outputs import check_output
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, constrain
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
@@ -24,6 +25,7 @@ class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); ..."""
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
+    positions = 0  # which positions of the decoder it has
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         config = layer.config

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -32,6 +33,8 @@ class Context:
     drops_tokens: bool = True
     layer: jax.Array | int | None = None  # layer index; None outside of layers
     slopes_N: jax.Array | None = None  # ALiBi slopes, float32
+    # `rotary` and `slopes_N` of layers with other positions than the model's, by Block.positions.
+    others: tuple[Mapping[str, Any], ...] = ()
     capacity: int | None = None  # during prefill: tokens that decode states have room for
     lengths_B: jax.Array | None = None  # during prefill: tokens of each prompt, padding follows
     positions_BT: jax.Array | None = None  # during decoding: positions of the new tokens
@@ -51,30 +54,38 @@ class Context:
             # The whole batch shares one row.
             return x[None] if x.shape[0] == 1 else split_batch(x, num_parts)
 
-        per_row = jax.tree.map(cut, (self.segments_BT, self.rotary))
+        tables = [self.rotary, *(one.get("rotary") for one in self.others)]
+        per_row = jax.tree.map(cut, (self.segments_BT, tables))
 
         def part(number: jax.Array) -> Context:
             def own(x: jax.Array) -> jax.Array:
                 index = 0 if x.shape[0] == 1 else number
                 return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
-            segments_BT, rotary = jax.tree.map(own, per_row)
+            segments_BT, (rotary, *rest) = jax.tree.map(own, per_row)
+            others = [{**one, "rotary": x} for one, x in zip(self.others, rest, strict=True)]
             key = self.dropout_key
             if key is not None:
                 key = jax.random.fold_in(key, number)
             return dataclasses.replace(
-                self, segments_BT=segments_BT, rotary=rotary, dropout_key=key
+                self, segments_BT=segments_BT, rotary=rotary, others=tuple(others), dropout_key=key
             )
 
         return part
 
     def for_layer(
-        self, index: jax.Array | int, shared: Mapping[str, jax.Array] | None = None
+        self,
+        index: jax.Array | int,
+        shared: Mapping[str, jax.Array] | None = None,
+        positions: int = 0,
     ) -> "Context":
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return dataclasses.replace(self, dropout_key=key, layer=index, shared=Shared(shared or {}))
+        own: dict[str, Any] = {"dropout_key": key, "layer": index, "shared": Shared(shared or {})}
+        if positions:
+            own |= {"rotary": None, "slopes_N": None, **self.others[positions - 1]}
+        return dataclasses.replace(self, **own)
 
     def key_for(self, stream: int) -> jax.Array | None:
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, stream)

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.model_sections import NO_STAGES, LayerConfig, ModelConfig, RematPolicy
+from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
-from MaxText.errors import UserError
+from MaxText.layers import part_outputs
 from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.block_variants import block_class
@@ -21,7 +21,7 @@ from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Scalars, describe
+from MaxText.layers.part import Position, Scalars
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
@@ -56,16 +56,28 @@ class Decoder(nnx.Module):
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole_model = LayerConfig(config, dimensions)
-        position = lookup("position", config.position.position_embedding)
-        self.position_embedder = position.build(whole_model, init, rngs)
-        layers = config.layers
+        whole_model, layers = LayerConfig(config, dimensions), config.layers
         quantizer = Quantizer(config.numerics)
+
+        def init_of(layer: LayerConfig) -> Init:
+            draw = initializers(config.initialization, layer.dimensions)
+            return dataclasses.replace(init, dimensions=layer.dimensions, initializers=draw)
+
+        def positions(layer: LayerConfig) -> Position:
+            part = lookup("position", layer.config.position.position_embedding)
+            return part.build(layer, init_of(layer), rngs)
+
+        kinds: dict[Any, LayerConfig] = {}
+        for one in (whole_model, *layers):
+            kinds.setdefault(_positions_of(one), one)
+        self.position_embedder, *others = map(positions, kinds.values())
+        self.other_positions = nnx.List(others)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
-            layer_init = dataclasses.replace(init, dimensions=layer.dimensions)
-            return quantizer.quantize(block_class(layer)(layer, layer_init, rngs))
+            built = block_class(layer)(layer, init_of(layer), rngs)
+            built.positions = list(kinds).index(_positions_of(layer))
+            return quantizer.quantize(built)
 
         self.layers, self.blueprint = stack(
             block, config.layer_plan, rngs, shared=config.block.share_layer_params
@@ -104,7 +116,7 @@ class Decoder(nnx.Module):
             dropout_key=dropout_key,
             training=training,
             drops_tokens=drops_tokens,
-            **self.position_embedder.for_mixers(positions_BT),
+            **self._for_mixers(positions_BT),
         )
         x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
         num_stages = current_num_stages()
@@ -112,12 +124,6 @@ class Decoder(nnx.Module):
         if num_stages == 1 and memory.scan_layers is not True:
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
-        if not self.connections.keeps_shapes:
-            raise UserError(
-                f"{describe(self.connections)}: each layer reads another number of arrays, so "
-                "layers cannot be scanned or cut into stages: set scan_layers=false and "
-                f"{NO_STAGES}"
-            )
 
         def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
             return self._layer(layer, carry, context, index, None)[:2]
@@ -141,7 +147,7 @@ class Decoder(nnx.Module):
                 lambda layer, carry, index: apply(layer, carry, context, index),
                 memory.remat_policy,
             )
-        x_BTD = self.connections.end(carry)
+        x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
@@ -154,7 +160,7 @@ class Decoder(nnx.Module):
         context = Context(
             capacity=capacity,
             lengths_B=lengths_B,
-            **self.position_embedder.for_mixers(positions_BT),
+            **self._for_mixers(positions_BT),
         )
         return self._with_states(tokens_BT, positions_BT, context, None)
 
@@ -162,9 +168,7 @@ class Decoder(nnx.Module):
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
         """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
-        context = Context(
-            positions_BT=positions_BT, **self.position_embedder.for_mixers(positions_BT)
-        )
+        context = Context(positions_BT=positions_BT, **self._for_mixers(positions_BT))
         return self._with_states(tokens_BT, positions_BT, context, states)
 
     def _with_states(
@@ -198,23 +202,34 @@ class Decoder(nnx.Module):
             sequential=not self.connections.keeps_shapes,
         )
         end = apply_remat(self.connections.end, policy, in_scan=False)
-        return end(carry), scalars, states
+        return part_outputs.check_like(self.connections, "end", end(carry), x_BTD), scalars, states
 
     def _layer(
         self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
-        inputs, rest = self.connections.read(index, carry, layer.stream_norms)
-        context = context.for_layer(index, self.connections.shared(rest))
+        read = self.connections.read(index, carry, layer.stream_norms)
+        emb_dim = self.config.shape.dimensions.emb_dim
+        inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
+        shared = self.connections.shared(rest)
+        context = context.for_layer(index, shared, layer.positions)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         after = self.connections.write(index, rest, y_BTD, context.shared)
-        return self.connections.checked(carry, after), scalars, state
+        return part_outputs.check_write(self.connections, carry, after), scalars, state
+
+    def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        own, *others = [
+            part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
+            for part in (self.position_embedder, *self.other_positions)
+        ]
+        return {**own, "others": tuple(others)}
 
     def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
-        added_BTD = self.position_embedder.embed(positions_BT)
+        part = self.position_embedder
+        added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = constrain(x_BTD, *HIDDEN)
@@ -235,10 +250,21 @@ class Decoder(nnx.Module):
         if positions_BT is None:
             positions_BT = _positions(h_BTD)
         logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+        shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
+        like = jax.ShapeDtypeStruct(shape, jnp.float32)
+        part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
         return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
+
+
+def _positions_of(layer: LayerConfig) -> Any:
+    """Returns a key of a layer's positions; None if mixers read none."""
+    config, d = layer.config.position, layer.dimensions
+    part = lookup("position", config.position_embedding)
+    reads = part.for_mixers is not Position.for_mixers
+    return (config, d.head_dim, d.num_query_heads) if reads else None
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:

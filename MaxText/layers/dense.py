@@ -55,7 +55,6 @@ class Dense(nnx.Module):
 
 
 def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
-    """Returns an einsum in float32."""
     return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 

@@ -37,7 +37,6 @@ def vmem_bytes_per_token(num_sources: int, num_streams: int, bytes_of_state: int
 def kernel_unsupported_reason(
     emb_dim: int, backend: str, *, bytes_per_token: int = 0, device_kind: str = ""
 ) -> str | None:
-    """Returns a reason against the kernel, or None."""
     if backend != "tpu":
         return "the kernel is for TPU only"
     if emb_dim % KERNEL_WIDTH:
@@ -234,7 +233,6 @@ def _kernel_gradients(norms, operands):
 
 
 def _flat(operands: dict[str, Any]) -> dict[str, Any]:
-    """Flattens [B, T, ...] to [N, ...], except scales and factors."""
     return jax.tree.map(
         lambda x: x if x.ndim == 2 else x.reshape(x.shape[0] * x.shape[1], -1), operands
     )

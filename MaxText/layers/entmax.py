@@ -54,7 +54,6 @@ def _scaled(logits_V: jax.Array, alpha: float) -> jax.Array:
 
 
 def _powers(scaled_V: jax.Array, shift_1: jax.Array, power: float) -> jax.Array:
-    """Returns max(0, scaled + 1 - shift) ** power."""
     # Brackets are kept as their difference from 1, which is small for alpha near 1.
     bracket_V = scaled_V - shift_1
     inside_V = bracket_V > -1

@@ -16,9 +16,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.errors import first_line
-from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_windows
+from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_layers
 from MaxText.parallelism.logical_sharding import platform, split_axes
 
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
@@ -34,14 +34,22 @@ def kernel_unsupported_reason(
     config: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
-    attention, d = config.attention, config.shape.dimensions
+    layers = dict.fromkeys(softmax_layers(config))
+    reasons = (_unsupported_reason(*one, backend, num_length_parts, num_stages) for one in layers)
+    return next(filter(None, reasons), None if layers else "no layer has softmax attention")
+
+
+def _unsupported_reason(
+    window: int | None, layer: LayerConfig, backend: str, num_length_parts: int, num_stages: int
+) -> str | None:
+    config, d = layer
+    attention = config.attention
     precision, dtype = config.numerics.matmul_precision, np.dtype(config.numerics.dtype)
-    windows, is_split = softmax_windows(config), num_length_parts > 1
+    is_split = num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = config.position.position_embedding == "alibi"
     each = f" on each of {num_length_parts} devices" if is_split else ""
     refused: list[tuple[Any, str]] = [
-        (not windows, "no layer has softmax attention"),
         (has_alibi, "position_embedding=alibi adds to scores"),
         (attention.num_mem_kv, "num_mem_kv adds learned keys"),
         (
@@ -56,7 +64,7 @@ def kernel_unsupported_reason(
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
             (d.head_dim % 8, f"head_dim {d.head_dim} is not a multiple of 8"),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
-            (any(windows) and not attention.causal, "cuDNN has no bidirectional windows"),
+            (window and not attention.causal, "cuDNN has no bidirectional windows"),
             (is_split, "sequences are split over devices"),
             (num_stages > 1, "pipeline stages: JAX cannot batch cuDNN's document masks"),
         ]
@@ -74,21 +82,24 @@ def kernel_unsupported_reason(
 
 
 def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | None:
-    """Returns why cuDNN cannot compile the attention of a model, or None."""
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
-    d, attention = config.shape.dimensions, config.attention
-    length, on_device = d.max_target_length, SingleDeviceSharding(device)
+    length, on_device = config.shape.max_target_length, SingleDeviceSharding(device)
 
-    def heads_shape(heads: int) -> jax.ShapeDtypeStruct:
-        shape = (1, length, heads, d.head_dim)
+    def heads_shape(heads: int, head_dim: int) -> jax.ShapeDtypeStruct:
+        shape = (1, length, heads, head_dim)
         return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
 
-    queries, keys = heads_shape(d.num_query_heads), heads_shape(d.num_kv_heads)
     segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
-    for window in dict.fromkeys(softmax_windows(config)):
-        spec = AttentionSpec(attention.causal, window, attention.attention_scale)
+    # Other sizes, such as mlp_dim, would only compile the same kernel again.
+    kinds = dict.fromkeys(
+        (window, own.attention.attention_scale, d.num_query_heads, d.num_kv_heads, d.head_dim)
+        for window, (own, d) in softmax_layers(config)
+    )
+    for window, scale, num_heads, num_kv_heads, head_dim in kinds:
+        queries, keys = (heads_shape(n, head_dim) for n in (num_heads, num_kv_heads))
+        spec = AttentionSpec(config.attention.causal, window, scale)
 
         def total(q, k, v, segments, spec=spec):
             return _cudnn(None, q, k, v, segments, segments, spec=spec).sum()
@@ -103,7 +114,6 @@ def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | N
 
 
 def supports_shape(q_BTNH: jax.Array, query_sharding: NamedSharding | None) -> bool:
-    """Returns whether a kernel takes queries of this shape and sharding."""
     length = q_BTNH.shape[1]
     own = length if query_sharding is None else query_sharding.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
@@ -167,7 +177,6 @@ def block_size(length: int) -> int:
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
-    """Returns the FLOPs of a splash attention call."""
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 

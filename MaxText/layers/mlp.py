@@ -43,6 +43,11 @@ class MLP(FeedForward):
             return RoutedMoE(experts, config.mlp_activations, init, rngs)
         return cls(config, init, rngs)
 
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        width = layer.config.mixture_of_experts.moe_mlp_dim
+        return {} if width == -1 else {"moe_mlp_dim": ("mlp", width)}
+
     def __init__(
         self,
         config: FeedForwardConfig,

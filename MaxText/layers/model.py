@@ -20,7 +20,6 @@ _TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints
 
 
 def _as_stored(tree: Any) -> Parameters:
-    """Returns a decoder's parameters under their checkpoint names."""
     head = dict(tree.get("head", {}))
     top_level = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
     rest = {name: tree[name] for name in tree if name != "head"}

@@ -139,7 +139,6 @@ class RoutedMoE(nnx.Module):
         return y.reshape(batch, length, width), scalars
 
     def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
-        """Returns a mask of choices to follow, [G, S, k]."""
         config = self.config
         mask = jnp.ones(gates.shape, bool)
         if config.num_experts_per_tok != 2:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import BlockConfig
-from MaxText.config.registry import lookup, register
-from MaxText.layers.params import Init, constant, param, zeros
+from MaxText.config.registry import register, registration
+from MaxText.layers.params import AbstractRngs, Init, constant, param, zeros
+from MaxText.layers.part_outputs import check_norm
 
 
 class RMSNorm(nnx.Module):
@@ -95,8 +96,12 @@ def make_norm(
     kind: str | None = None,
 ) -> nnx.Module:
     """Builds the residual stream's norm; `kind` overrides its type."""
-    make = lookup("norm", kind or config.normalization_type)
-    return make(config, init, rngs, parametric=parametric)
+    registered = registration("norm", kind or config.normalization_type)
+    make = registered.load()
+    norm = make(config, init, rngs, parametric=parametric)
+    if not registered.is_built_in and isinstance(rngs, AbstractRngs):
+        check_norm(make, norm, init.dimensions.emb_dim, init.dtype)
+    return norm
 
 
 @register("norm", "rms_norm")

@@ -35,7 +35,6 @@ def param(
     num_input_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
     used_in: jnp.dtype | None = None,  # dtype that it is always cast to; generation casts it once
 ) -> nnx.Param:
-    """Declares a parameter."""
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
         value = jax.ShapeDtypeStruct(shape, dtype)
@@ -116,7 +115,7 @@ class Initializers(NamedTuple):
     attention_output: Initializer
     embedding: Initializer  # token table
     position: Initializer  # position tables
-    attention_slots: tuple[Initializer, Initializer]  # of Pattention: keys, values
+    attention_slots: tuple[Initializer, Initializer]  # learned keys and values
     feed_forward_slots: tuple[Initializer, Initializer]
     connection: Initializer  # from a hidden state to the weights of dense connections
     memory: Initializer  # learned keys and values

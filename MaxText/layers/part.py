@@ -20,8 +20,7 @@ from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig
-from MaxText.config.registry import register, registrations
-from MaxText.errors import UserError
+from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.params import Init
@@ -89,6 +88,16 @@ class Part(nnx.Module):
     def flops(cls, config: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
         """Returns FLOPs table row -> FLOPs, for sequences of `length` tokens."""
         return {}
+
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns key of a size of its own -> (logical axis, size)."""
+        return {}
+
+    @classmethod
+    def slots_problem(cls, layer: LayerConfig) -> str | None:
+        """Returns why new slots with keys of 0 change its output, or None."""
+        return None
 
     @classmethod
     def state_bytes(
@@ -222,15 +231,6 @@ class Connection(Part):
         """Returns the hidden state for the final norm."""
         raise NotImplementedError
 
-    def checked(self, before: Any, after: Any) -> Any:
-        """Returns `after`; raises UserError if its shapes changed but may not."""
-        if self.keeps_shapes and _shapes(before) != _shapes(after):
-            raise UserError(
-                f"{describe(self)}: write returned {_shapes(after)}, and has to keep what "
-                f"begin made, {_shapes(before)}; or set keeps_shapes = False"
-            )
-        return after
-
 
 @register("connection", "residual")
 class ResidualStream(Connection):
@@ -288,34 +288,3 @@ class Head(Part):
     def reads_table(cls, config: Any) -> bool:
         """Returns whether its product with the token table counts as its own."""
         return False
-
-
-def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
-    """Returns `output`; raises UserError unless it is (like x_BTD, anything)."""
-    is_pair = isinstance(output, tuple) and len(output) == 2
-    if is_pair and _shape_text(output[0]) == _shape_text(x_BTD):
-        return output
-    returned = (
-        f"({', '.join(map(_shape_text, output))})"
-        if isinstance(output, tuple)
-        else _shape_text(output)
-    )
-    second = "scalars" if method == "__call__" else "state"
-    raise UserError(
-        f"{describe(part)}: {method} returned {returned}, and has to return "
-        f"({_shape_text(x_BTD)}, {second})"
-    )
-
-
-def describe(part: Part) -> str:
-    names = (f"{one.kind} {one.name} ({one.place})" for one in registrations()
-             if one.target is type(part))  # fmt: skip
-    return next(names, type(part).__name__)
-
-
-def _shape_text(x: Any) -> str:
-    return f"[{', '.join(map(str, x.shape))}]" if hasattr(x, "shape") else type(x).__name__
-
-
-def _shapes(carry: Any) -> str:
-    return str(jax.tree.map(lambda x: f"{x.dtype.name}{list(x.shape)}", carry))

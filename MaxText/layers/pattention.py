@@ -13,16 +13,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import PattentionConfig, SlotPlace
-from MaxText.config.model_sections import ModelConfig
+from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.context import Context
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.params import Init, Initializer, Shape
-from MaxText.layers.part import FeedForward, Scalars
+from MaxText.layers.part import FeedForward, Part, Scalars
 from MaxText.parallelism.logical_sharding import constrain
 
+ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
+# Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
+# changes neither the sum of squares nor gelu of the other scores.
+_PRESERVING = (*ZOOMED, "gelu")
 _LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
 _PLACES = {"qkv": "query, key, value", "proj": "output projection", "ffn": "feed-forward"}
 
@@ -87,7 +91,7 @@ class Theta:
         return a / (norm + epsilon) * math.sqrt(self.config.zoom(self.place, self.emb_dim))
 
 
-class Pattention(nnx.Module):
+class Pattention(Part):
     """y = Theta(x K) V, with n key slots K and n value slots V.
 
     Scores are not divided by the root of the width. Optional biases are added to both products.
@@ -116,10 +120,26 @@ class Pattention(nnx.Module):
             (n,), (outputs,), ("slots", "embed"), values, init, rngs, use_bias=use_bias
         )
 
+    @classmethod
+    def slots_problem(cls, layer: LayerConfig) -> str | None:
+        kind = layer.config.pattention.normalize_type
+        if kind in _PRESERVING:
+            return None
+        return (
+            f"normalize_type={kind}: new slots change the normalization of existing ones.\n"
+            "  Set growth.mode=random. The function can be preserved with "
+            f"{', '.join(_PRESERVING)}."
+        )
+
     def attend(self, x: jax.Array) -> jax.Array:
         scores = tag(self.keys(x), self.scores_name)
         scores = constrain(scores, "activation_batch", "activation_length", "activation_slots")
         return self.values(self.theta(scores))
+
+
+def _sharded_slots(layer: LayerConfig, place: SlotPlace) -> dict[str, tuple[str, int]]:
+    number = layer.config.pattention.num_slots(place, layer.dimensions.emb_dim)
+    return {f"{place}_slot_num": ("slots", number)}
 
 
 @register("projection", "pattention")
@@ -142,20 +162,26 @@ class PattentionProjection(Pattention):
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
         self.num_input_dims, self.outputs = len(inputs), outputs
 
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        return _sharded_slots(layer, "qkv") | _sharded_slots(layer, "proj")
+
     def __call__(self, x: jax.Array) -> jax.Array:
         leading = x.shape[: x.ndim - self.num_input_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
 
 @register("feed_forward", "pattention")
-class PattentionFeedForward(FeedForward, Pattention):
+class PattentionFeedForward(Pattention, FeedForward):
     """Pattention in place of the MLP."""
-
-    not_recomputed = Pattention.not_recomputed
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         D, use_bias = init.dimensions.emb_dim, config.feed_forward.ffn_bias
         Pattention.__init__(self, config.pattention, init, rngs, "ffn", D, D, use_bias)
+
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        return _sharded_slots(layer, "ffn")
 
     def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
         return tag(self.attend(x_BTD), "mlpwo"), {}

@@ -94,8 +94,6 @@ _BlockFn = Callable[[_QueryBlock, _KVBlock, Any, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """The work of one device."""
-
     spec: AttentionSpec
     axes: Axes  # mesh axes of the ring
     num_parts: int  # C

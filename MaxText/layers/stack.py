@@ -25,7 +25,7 @@ from MaxText.parallelism.logical_sharding import platform, with_token_major_layo
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
-_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names that `capture.tag` gives
+SAVED_NAMES: dict[str, tuple[str, ...]] = {  # policy -> names that `capture.tag` gives
     "full": (),
     "minimal": (*_PRODUCTS_OF_ATTENTION, "mlpwi", "mlpwo"),
     "minimal_with_context": (*_PRODUCTS_OF_ATTENTION, "context", "mlpwi", "mlpwo"),
@@ -40,15 +40,14 @@ _ALWAYS_SAVED = ("depth_product", "depth_aggregate")  # of dense connections, co
 
 
 def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Callable:
-    """Wraps `function` in jax.checkpoint with the given remat policy."""
     if policy == "none":
         return function
     if not policy.endswith("_offloaded"):
-        keep = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, *_NAMES[policy])
+        keep = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, *SAVED_NAMES[policy])
     else:
         keep = jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(_ALWAYS_SAVED),
-            names_which_can_be_offloaded=list(_NAMES[policy]),
+            names_which_can_be_offloaded=list(SAVED_NAMES[policy]),
             offload_src="device",
             offload_dst="pinned_host",
         )
@@ -277,7 +276,6 @@ def scan_cycle(
     first: jax.Array | int = 0,  # index of the first layer
     select: Callable[[Any], Any] | None = None,  # from stored weights to a layer's, inside remat
 ) -> tuple[Any, Scalars]:
-    """Applies repeats of the cycle in a scan."""
     plan, is_shared = blueprint.plan, blueprint.is_shared
     # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.config.registry import lookup, register
-from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
+from MaxText.layers.part_outputs import check
 from MaxText.parallelism.logical_sharding import platform
 
 IN_NATS = "lm_loss"  # name of a loss that is a negative log-probability
@@ -114,11 +114,9 @@ def per_token_losses(
     found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
     shapes = {jnp.shape(x) for x in jax.tree.leaves(found)}
     is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)
-    if not is_pair or not found[0] or shapes != {targets_BT.shape}:
-        raise UserError(
-            f"loss_type={config.loss_type}: {objective.__name__} has to return ({{name: losses}}, "
-            f"log_z or None), each of them {list(targets_BT.shape)} as the targets"
-        )
+    holds = is_pair and bool(found[0]) and shapes == {targets_BT.shape}
+    wanted = f"({{name: losses}}, log_z or None), each {list(targets_BT.shape)} as the targets"
+    check(holds, objective, "", found, wanted)
     return found
 
 

@@ -10,9 +10,10 @@ import optax
 import optax.contrib
 from flax import traverse_util
 
-from MaxText.config.registry import lookup, register
+from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
+from MaxText.layers.part_outputs import check, is_pair, text_of
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 ParamSpecs = Mapping[str, ParamSpec]
@@ -48,16 +49,44 @@ def make_optimizer(
     multipliers = map_param_names(
         trained, lambda name: _first_match(config.learning_rate_overrides, name, 1.0)
     )
-    transform = lookup("optimizer", config.opt_type)
+    registered = registration("optimizer", config.opt_type)
+    make = registered.load()
+    transform = make(config.parts.of(make) or config, trained)  # a custom one gets its own keys
+    if not registered.is_built_in:
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in trained.items()}
+        _check_transform(make, transform, map_param_names(trained, shapes.__getitem__))
     # Always the same links: their indices (see BASE_TRANSFORM) are part of names in checkpoints.
     optimizer = optax.chain(
         _clipping(config),
-        transform(config.parts.of(transform) or config, trained),  # a custom one gets its own keys
+        transform,
         optax.stateless(lambda updates, params: jax.tree.map(decayed, updates, params, decays)),
         optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, multipliers)),
         optax.scale_by_learning_rate(schedule),
     )
     return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
+
+
+def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
+    holds = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
+    check(holds, function, "", transform, "an optax.GradientTransformation")
+    state = jax.eval_shape(transform.init, parameters)
+    found = jax.eval_shape(transform.update, parameters, state, parameters)
+    check(is_pair(found), function, "update", found, "(updates, state)")
+    for what, returned, like, text in (
+        # optax.apply_updates casts updates.
+        ("updates like the parameters", found[0], parameters, lambda leaf: f"{list(leaf.shape)}"),
+        ("a state like that of init", found[1], state, text_of),
+    ):
+        pairs = [_by_path(tree, text) for tree in (returned, like)]
+        for path in pairs[0] | pairs[1]:
+            given, wanted = (shapes.get(path, "nothing") for shapes in pairs)
+            words = f"{what}: {path} {wanted}"
+            check(given == wanted, function, "update", f"{path} {given}", words)
+
+
+def _by_path(tree: Any, text: Callable[[Any], str]) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
 
 
 def _freeze_untrained(

@@ -1,12 +1,18 @@
 """`import_modules`: mistakes of a module are one message; its keys are keys like any other."""
 
+import sys
+
 import pytest
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules, registry
+from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.command_line import parse
 from MaxText.config.loading import configure
+from MaxText.config.problems import ConfigurationError
+from MaxText.config.serialization import resolved_yaml
+from MaxText.config.sources import IMPORTED
 from MaxText.inference.checkpoint_config import load
 from tests.programs import run
 
@@ -53,6 +59,16 @@ BROKEN = {
         HEAD + KEYS + "steps: int = key(3, 'Steps.')\n" + REGISTER,
         "mixer 'mine': there is a key 'steps' in run", 7,
     ),
+    **{
+        f"key of another meaning: {name}": (
+            HEAD + KEYS + f"{name}: int = key(3, 'Mine.')\n" + REGISTER,
+            f"mixer 'mine': a key cannot be called '{name}': it is {words}", 7,
+        )
+        for name, words in (
+            ("epoch", "another name of num_epoch"), ("n_layer", "a key of another program"),
+            ("fused_qkv", "a key of another program"), ("sa_size", "a key of another program"),
+        )
+    },
     "no key()": (
         HEAD + KEYS + "wide: int = 3\n" + REGISTER, "key 'wide' is not declared with key(...)", 7,
     ),
@@ -116,7 +132,7 @@ def test_a_module_that_is_not_there(given, answer):
 
 def test_its_keys_are_keys(mine, answer, monkeypatch):
     help = answer("--help", "my_width", mine)
-    assert "read by:  model.parts.mine" in help
+    assert "read by:  model.parts.mixer.mine" in help
     assert "How wide it is." in help
     assert "set by: command line" in answer("--why", "my_width", mine, "my_width=7")
     assert "\nmy_width: 7  # command line\n" in answer("--show-config", mine, "my_width=7")
@@ -141,15 +157,59 @@ def test_a_file_next_to_the_config_is_named_from_the_current_folder(tmp_path):
     assert configure("sub/mine.yml").run.import_modules == ("sub/mine.py",)
 
 
+def test_one_name_in_two_kinds(tmp_path):
+    second = PART.replace(HEAD, "from MaxText.layers.part import FeedForward\n")
+    for old, new in (("Mixer", "FeedForward"), ("'mixer'", ""), ("my_width", "my_height"),
+                     ('"mixer"', '"feed_forward"'), ("Keys", "More")):  # fmt: skip
+        second = second.replace(old, new)
+    (tmp_path / "both.py").write_text(PART + second)
+    given = {"my_width": 8, "my_height": 9}
+    config = configure(import_modules=["both.py"], mixer="mine", feed_forward_type="mine", **given)
+    assert given.items() <= flatten(config).items()
+    assert flatten(unflatten(flatten(config))) == flatten(config)
+    section = config.model
+    assert type(section).model_validate_json(section.model_dump_json()) == section
+
+
 def test_values_of_its_keys_survive_a_copy_as_json(mine):
     section = load([mine, "my_width=8"]).config.model
     assert type(section).model_validate_json(section.model_dump_json()) == section
 
 
 def test_a_file_that_changed_is_imported_again(mine, tmp_path):
-    assert load([mine]).config.model.parts.named("mine").my_width == 3
+    assert load([mine]).config.model.parts.named("mixer.mine").my_width == 3
     (tmp_path / "mine.py").write_text(PART.replace("key(3", "key(4"))
-    assert load([mine]).config.model.parts.named("mine").my_width == 4
+    assert load([mine]).config.model.parts.named("mixer.mine").my_width == 4
+
+
+@pytest.mark.parametrize("name", ["mine.py", "my_module"])
+def test_a_saved_configuration_warns_of_a_changed_source(name, mine, tmp_path, capsys):
+    file = tmp_path / (name if name.endswith(".py") else f"{name}.py")
+    file.write_text(PART)
+    config = configure(import_modules=[name], mixer="mine")
+    (tmp_path / "saved.yml").write_text(resolved_yaml(config))
+    assert configure("saved.yml") == config
+    assert "changed" not in capsys.readouterr().err
+    file.write_text(PART.replace("The input", "THE INPUT").replace("key(3", "key(5"))
+    assert configure(import_modules=[name]).model.parts.named("mixer.mine").my_width == 5
+    configure("saved.yml")
+    warning = f"warning: {name} has changed since the configuration was saved\n"
+    assert capsys.readouterr().err == warning
+
+
+def test_two_files_of_one_name(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        text = PART.replace("mine", f"mine_{folder}").replace("my_width", f"width_{folder}")
+        (tmp_path / folder / "parts.py").write_text(text)
+    names, before = ["a/parts.py", "b/parts.py"], registry.registrations()
+    configure(import_modules=names, mixer="mine_a")
+    modules = {registry.lookup("mixer", f"mine_{folder}").__module__ for folder in "ab"}
+    assert len(modules & sys.modules.keys()) == 2
+    import_modules.forget(before)
+    configure(import_modules=names[:1])
+    with pytest.raises(ConfigurationError, match=r"parts of b/parts.py"):
+        import_modules.check_named({"import_modules": names}, "here")
 
 
 TINY = [
@@ -180,8 +240,8 @@ def test_what_train_refuses(mine, tmp_path, refused):
     )
     found = refused("train.py", *TINY, "import_modules=half.py")
     assert "mixer mine (" in found
-    assert "half.py:10): __call__ returned ([1, 8, 8], dict)" in found
-    assert "has to return ([1, 8, 16], scalars)" in found
+    assert "half.py:10): __call__ returned (float32[1, 8, 8], {})" in found
+    assert "has to return (float32[1, 8, 16], {name: scalar})" in found
     assert not (tmp_path / "maxtext_output" / "run" / "checkpoints").exists()
 
 
@@ -206,7 +266,7 @@ def test_what_programs_refuse_after_it(mine, tmp_path, users_environment, refuse
 
     stored = checkpoint_files.resolve_checkpoint("maxtext_output/run", "load_parameters_path")
     metadata = stored.try_metadata()
-    assert list(metadata[import_modules.METADATA]) == ["mine.py"]
+    assert list(metadata[IMPORTED]) == ["mine.py"]
     (tmp_path / "mine.py").write_text(PART + "# changed\n")
     words = ["from=maxtext_output/run", "to=hf:out", mine]
     done = run("convert.py", words, tmp_path, users_environment)

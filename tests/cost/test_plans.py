@@ -273,6 +273,14 @@ def test_the_program(capsys):
     assert "9xY100" in errors
 
 
+def test_a_letter_with_a_size_of_the_model():
+    kinds = {"A": {"base_num_query_heads": 4, "base_mlp_dim": 64}, "B": {"base_mlp_dim": 32}}
+    keys = {"layer_pattern": "AAB", "layer_kinds": kinds, "ici_tensor_parallelism": 2}
+    model = make_program(tiny_config(**keys), 8, "cpu", "cpu").local_model.config
+    sizes = [(x.dimensions.num_query_heads, x.dimensions.mlp_dim) for x in model.layers]
+    assert sizes == [(2, 32), (2, 32), (2, 16)]
+
+
 def test_stages_of_a_pipeline():
     keys = {"base_num_decoder_layers": 8, "num_pipeline_repeats": 2, "num_pipeline_microbatches": 4}
     keys |= {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": -1}

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.config.registry import lookup
 from MaxText.layers.context import Context
 from MaxText.layers.model import Model
 from MaxText.layers.rotary import rotary_table
@@ -20,7 +21,7 @@ DOCUMENTS = np.array([[1] * 3 + [2] * 6 + [3] * 2, [1] * 4 + [2] + [3] * 6])
 @pytest.fixture(scope="module")
 def delta_rule():
     tiny_config(import_modules=["examples/gated_deltanet.py"])
-    return sys.modules["maxtext_parts_gated_deltanet"].delta_rule
+    return sys.modules[lookup("mixer", "gated_deltanet").__module__].delta_rule
 
 
 @pytest.fixture(scope="module")

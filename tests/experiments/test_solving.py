@@ -82,6 +82,14 @@ def test_budgets_are_met(block, match, free, factor):
     assert not solver.validation_errors(new)
 
 
+def test_a_letter_forbids_a_size():
+    kinds = {"A": {"base_num_query_heads": 8, "base_num_kv_heads": 8}}
+    keys = {"layer_pattern": "A", "layer_kinds": kinds, "head_dim": -1}
+    config = tiny_config(**keys, position_embedding="none")
+    assert solver.with_overrides(config, {"base_emb_dim": 40}) is not None
+    assert solver.with_overrides(config, {"base_emb_dim": 36}) is None
+
+
 def test_width_keeps_to_multiples_and_to_the_feed_forward_s_proportion():
     config = tiny_config(base_emb_dim=128, base_mlp_dim=384, vocab_size=4096)
     shape = solved(config, "params", "width", 4.0)[1].model.shape

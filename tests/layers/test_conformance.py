@@ -72,11 +72,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "base_num_decoder_layers": 5,
             "layer_pattern": "D(LA)",
-            "linear_attention.chunk": 5,
             "layer_kinds": {
                 "D": {"base_mlp_dim": 8, "position_embedding": "none"},
-                "L": {"mixer": "linear_attention", "base_num_kv_heads": 2},
-                "A": {"num_experts": 4, "use_qk_norm": True},
+                "L": {
+                    "mixer": "linear_attention",
+                    "base_num_kv_heads": 2,
+                    "linear_attention.chunk": 5,
+                },
+                "A": {
+                    "num_experts": 4,
+                    "use_qk_norm": True,
+                    "head_dim": 6,
+                    "base_num_query_heads": 2,
+                    "base_num_kv_heads": 1,
+                    "rope_max_timescale": 50.0,
+                },
             },
         }
         | DROPS,
@@ -120,15 +130,21 @@ def sums_as_products():
         yield
 
 
-# The tests of training, of growth and of several devices have more of these.
-OTHERS = ("initialization", "bfloat16", "8 devices", "resume", "growth")
+# Each compiles programs of its own, so only a few architectures have them.
+COSTLY = ("initialization", "remat policies", "bfloat16", "resume", "growth")
+DEVICES = "8 devices"
+REPRESENTATIVE = ("linear, ReZero", "tokenformer", "experts")
+
+
+def subject_of(decoder_block: str, keys: dict[str, Any]) -> Subject:
+    return Subject(lambda **more: tiny_config(decoder_block, **SIZES | keys | more))
 
 
 def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
-    subject = Subject(lambda **more: tiny_config(decoder_block, **SIZES | keys | more))
+    subject = subject_of(decoder_block, keys)
     with sums_as_products():
         for check in CHECKS:
-            if check.name not in OTHERS:
+            if check.name not in (*COSTLY, DEVICES):
                 assert check.problem(subject) is None, keys
         for operations, model in zip(subject.operations, subject.models, strict=True):
             count = count_flops(model, LENGTH)
@@ -140,6 +156,23 @@ def conforms(decoder_block: str, keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [*ARCHITECTURES, *(pytest.param(n, marks=SLOW) for n in MORE)])
 def test_conformance(name):
     conforms(*(ARCHITECTURES | MORE)[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_costly_conformance(name):
+    subject = subject_of(*ARCHITECTURES[name])
+    for check in CHECKS:
+        if check.name in COSTLY:
+            assert check.problem(subject) is None, check.name
+
+
+@pytest.mark.multi_device
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_conformance_on_devices(name):
+    subject = subject_of(*ARCHITECTURES[name])
+    [check] = (check for check in CHECKS if check.name == DEVICES)
+    assert check.problem(subject) is None
 
 
 # Values of options, each as keys.

@@ -1,5 +1,7 @@
 """Kernels of libraries, interpreted, against plain attention; and when they are taken."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -203,3 +205,12 @@ def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, ti
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
     names = [node.params["name"] for node in nodes if node.name == "pallas_call"]
     assert sum("_fwd" in name for name in names) == times
+
+
+def test_cudnn_compiles_each_kernel_once(monkeypatch):
+    model = tiny_config("muddformer", mlp_dim_multiple=8, scan_layers=False).model
+    assert len({layer.dimensions.mlp_dim for layer in model.layers}) == 3
+    compiled = mock.Mock()
+    monkeypatch.setattr(jax, "jit", compiled)
+    assert flash_attention.cudnn_failure_reason(model, jax.devices()) is None
+    assert compiled.call_count == 1

@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from MaxText.layers.context import Context
+from MaxText.config.problems import ConfigurationError
 from MaxText.layers.model import Model
-from MaxText.layers.rotary import rotary_table
-from tests.small_models import random_params, tiny_config
+from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
 
 def with_parameters(**keys):
@@ -203,15 +201,56 @@ def test_parameter_scale_multiplies_the_parameters():
         assert width * heads * layers == scale
 
 
-def test_a_layer_without_positions():
-    keys = {"base_num_decoder_layers": 2, "layer_pattern": "RN"}
-    kinds = {"R": {}, "N": {"position_embedding": "none"}}
-    model = Model(tiny_config(**keys, layer_kinds=kinds).model)
-    attention = [layer.self_attention for layer in map(
-        nnx.merge, model.blueprint.graphdefs, model.blueprint.layer_weights(
-            jax.tree.map(lambda x: jnp.ones(x.shape), model.abstract["layers"])))]  # fmt: skip
-    rotary = rotary_table(jnp.arange(8)[None], 8, model.config.position)
-    x, context = jnp.asarray(hidden_states(1, 8, 32)), Context(rotary=rotary)
-    turned, plain = (one((x, x, x), context)[0] for one in attention)
-    np.testing.assert_array_equal(plain, attention[0]((x, x, x), Context())[0])
-    assert not np.allclose(turned, plain)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"position_embedding": "none"},
+        {"rope_max_timescale": 100.0, "rotary_pct": 0.5},
+        {"head_dim": 16},
+        {"base_num_query_heads": 2, "base_num_kv_heads": 1},
+        {"dropout_rates": {"residual": 0.5}},
+        {"mixer": "linear_attention", "linear_attention.chunk": 5},
+        {"mixer": "linear_attention", "linear_attention": {"epsilon": 0.1}},
+    ],
+)
+def test_a_letter_sets_what_the_model_sets(keys):
+    shared = {"base_num_decoder_layers": 2, "scan_layers": True}
+    pattern = {"layer_pattern": "A", "layer_kinds": {"A": keys}}
+    models = [Model(tiny_config(**shared | more).model) for more in (pattern, keys, {})]
+    assert models[0].abstract == models[1].abstract
+    assert models[0].config.is_random == models[1].config.is_random
+    params, batch = noisy_params(models[0], 0.3), random_batch(tiny_config(), 2)
+    assert models[0].layer_of("layers/mlp/wo/kernel").config != models[2].config
+
+    def hidden(model):
+        key = jax.random.key(0)
+        return jax.jit(
+            lambda params: model.merge(params).hidden_states(batch, key, training=True)[0]
+        )(params)
+
+    np.testing.assert_array_equal(hidden(models[0]), hidden(models[1]))
+
+
+def test_what_a_letter_may_not_set():
+    for keys, words in (
+        ({"base_num_kv_heads": 3}, r"layer_kinds: A: base_num_query_heads=4 is not a multiple"),
+        ({"head_dim": 5}, r"layer_kinds: A: rotary rotates pairs"),
+        ({"head_dim": 0}, r"A: head_dim: 0 is not .*other than 0"),
+        ({"position_embedding": "alibi"}, "can only have rotary positions, none"),
+        ({"causal": False}, "A: causal is not a key of a layer's parts"),
+        ({"linear_attention.chunks": 5}, "A: linear_attention.chunks is not a key"),
+        ({"linear_attention.chunk": 0}, "A: linear_attention.chunk: 0 is not >= 1"),
+        ({"dropout_rates": {"embedding": 0.1}}, "A: dropout_rates.embedding is not a key"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            tiny_config(layer_pattern="A", layer_kinds={"A": keys})
+
+
+def test_a_letter_chooses_rotary():
+    keys = {"position_embedding": "none", "rope_max_timescale": 5e5, "layer_pattern": "A"}
+    rotary = {"A": {"position_embedding": "rotary"}}
+    tiny_config(**keys, layer_kinds=rotary, strict_config=True)
+    with pytest.raises(ConfigurationError, match="A: rotary rotates pairs"):
+        tiny_config(**keys, layer_kinds=rotary, head_dim=5)
+    with pytest.raises(ConfigurationError, match="rope_max_timescale: has no effect"):
+        tiny_config(**keys, layer_kinds={"A": {}}, strict_config=True)

@@ -10,6 +10,7 @@ from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import conformance
 from MaxText.layers.model import Model
+from MaxText.training.backend_defaults import resolve_auto
 from tests.small_models import VALUE_RESIDUAL, noisy_params, random_batch, tiny_config
 
 PARTS = """
@@ -122,12 +123,16 @@ def test_connections_whose_shapes_grow_are_unrolled(parts):
     keys = parts | {"connection_type": "grows"}
     model, params = model_and_weights(**keys, scan_layers=False)
     assert np.isfinite(logits(model, params)).all()
-    model, params = model_and_weights(**keys, scan_layers=True)
-    with pytest.raises(UserError, match=r"connection grows .*scan_layers=false"):
-        logits(model, params)
+    with pytest.raises(ConfigurationError, match=r"(?s)connection_type=grows.*scan_layers=auto"):
+        tiny_config(**keys, scan_layers=True)
+    deep = tiny_config(**keys, base_num_decoder_layers=40, scan_layers="auto").model
+    assert deep.layer_plan.repeats == 0
+    assert resolve_auto(deep, "tpu")[0].memory.scan_layers is False
+    with pytest.raises(ValueError, match="connection_type=grows"):
+        deep.pipeline_schedule(2)
     model, params = model_and_weights(**parts, connection_type="forgets")
     with pytest.raises(
-        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*keep what begin"
+        UserError, match=r"connection forgets .*crossing_parts.py:\d+.*what begin made"
     ):
         logits(model, params)
 

@@ -54,7 +54,8 @@ CASES = {
     "a pattern of unlike layers, two repeats": (
         "llama2",
         {"base_num_decoder_layers": 12, "layer_pattern": "LLA", "layer_kinds": {
-            "L": {"mixer": "linear_attention"}, "A": {"base_mlp_dim": 48}}},
+            "L": {"mixer": "linear_attention"},
+            "A": {"base_mlp_dim": 48, "rope_max_timescale": 9.0}}},
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
     "values and the embedding carried along": (

@@ -118,7 +118,6 @@ def _write_types(values: Mapping[str, Any]) -> Any:
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
-    """Checks the expanded attention list written by transformers."""
     types = config["attention_types"]
     return _read_types(types, config) if value == _kinds(types) else REQUIRED
 

@@ -186,7 +186,6 @@ def _write_window(values: Mapping[str, Any]) -> Any:
 
 
 def _window(default: int | None) -> tuple[ConfigMapping, ...]:
-    """Returns the two window settings, by length and layer count."""
     return (
         ConfigMapping(
             (_WINDOW,),
