@@ -67,7 +67,7 @@ def name_of(row: tuple) -> str:
     return ", ".join([model, f"{slices} x {machine}", f"{rows} per device", policy, *more.split()])
 
 
-def compile_maxtext_jax(keys: list[str], machine: str, slices: int):
+def compile_own(keys: list[str], machine: str, slices: int):
     from MaxText.config import command_line
     from MaxText.cost import targets
     from MaxText.cost.lowering import compile_lowered, lower_train_step
@@ -102,11 +102,8 @@ def measure(side: str, row: tuple) -> dict:
     keys = f"{KEYS}{MODELS[model]}per_device_batch_size={rows} remat_policy={policy} {more} "
     keys += f"compile_topology={machine} compile_topology_num_slices={slices}"
     given = list({key.partition("=")[0]: key for key in keys.split()}.values())  # the last wins
-    step = (
-        compile_maxtext_jax(given, machine, slices)
-        if side == "maxtext_jax"
-        else compile_maxtext(given)
-    )
+    is_own = side == "own"
+    step = compile_own(given, machine, slices) if is_own else compile_maxtext(given)
     program = HloModule(step.as_text() or "")
     return {
         "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
@@ -141,14 +138,14 @@ def main() -> None:
     done = json.loads(args.out.read_text()) if args.out.exists() else {}
     for row in chosen:
         figures = done.setdefault(name_of(row), {})
-        for side in ("maxtext_jax", "maxtext"):
+        for side in ("own", "maxtext"):
             with tempfile.NamedTemporaryFile() as part:
                 command = [python, __file__, part.name, name_of(row), "--side", side]
                 if side not in figures and not subprocess.run(command, check=False).returncode:
                     figures[side] = json.loads(pathlib.Path(part.name).read_text())
         args.out.write_text(json.dumps(done, indent=1))
         if len(figures) == 2:
-            own, other = figures["maxtext_jax"], figures["maxtext"]
+            own, other = figures["own"], figures["maxtext"]
             ratios = [f"{key} {own[key] / other[key]:.3f}" for key in ("peak_GB", "estimated_ms")]
             print(f"{name_of(row)}: {', '.join(ratios)} of MaxText's", flush=True)
 

@@ -183,10 +183,7 @@ def our_batches(folder: pathlib.Path, **keys: Any) -> Any:
 
 
 def measure_loader(folder: pathlib.Path) -> None:
-    """Measures loaders of whole, shuffled and packed batches.
-
-    Batches end up on the device. The first rows are the peers.
-    """
+    """Measures batches on the device; the first rows are the peers."""
     import jax
 
     flat = folder / "trained"
@@ -196,9 +193,7 @@ def measure_loader(folder: pathlib.Path) -> None:
         "Grain MapDataset over a memmap": lambda: grain_over_memmap(flat),
         "Grain, batched ArrayRecord __getitems__": lambda: grain_over_array_record(flat),
         "MaxText, document masks": lambda: our_batches(flat),
-        "MaxText, cross_document_attention": lambda: our_batches(
-            flat, cross_document_attention=True
-        ),
+        "MaxText, no masks": lambda: our_batches(flat, cross_document_attention=True),
         "MaxText, packing=false": lambda: our_batches(flat, packing=False),
         "MaxText, first_fit": lambda: our_batches(flat, grain_packing_type="first_fit"),
         "MaxText, masked language modeling": lambda: our_batches(flat, **masked),
@@ -207,9 +202,8 @@ def measure_loader(folder: pathlib.Path) -> None:
     costs: dict[str, Cost] = {}
     for name, opened in loaders.items():
         with contextlib.closing(opened()) as batches:
-            costs[name] = cost_of_one(
-                lambda batches=batches: jax.block_until_ready(jax.device_put(next(batches)))
-            )
+            run = lambda: jax.block_until_ready(jax.device_put(next(batches)))  # noqa: E731
+            costs[name] = cost_of_one(run)
     show_rates(f"Loader, batches of {BATCH} x {LENGTH} tokens on the device", "rows", BATCH, costs)
 
 
