@@ -64,11 +64,6 @@ class Key:
             for kind, bound in self.bounds
         )
 
-    @property
-    def entry_names(self) -> tuple[str, ...]:
-        """The names of its entries as they are typed, such as adafactor.momentum."""
-        return tuple(f"{self.name}.{entry}" for entry in self.entries)
-
     @staticmethod
     def condition_text(group: dict[str, Any]) -> str:
         """Formats a group of conditions, e.g. "opt_type=sgd or muon"."""
@@ -165,7 +160,7 @@ def keys_of(section: type[Section]) -> dict[str, Key]:
 
 
 def all_names() -> list[str]:
-    return [name for key in all_keys().values() for name in (key.name, *key.entry_names)]
+    return [one.name for key in all_keys().values() for one in (key, *key.entries.values())]
 
 
 def split_entry(name: str) -> tuple[str, str]:

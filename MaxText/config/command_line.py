@@ -274,7 +274,6 @@ def _show_config(loaded: LoadedConfig) -> str:
 
 
 def _maxtext_report(path: str) -> str:
-    """Returns supported keys, keys accepted with a note, and wrong ones."""
     file = config_files.find_config(path)
     entries, problems = config_files.read(file)
     given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
@@ -301,8 +300,7 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     """Returns the value of a key and its origins, strongest first."""
     key = all_keys()[name]
     origin = loaded.origins[name]
-    default = f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"
-    places = [default]
+    places = [f"{Source.DEFAULT.value}, {values.to_yaml(key.default)}"]
     for setting in loaded.settings:
         if setting.name == name:
             source = f"{setting.origin.source.value}, " if setting.origin.file else ""

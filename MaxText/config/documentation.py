@@ -69,7 +69,8 @@ def _condition(key: Key) -> str:
 
 
 def configuration_md() -> str:
-    shown = [layer for layer in sources.Source if layer not in _NOT_FOR_READERS]
+    hidden = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
+    shown = [layer for layer in sources.Source if layer not in hidden]
     layers = "\n".join(f"{number}. {layer.value}" for number, layer in enumerate(shown, start=1))
     lines = [_MD_HEADER.format(layers=layers).rstrip()]
     for section, keys in keys_by_section().items():
@@ -78,9 +79,6 @@ def configuration_md() -> str:
         for key in keys:
             lines += [_row(key), *map(_row, key.entries.values())]
     return "\n".join(lines) + "\n"
-
-
-_NOT_FOR_READERS = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
 
 
 # Values in the words of a table.
@@ -98,11 +96,9 @@ _SAME_TYPES = {"moe_activations": "as mlp_activations, or null"}  # 50 names
 def _row(key: Key) -> str:
     default = values.to_yaml(key.default)
     default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
-    default = "" if key.entries else default
+    accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
     if key.entries:
-        accepted = "{entry: value}"  # their rows follow
-    else:
-        accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
+        default, accepted = "", "{entry: value}"  # their rows follow
     for words, short in _SHORT_TYPES.items():
         accepted = accepted.replace(words, short)
     accepted = accepted.removeprefix("one of ")

@@ -204,10 +204,6 @@ class AttentionConfig(Section):
     static_sgu_kernel: Natural = key(128, unit="tokens", only_if="static_sgu")
     """Largest distance of the static SGU sum."""
 
-    @property
-    def num_kinds(self) -> int:
-        return sum(len(pattern) * times for pattern, times in self.attention_types)
-
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
         if not self.attention_types:
             return ("global",) * num_layers

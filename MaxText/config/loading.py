@@ -344,12 +344,11 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
 def _find_unused_decoder_block(
     origins: Mapping[str, Origin], kept: Sequence[Setting]
 ) -> list[ConfigIssue]:
-    saved = [
-        s for s in kept if s.origin.source is Source.SAVED_CONFIG and s.name == "decoder_block"
-    ]
+    given = [setting for setting in kept if setting.name == "decoder_block"]
+    saved = [setting for setting in given if setting.origin.source is Source.SAVED_CONFIG]
     if not saved or origins["decoder_block"].source is Source.SAVED_CONFIG:
         return []
-    chosen = [setting for setting in kept if setting.name == "decoder_block"][-1]
+    chosen = given[-1]
     if chosen.value == saved[-1].value or chosen.origin.source is Source.PRESET:
         return []
     what = "decoder_block: has no effect over a saved configuration, which sets every part"

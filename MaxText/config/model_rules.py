@@ -200,12 +200,13 @@ def _no_decode_state(model):
 
 
 @rule("base_num_decoder_layers")
-def _attention_types(attention_types, model, dimensions):
+def _attention_types(attention_types, dimensions):
     if any(times < 1 or not pattern for pattern, times in attention_types):
         return (
             "attention_types: each entry is a pattern of one or more kinds and a count of 1 or more"
         )
-    given, num_layers = model.attention.num_kinds, dimensions.num_layers
+    given = sum(len(pattern) * times for pattern, times in attention_types)
+    num_layers = dimensions.num_layers
     if attention_types and given != num_layers:
         return (
             f"attention_types names {given} layers, and base_num_decoder_layers gives {num_layers}"

@@ -223,7 +223,11 @@ def to_yaml(value: Any) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, float):
-        return _float_text(value)
+        # PyYAML and other YAML 1.1 readers take "3e-05" for text: they want a point.
+        mantissa, exponent, power = repr(value).partition("e")
+        if exponent and "." not in mantissa:
+            mantissa += ".0"
+        return mantissa + exponent + power
     if isinstance(value, UntypedScalar):
         return str(value)
     if hasattr(value, "as_dict"):  # LayerKinds
@@ -236,11 +240,3 @@ def to_yaml(value: Any) -> str:
     if _SIMPLE_TEXT.fullmatch(text) and text.lower() not in _NULL | _TRUE | _FALSE:
         return text
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).strip()
-
-
-def _float_text(value: float) -> str:
-    # PyYAML and other YAML 1.1 readers take "3e-05" for text: they want a point in the mantissa.
-    mantissa, exponent, power = repr(value).partition("e")
-    if exponent and "." not in mantissa:
-        mantissa += ".0"
-    return mantissa + exponent + power

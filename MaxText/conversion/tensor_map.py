@@ -143,9 +143,7 @@ def _linear(spec: ParamSpec) -> TensorLayout:
     matrix = letters.replace("", " ")
     if spec.num_input_dims:
         first = names.count("exp")
-        inputs, outputs = (
-            letters[first:][: spec.num_input_dims],
-            letters[first + spec.num_input_dims :],
-        )
-        matrix = f"{letters[:first]} ({' '.join(outputs)}) ({' '.join(inputs)})"
+        end = first + spec.num_input_dims
+        inputs, outputs = " ".join(letters[first:end]), " ".join(letters[end:])
+        matrix = f"{letters[:first]} ({outputs}) ({inputs})"
     return TensorLayout(matrix.strip(), " ".join(letters))

@@ -197,10 +197,7 @@ def _inline_calls(
 def _inline_iteration(
     equation: Any, reads: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
-    """Inlines a loop of one iteration, as XLA does.
-
-    Slices and stacks become views.
-    """
+    """Inlines a loop of one iteration, as XLA does: stacks become views."""
 
     def reshaped(values: Iterable[Value], variables: Iterable[Any]) -> list[Value]:
         made = []
@@ -239,13 +236,15 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
 
 def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
     restacked = _restacked_results(node)
+    # The gradient of reading a slice.
+    pads_with_constants = node.name == "dynamic_update_slice" and not node.inputs[0].roots
     for place, value in enumerate(node.outputs):
         if place in restacked:
             same = node.inputs[restacked[place]]
             value.roots, value.weight = same.roots, same.weight
         elif node.name == SLICE:
             value.roots = frozenset([value])
-        elif node.name in _WRITTEN and not _updates_constant(node):
+        elif node.name in _WRITTEN and not pads_with_constants:
             value.roots = frozenset([value])
             value.is_square = _makes_squares(node)
             readers = list(_consumers_through_views(value, nodes))
@@ -257,14 +256,6 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
                         value.size = converted.size
         else:
             _fuse(node, value, nodes)
-
-
-def _updates_constant(node: Node) -> bool:
-    """Returns whether a node pads a slice with constants.
-
-    This is the gradient of reading a slice.
-    """
-    return node.name == "dynamic_update_slice" and not node.inputs[0].roots
 
 
 def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
@@ -318,14 +309,10 @@ def _body_of(loop: Any) -> Any:
 
 def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
     """Returns the number of leading arrays sliced or stacked inside."""
-    return next(
-        (
-            place
-            for place, (array, variable) in enumerate(zip(arrays, inside, strict=True))
-            if len(array.shape) > len(variable.aval.shape)
-        ),
-        len(arrays),
-    )
+    for place, (array, variable) in enumerate(zip(arrays, inside, strict=True)):
+        if len(array.shape) > len(variable.aval.shape):
+            return place
+    return len(arrays)
 
 
 def _restacked_results(node: Node) -> dict[int, int]:

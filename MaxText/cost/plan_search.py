@@ -78,16 +78,11 @@ class NothingFits(UserError):
     exit_code = 1
 
 
-def searched_overrides(plan: JobPlan, config: Config) -> dict[str, str]:
-    """Returns a plan's searched keys and values as typed on the command line."""
+def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
     changed = diff_configs(flatten(config), flatten(plan.program.config))
     searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
     # YAML needs these quotes, the command line does not.
-    return {name: changed[name][1].strip('"') for name in searched if name in changed}
-
-
-def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
-    new = searched_overrides(plan, config)
+    new = {name: changed[name][1].strip('"') for name in searched if name in changed}
     kept = [word for word in arguments if word.partition("=")[0] not in new]
     return [*kept, *(f"{name}={value}" for name, value in new.items())]
 
@@ -200,10 +195,14 @@ def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
     slices replicated, sharded, or split by layers. Model, batch or rules may reject some.
     """
     num_devices = hardware.num_devices // hardware.num_slices
+    width = config.model.shape.dimensions.emb_dim
     for within, across in itertools.product(
         _within(config, hardware, num_devices), _across(hardware.num_slices)
     ):
-        sizes = _transposed(within, across, config.model.shape.dimensions.emb_dim)
+        # A factor of fsdp moves to fsdp_transpose, for divisible widths.
+        fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
+        divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
+        sizes = within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
         mesh = {
             size_key(axis, network): of.get(axis, 1)
             for network, of in zip(NETWORKS, (sizes, across), strict=True)
@@ -266,13 +265,6 @@ def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     return _powers(MAX_STAGES if needed > hardware.memory else 1)
-
-
-def _transposed(within: Keys, across: Keys, width: int) -> Keys:
-    """Moves a factor of fsdp to fsdp_transpose, for divisible widths."""
-    fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
-    divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
-    return within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:

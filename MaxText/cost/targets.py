@@ -193,15 +193,13 @@ def devices(target: CompileTarget) -> Sequence[Any]:
 
 
 def _gpus(kind: str, number: int) -> CompileTarget:
-    hosts, per_host = 1, number
-    if number > _GPUS_PER_HOST:
-        hosts, rest = divmod(number, _GPUS_PER_HOST)
-        per_host = _GPUS_PER_HOST
-        if rest:
-            raise UserError(
-                f"compile_topology={kind}-{number}: hosts have {_GPUS_PER_HOST} GPUs; use 1 to "
-                f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
-            )
+    per_host = min(number, _GPUS_PER_HOST)
+    hosts, rest = divmod(number, per_host)
+    if rest:
+        raise UserError(
+            f"compile_topology={kind}-{number}: hosts have {_GPUS_PER_HOST} GPUs; use 1 to "
+            f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
+        )
     memory = _GPUS[kind][3]
     return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
 

@@ -12,11 +12,6 @@ from MaxText.layers.params import Init, constant, param
 Function = Callable[[jax.Array], jax.Array]
 
 
-def _elish(x):
-    """ELiSH (Basirat and Roth 2018); 1 + e^-x as in the paper."""
-    return jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x)
-
-
 def _odd_harmonics(wave: Function, power: int) -> Function:
     """wave(x) - wave(3x) / 3^power + wave(5x) / 5^power - wave(7x) / 7^power."""
     return lambda x: sum(
@@ -58,7 +53,8 @@ ACTIVATIONS: dict[str, Function] = {
     "tanhshrink": lambda x: x - jnp.tanh(x),  # a NameError in GPT-Neo
     "softsign": jax.nn.soft_sign,
     "bipolarsigmoid": lambda x: 2 * jax.nn.sigmoid(x) - 1,
-    "elish": _elish,
+    # Basirat and Roth 2018; 1 + e^-x as in the paper.
+    "elish": lambda x: jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x),
     "arcsinh": jnp.arcsinh,
     "maxsig": lambda x: jnp.maximum(x, jax.nn.sigmoid(x)),
     "cosid": lambda x: jnp.cos(x) - x,
@@ -100,18 +96,6 @@ def _aria2(x, *, lower, upper, offset, factor, rate, root):
     return x * (lower + upper / (jax.nn.softplus(offset) + factor * growth))
 
 
-def _prelu(x, *, slope):
-    return jnp.where(x >= 0, x, slope * x)
-
-
-def _parcsinh(x, *, scale, rate):
-    return scale * jnp.arcsinh(x * (1 + jax.nn.softplus(rate)))
-
-
-def _psoftplus(x, *, scale, rate, offset):
-    return scale * jax.nn.softplus(rate * x) + offset
-
-
 def _proottanh(x, *, power, offset, root):
     """Uses |x|: a fractional power of x itself is NaN for x < 0."""
     powered = jnp.abs(x) ** (2 + jax.nn.softplus(power)) + 1 + jax.nn.softplus(offset)
@@ -123,9 +107,15 @@ LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # ini
         _aria2,
         {"lower": 0.0, "upper": 1.0, "offset": 0.0, "factor": 1.0, "rate": -1.0, "root": 0.0},
     ),
-    "prelu": (_prelu, {"slope": 0.2}),
-    "parcsinh": (_parcsinh, {"scale": 1.0, "rate": 0.0}),
-    "psoftplus": (_psoftplus, {"scale": 1.0, "rate": 1.0, "offset": 0.0}),
+    "prelu": (lambda x, *, slope: jnp.where(x >= 0, x, slope * x), {"slope": 0.2}),
+    "parcsinh": (
+        lambda x, *, scale, rate: scale * jnp.arcsinh(x * (1 + jax.nn.softplus(rate))),
+        {"scale": 1.0, "rate": 0.0},
+    ),
+    "psoftplus": (
+        lambda x, *, scale, rate, offset: scale * jax.nn.softplus(rate * x) + offset,
+        {"scale": 1.0, "rate": 1.0, "offset": 0.0},
+    ),
     "proottanh": (_proottanh, {"power": 0.0, "offset": 0.0, "root": 0.0}),
 }
 

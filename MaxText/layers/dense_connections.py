@@ -141,7 +141,8 @@ class DepthAggregate(nnx.Module):
             self.norm = self.wi = self.wo = None
         else:
             width = C * S * (config.dynamic_dense_last_layer_expand if depth == num_layers else 1)
-            K = _round_hidden_width(width, config.dynamic_dense_hidden_round)
+            rounded = {"reference": (width // 64 + 1) * 64, "ceil": -(-width // 64) * 64}
+            K = rounded.get(config.dynamic_dense_hidden_round, width)
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             draw = init.initializers.connection
             self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
@@ -279,9 +280,3 @@ def _rms_norm_matmul_backward(epsilon, precision, residuals, grad_y_BTK):
 
 
 rms_norm_matmul.defvjp(_rms_norm_matmul_forward, _rms_norm_matmul_backward)
-
-
-def _round_hidden_width(width: int, rounding: str) -> int:
-    if rounding == "reference":
-        return (width // 64 + 1) * 64
-    return -(-width // 64) * 64 if rounding == "ceil" else width

@@ -108,7 +108,10 @@ def causal_linear_attention(
         if epsilon:
             # Clamped to stay finite; beyond 80 the result is 0 in any case.
             below = below + epsilon * jnp.exp(jnp.minimum(-largest_BCK, 80.0))[..., None]
-        o_BCKGH = _safe_divide(above, below[..., None])
+        # 0 for 0 / 0, with a stable gradient.
+        below = below[..., None]
+        size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
+        o_BCKGH = (above / size) / jnp.maximum(below / size, _TINY)
 
         # The new state is that of the last real token's segment.
         last_B = jnp.maximum(real_BC.sum(1) - 1, 0)
@@ -204,12 +207,6 @@ def _running_max(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False)
         return jnp.where(b_begins, b, jnp.maximum(a, b)), a_begins | b_begins
 
     return jax.lax.associative_scan(join, (k, begins), reverse=reverse, axis=1)[0]
-
-
-def _safe_divide(above: jax.Array, below: jax.Array) -> jax.Array:
-    """Returns above / below, 0 for 0 / 0, with a stable gradient."""
-    size = jax.lax.stop_gradient(jnp.maximum(below, _TINY))
-    return (above / size) / jnp.maximum(below / size, _TINY)
 
 
 @register("mixer", "linear_attention")

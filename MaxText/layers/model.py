@@ -26,13 +26,6 @@ def _as_stored(tree: Any) -> Parameters:
     return rest | top_level | ({"head": head} if head else {})
 
 
-def _as_built(parameters: Parameters) -> Parameters:
-    head = dict(parameters.get("head", {}))
-    head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
-    rest = {name: x for name, x in parameters.items() if name not in ("head", *_TOP_LEVEL_HEAD)}
-    return rest | {"head": head}
-
-
 def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
     row, is_recomputed = "", False
     for step in path:
@@ -103,7 +96,10 @@ class Model:
         layers = parameters["layers"]
         if isinstance(layers, tuple):  # from unstack_params
             parameters = parameters | {"layers": self.blueprint.join(layers)}
-        return nnx.merge(self._graphdef, _as_built(parameters))
+        head = dict(parameters.get("head", {}))
+        head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
+        rest = {name: x for name, x in parameters.items() if name not in ("head", *_TOP_LEVEL_HEAD)}
+        return nnx.merge(self._graphdef, rest | {"head": head})
 
     def unstack_params(self, parameters: Parameters) -> Parameters:
         """Returns parameters for generation: an array per layer, as used.

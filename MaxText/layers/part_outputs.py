@@ -14,8 +14,6 @@ from MaxText.config.registry import registration_of
 from MaxText.errors import UserError
 from MaxText.layers.part import Connection, LayerInputs, Part, Position
 
-_NO_ARRAY = (None, None)  # the shape of other objects
-
 
 def describe(part: Any) -> str:
     """Names a part, its class or function, with its registered place."""
@@ -101,7 +99,8 @@ def is_pair(output: Any) -> bool:
 
 
 def _shape(x: Any) -> tuple[int | None, ...]:
-    return () if isinstance(x, int | float) else getattr(x, "shape", _NO_ARRAY)
+    # Objects other than arrays have a shape that fits none.
+    return () if isinstance(x, int | float) else getattr(x, "shape", (None, None))
 
 
 def text_of(returned: Any) -> str:

@@ -156,10 +156,6 @@ def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, slot: jax.Array) ->
     return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, slot, 1)
 
 
-def _set_at_forward(waiting_SMbT, arrived_SbT, slot):
-    return _set_at(waiting_SMbT, arrived_SbT, slot), slot
-
-
 def _set_at_backward(slot, gradient_SMbT):
     # XLA would otherwise read the slot after it is cleared, from a copy.
     arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
@@ -169,4 +165,4 @@ def _set_at_backward(slot, gradient_SMbT):
     return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, slot, 1), arrived_SbT, None
 
 
-_set_at.defvjp(_set_at_forward, _set_at_backward)
+_set_at.defvjp(lambda *arguments: (_set_at(*arguments), arguments[2]), _set_at_backward)

@@ -42,10 +42,6 @@ def _dot(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array) -> jax.Arra
     return _product(kind, dims, a, b, jnp.float8_e4m3fn)
 
 
-def _dot_forward(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array):
-    return _dot(kind, dims, a, b), (a, b)
-
-
 def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
     a, b = operands
     (a_contracted, b_contracted), (a_batch, b_batch) = dims
@@ -55,7 +51,7 @@ def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
     return _grad(kind, dims, a.ndim, b, g, b_free), _grad(kind, swapped, b.ndim, a, g, a_free)
 
 
-_dot.defvjp(_dot_forward, _dot_backward)
+_dot.defvjp(lambda *arguments: (_dot(*arguments), arguments[2:]), _dot_backward)
 
 
 def _grad(

@@ -118,16 +118,12 @@ def apply_rotary_tpu(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.A
     return y_BTNH.astype(x_BTNH.dtype)
 
 
-def _rotate_forward(x_BTNH, sin, cos):
-    return apply_rotary_tpu(x_BTNH, sin, cos), (sin, cos)
-
-
 def _rotate_backward(table, grad_y_BTNH):
     sin, cos = table
     return apply_rotary_tpu(grad_y_BTNH, -sin, cos), None, None
 
 
-apply_rotary_tpu.defvjp(_rotate_forward, _rotate_backward)
+apply_rotary_tpu.defvjp(lambda x, *table: (apply_rotary_tpu(x, *table), table), _rotate_backward)
 
 
 def _join_halves(halves: list[jax.Array], rest: int, fill: float) -> jax.Array:

@@ -66,15 +66,11 @@ def _unstacked(stacked: Any) -> list[Any]:
     return [_take_layer(stacked, index) for index in range(num_layers)]
 
 
-def _unstacked_forward(stacked: Any) -> tuple[list[Any], None]:
-    return _unstacked(stacked), None
-
-
 def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
     return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
 
 
-_unstacked.defvjp(_unstacked_forward, _unstacked_backward)
+_unstacked.defvjp(lambda stacked: (_unstacked(stacked), None), _unstacked_backward)
 
 
 @dataclasses.dataclass(frozen=True)

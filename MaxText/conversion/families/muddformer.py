@@ -84,11 +84,6 @@ _NO_SUMS = "Without sums their program fuses queries, keys and values, which has
 _OWN_NORMS = "Queries, keys and values that read different sums have norms of their own here."
 
 
-def _multiple_of(config: Mapping[str, Any]) -> int:
-    """Returns 8/3 of the width, rounded up to a multiple of 256."""
-    return -(-int(2 * 4 * config["dim"] / 3) // 256) * 256
-
-
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping, ...]:
     return (
         mapped("vocab_size", "vocab_size"),
@@ -156,7 +151,8 @@ MUDDFORMER = _family(
         "proj_bias": False,
         "ffn_bias": False,
     },
-    _settings(1e-6, _multiple_of, expands=False),
+    # 8/3 of the width, rounded up to a multiple of 256.
+    _settings(1e-6, lambda config: -(-int(2 * 4 * config["dim"] / 3) // 256) * 256, expands=False),
     _GATED,
 )
 
