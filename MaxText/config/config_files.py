@@ -129,8 +129,10 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     candidates.append(given)
     if (inside := _inside_shipped(given)) is not None:
         candidates.append(SHIPPED / inside)
-        now = [now for old, now in _RENAMED.items() if str(inside) in (old, Path(old).name)]
-        candidates += [SHIPPED / one for one in now]
+        for old, now in _RENAMED.items():
+            bare = Path(old).name
+            if str(inside) == old or (str(inside) == bare and bare != Path(now).name):
+                candidates.append(SHIPPED / now)
     for candidate in candidates:
         try:
             if candidate.is_file():

@@ -185,6 +185,8 @@ def _options(value: Any, key: Key) -> Options:
     given = {}
     for name, one in value.items():
         name = current_entry(key.name, name)
+        if name in given:
+            raise values.InvalidValueError(f"{name}: given twice")
         if name not in key.entries:
             close = close_matches(name, key.entries) or key.entries
             raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(close)}")
@@ -228,7 +230,8 @@ def format_accepted(key: Key) -> str:
 def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
     name, value, entry = key.name, setting.value, message.partition(":")[0]
     if entry in key.entries:
-        key, value = key.entries[entry], value[entry]
+        value = {current_entry(name, given): one for given, one in value.items()}[entry]
+        key = key.entries[entry]
     facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(value, str):
         facts.append(nearest_fact(value, filter(None, key.choices)))

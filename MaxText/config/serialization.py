@@ -63,14 +63,16 @@ def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values under current key names, without keys known to be gone."""
     values: dict[str, Any] = {}
     for name, value in recorded.items():
+        name, *stage = name.split(" of stage ")  # in the identity of a comparison's arm
         key, entry = split_entry(ALIASES.get(name, name))
+        stored = " of stage ".join([key, *stage])
         if entry:
-            earlier = values.get(key) or all_keys()[key].default.as_dict()
-            values[key] = {**earlier, entry: value}
+            earlier = values.get(stored) or all_keys()[key].default.as_dict()
+            values[stored] = {**earlier, entry: value}
         elif not find_unsupported(key, (key,)):
             is_mapping = isinstance(value, dict) and key in all_keys() and all_keys()[key].entries
-            entries = value.items() if is_mapping else ()
-            values[key] = {current_entry(key, one): v for one, v in entries} if entries else value
+            entries = {current_entry(key, one): v for one, v in value.items()} if is_mapping else {}
+            values[stored] = entries or value
     return values
 
 

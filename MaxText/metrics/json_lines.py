@@ -200,7 +200,8 @@ def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
-            yield line, _current_event(row) if "event" in row and "attempt" in row else row
+            is_earlier = isinstance(row.get("event"), str) and "attempt" in row
+            yield line, _current_event(row) if is_earlier else row
 
 
 # Names in events of earlier versions, read for one release.

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from etils import epath
 
+from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.goodput import Goodput, measure_goodput
@@ -219,4 +220,4 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
             f"{file} is not valid: {error}. Restore it, or remove it to read the run without its "
             "configuration."
         ) from error
-    return {str(name): value for name, value in config.items()}
+    return renamed({str(name): value for name, value in config.items()})

@@ -49,7 +49,7 @@ class Watchdog:
     {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
     After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
     every thread's stack to stderr and exits with exit_codes.STALLED. The phases `startup` (the
-    first), `compile` and `finish` may take six times as long, and so may steps of processes that
+    first), `compile` and `shutdown` may take six times as long, and so may steps of processes that
     wait for it.
     """
 

@@ -6,7 +6,7 @@ from MaxText.config.keys import Count, key
 from MaxText.config.loading import configure, load
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.program_options import ProgramOptions, describe, read_options
-from MaxText.config.serialization import diff_configs, flatten, with_current_names
+from MaxText.config.serialization import diff_configs, flatten, renamed, with_current_names
 
 
 def test_entries_of_stronger_layers_replace_only_themselves(write, monkeypatch):
@@ -48,6 +48,16 @@ def test_older_saved_configurations_load_silently(write, capsys):
         "growth": {"existing_slots_lr_scale": 0.5}, "dynamic_dense_hidden_round": "ceil"
     }  # fmt: skip
     assert diff_configs(current | {"adafactor_momentum": 0.5}, current).keys() == {"adafactor"}
+    # As a comparison identifies a stage of its arms.
+    stage = {f"{name} of stage 1": value for name, value in growth.items()}
+    assert renamed(stage) == {f"{name} of stage 1": v for name, v in renamed(growth).items()}
+
+
+@pytest.mark.parametrize("given", ["-1", "0, existing_slots_lr_scale: 0.5"])
+def test_mistakes_under_an_earlier_name_of_an_entry(write, given):
+    path = write(f"growth: {{old_slots_learning_rate: {given}}}\n")
+    with pytest.raises(ConfigurationError, match=r"existing_slots_lr_scale: (-1\.0 is|given twi)"):
+        load([path])
 
 
 class Options(ProgramOptions):
