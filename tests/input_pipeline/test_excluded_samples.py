@@ -85,7 +85,6 @@ def test_the_position_holds_the_excluded_samples(folder):
     lines.clear()
     again.resume(position)
     assert_same(take(again, 8), whole[9:])
-    # All of it lies behind: nothing to say.
     assert lines == []
     again.resume(early)
     assert "30 to 43" in lines[0]

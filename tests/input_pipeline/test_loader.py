@@ -324,6 +324,5 @@ def test_mistakes(folder, tmp_path, told):
             mistake()
         messages.append(str(caught.value).replace(str(folder), "<set>"))
     told("\n".join(messages))
-    # Just enough.
     open_train(data, vocab_size=largest + 1)
     open_train(data, schedule=BatchSchedule.constant(8, tokens - 1))
