@@ -124,8 +124,9 @@ class RecordImport:
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
         imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
-        kept = [self.path("labels", i).exists() for i, n in enumerate(imported.num_tokens) if n]
-        if imported.has_labels and not all(kept):  # of an earlier version
+        filled = (number for number, count in enumerate(imported.num_tokens) if count)
+        # Not so in an import of an earlier version.
+        if imported.has_labels and not all(self.path("labels", i).exists() for i in filled):
             raise UserError(
                 f"{folder}: only some files have labels. Delete it, and match files of one kind."
             )
