@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.checkpointing.history import HealthyCheckpoints, Rollback, read_rollbacks
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import make_train_iterator
@@ -24,7 +24,8 @@ from tests.refusals import refused
 
 def batches(seed=0):
     keys = {"dataset_type": "synthetic", "data_shuffle_seed": seed, "vocab_size": 50}
-    return make_train_iterator(configure(max_target_length=8, **keys), BatchSchedule.constant(4, 8))
+    config = load_config(max_target_length=8, **keys)
+    return make_train_iterator(config, BatchSchedule.constant(4, 8))
 
 
 def rollback(number=1, to=6, samples=(28, 36)):

@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import runner, step_timing
@@ -82,7 +82,7 @@ def test_printed_lines_are_a_script(trained, configs, monkeypatch):
     differences = [line for line in lines if line.startswith("# warning: ")]
     assert any("warmup_steps_fraction: " in line and "0.5 (b)" in line for line in differences)
     monkeypatch.delenv("M_STEPS")
-    config = configure("out/a/seed_0.yml")
+    config = load_config("out/a/seed_0.yml")
     assert (config.run.steps, config.run.run_name) == (8, "seed_0")
 
 
