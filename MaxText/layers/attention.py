@@ -12,7 +12,7 @@ from MaxText.config.registry import lookup, register
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
@@ -103,17 +103,17 @@ class Attention(Mixer):
             return 0, min(window, length) * bytes_per_token
         return bytes_per_token, config.attention.num_mem_kv * bytes_per_token
 
-    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return self._run(x_BTD, context, None)[0], {}
 
-    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, State]:
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, State]:
         return self._run(x_BTD, context, None)
 
-    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, State]:
+    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         return self._run(x_BTD, context, state)
 
-    def _run(self, inputs: Any, context: Context, state: State | None) -> tuple[jax.Array, Any]:
-        q_BTD, k_BTD, v_BTD = inputs
+    def _run(self, x: Any, context: ForwardContext, state: State | None) -> tuple[jax.Array, Any]:
+        q_BTD, k_BTD, v_BTD = x
         q_BTNH = tag(self.query(q_BTD), "query_proj")
         k_BTKH = tag(self.key(k_BTD), "key_proj")
         v_BTKH = self.values(v_BTD, context)
@@ -127,7 +127,7 @@ class Attention(Mixer):
         o_BTNH = constrain(o_BTNH, *QUERY_AXES)
         return tag(self.out(o_BTNH), "out_proj"), state
 
-    def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
+    def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         return tag(self.value(v_BTD), "value_proj")
 
     def _core(
@@ -135,7 +135,7 @@ class Attention(Mixer):
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
-        context: Context,
+        context: ForwardContext,
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
         config = self.config
@@ -176,7 +176,7 @@ class Attention(Mixer):
         v_BTKH: jax.Array,
         spec: AttentionSpec,
         memory: PersistentKV | None,
-        context: Context,
+        context: ForwardContext,
     ) -> jax.Array:
         config = self.config
         segments_BT, key = context.segments_BT, context.key_for(0)

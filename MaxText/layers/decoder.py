@@ -15,7 +15,7 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.block_variants import block_class
 from MaxText.layers.capture import record, scope
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         positions_BT = batch.positions_BT
         if positions_BT is None:
             positions_BT = _positions(batch.tokens_BT)
-        context = Context(
+        context = ForwardContext(
             segments_BT=batch.segments_BT,
             dropout_key=dropout_key,
             training=training,
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
+        def apply(layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int):
             return self._layer(layer, carry, context, index, None)[:2]
 
         carry = self.connections.begin(x_BTD)
@@ -157,25 +157,22 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, States]:
         """Prefills states of `capacity` >= T from right-padded prompts."""
         positions_BT = _positions(tokens_BT)
-        context = Context(
-            capacity=capacity,
-            lengths_B=lengths_B,
-            **self._for_mixers(positions_BT),
-        )
+        own = self._for_mixers(positions_BT)
+        context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **own)
         return self._with_states(tokens_BT, positions_BT, context, None)
 
     def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
         """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
-        context = Context(positions_BT=positions_BT, **self._for_mixers(positions_BT))
+        context = ForwardContext(positions_BT=positions_BT, **self._for_mixers(positions_BT))
         return self._with_states(tokens_BT, positions_BT, context, states)
 
     def _with_states(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        context: Context,
+        context: ForwardContext,
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
@@ -186,7 +183,7 @@ class Decoder(nnx.Module):
         return h_BTD, (*new_states, self.head.state(h_BTD, tokens_BT, context, earlier))
 
     def _unrolled(
-        self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
+        self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
     ) -> tuple[jax.Array, Scalars, States]:
         def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
@@ -205,7 +202,7 @@ class Decoder(nnx.Module):
         return part_outputs.check_like(self.connections, "end", end(carry), x_BTD), scalars, states
 
     def _layer(
-        self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
+        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
@@ -226,7 +223,9 @@ class Decoder(nnx.Module):
         ]
         return {**own, "others": tuple(others)}
 
-    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
+    def _embed(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
+    ) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
         part = self.position_embedder
         added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
@@ -238,7 +237,8 @@ class Decoder(nnx.Module):
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
-        return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
+        context = ForwardContext(segments_BT=batch.segments_BT)
+        return self.head.state(h_BTD, batch.tokens_BT, context)
 
     def logits(
         self,

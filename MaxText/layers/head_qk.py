@@ -16,7 +16,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention_flops import average_keys_visible
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
@@ -73,7 +73,7 @@ class HeadQK(LinearHead):
         self,
         h_BTD: jax.Array,
         tokens_BT: jax.Array,
-        context: Context,
+        context: ForwardContext,
         earlier: HeadQKCache | None = None,
     ) -> HeadQKCache:
         new = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)

@@ -16,7 +16,7 @@ from MaxText.layers.activations import (
     rrelu,
 )
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.moe import RoutedMoE
 from MaxText.layers.params import Init
@@ -71,7 +71,7 @@ class MLP(FeedForward):
         self.rng_stream = rng_stream
         self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
             branch = tag(getattr(self, name)(x_BTD), "mlpwi")
@@ -81,7 +81,9 @@ class MLP(FeedForward):
         h_BTF = constrain(h_BTF, "activation_batch", "activation_length", "activation_mlp")
         return tag(self.wo(h_BTF), "mlpwo"), {}
 
-    def _activated(self, name: str, activation: str, x: jax.Array, context: Context) -> jax.Array:
+    def _activated(
+        self, name: str, activation: str, x: jax.Array, context: ForwardContext
+    ) -> jax.Array:
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
@@ -110,7 +110,7 @@ class RoutedMoE(nnx.Module):
         chosen = config.moe_activations or activations
         self.experts = Experts(config.num_experts, width, chosen, init, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
         config = self.config
         batch, length, width = x_BTD.shape
@@ -138,7 +138,7 @@ class RoutedMoE(nnx.Module):
             y = self._capacity_dispatch(x, gates, choices, routed, capacity)
         return y.reshape(batch, length, width), scalars
 
-    def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
+    def _policy(self, gates: jax.Array, context: ForwardContext) -> jax.Array:
         config = self.config
         mask = jnp.ones(gates.shape, bool)
         if config.num_experts_per_tok != 2:

@@ -16,7 +16,7 @@ from MaxText.config.layer_sections import PattentionConfig, SlotPlace
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.params import Init, Initializer, Shape
@@ -183,5 +183,5 @@ class PattentionFeedForward(Pattention, FeedForward):
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
         return _sharded_slots(layer, "ffn")
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return tag(self.attend(x_BTD), "mlpwo"), {}

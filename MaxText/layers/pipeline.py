@@ -22,7 +22,7 @@ from flax import nnx
 
 from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.model_sections import RematPolicy
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.stack import Blueprint, scan_cycle
 from MaxText.parallelism.logical_sharding import HIDDEN, constrain, merge_batch, split_batch
 
@@ -31,8 +31,8 @@ def pipeline_apply(
     layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
     inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
-    context: Context,
-    apply: Callable[[Any, Any, Context, jax.Array], tuple[Any, dict[str, jax.Array]]],
+    context: ForwardContext,
+    apply: Callable[[Any, Any, ForwardContext, jax.Array], tuple[Any, dict[str, jax.Array]]],
     *,
     schedule: PipelineSchedule,  # with as many stages as the current mesh
     policy: RematPolicy,
