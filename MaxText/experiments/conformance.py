@@ -572,7 +572,7 @@ CHECKS = (
     Check("FLOPs", _flops, "flops() counts the products besides those of weights"),
     Check("formats", _formats, "the output has the format of x, a state always the same"),
     Check("bfloat16", _bfloat16, "sums, norms and softmax in float32"),
-    Check("8 devices", _devices, "no sizes of one device in the code; constrain() activations"),
+    Check("8 devices", _devices, "no sizes of one device; with_logical_constraint() activations"),
     Check("resume", _resume, "everything that training changes has to be a weight"),
     Check("growth", _growth, "an axis is slots only where a slot with key 0 adds nothing"),
 )

@@ -20,7 +20,11 @@ from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import apply_rotary
-from MaxText.parallelism.logical_sharding import constrain, current_sharding, split_axes
+from MaxText.parallelism.logical_sharding import (
+    current_sharding,
+    split_axes,
+    with_logical_constraint,
+)
 
 QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 KEY_AXES = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
@@ -121,10 +125,10 @@ class Attention(Mixer):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None:
             q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
-        q_BTNH = constrain(q_BTNH, *QUERY_AXES)
-        k_BTKH, v_BTKH = constrain(k_BTKH, *KEY_AXES), constrain(v_BTKH, *KEY_AXES)
+        q_BTNH = with_logical_constraint(q_BTNH, *QUERY_AXES)
+        k_BTKH, v_BTKH = (with_logical_constraint(x, *KEY_AXES) for x in (k_BTKH, v_BTKH))
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = constrain(o_BTNH, *QUERY_AXES)
+        o_BTNH = with_logical_constraint(o_BTNH, *QUERY_AXES)
         return tag(self.out(o_BTNH), "out_proj"), state
 
     def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
@@ -200,7 +204,7 @@ class Attention(Mixer):
                 return tag(o_BTNH, "context")
             if not flash:
                 whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
-                k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+                k_BTKH, v_BTKH = (with_logical_constraint(x, *whole) for x in (k_BTKH, v_BTKH))
             parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
         if flash:
             assert memory is None, config

@@ -14,7 +14,7 @@ from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
-from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
 # activations. Drop path uses the id of dropout plus _PATH.
@@ -62,7 +62,7 @@ class Block(nnx.Module):
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         out, more = self.feed_forward(h_BTD, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, add_scalars(scalars, more), state
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -73,7 +73,7 @@ class Block(nnx.Module):
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: ForwardContext, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
         mixer = self.self_attention
-        normed = jax.tree.map(lambda x_BTD: constrain(x_BTD, *BRANCH_INPUT), normed)
+        normed = jax.tree.map(lambda x_BTD: with_logical_constraint(x_BTD, *BRANCH_INPUT), normed)
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
@@ -90,13 +90,13 @@ class Block(nnx.Module):
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def run_mlp(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        x_BTD = constrain(x_BTD, *BRANCH_INPUT)
+        x_BTD = with_logical_constraint(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
             return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
     def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""
-        x_BTD = constrain(x_BTD, *HIDDEN)
+        x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
         if self.path_rate == 0.0 or key is None:

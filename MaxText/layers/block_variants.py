@@ -14,7 +14,7 @@ from MaxText.layers.mlp import MLP as PlainMLP
 from MaxText.layers.params import Init, param, zeros
 from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.layers.static_sgu import BesideStaticSGU
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
 
@@ -69,7 +69,7 @@ class ParallelBlock(Block):
             out, more = self.run_mlp(normed[0], context)
         else:
             out, more = self.feed_forward(inputs.r, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, add_scalars(scalars, more), state
 
 
@@ -85,7 +85,7 @@ class BlockWithoutMixer(Block):
     ) -> tuple[jax.Array, Scalars, Any]:
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, scalars, state
 
 

@@ -25,7 +25,7 @@ from MaxText.layers.part import Position, Scalars
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain, current_num_stages
+from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
 
 States = tuple[Any, ...]  # decode states: one per layer, then the head's
 
@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
             )
         x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
-            x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
+            x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
 
     def prefill(
@@ -231,7 +231,7 @@ class Decoder(nnx.Module):
         added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
-        x_BTD = constrain(x_BTD, *HIDDEN)
+        x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
         shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
         like = jax.ShapeDtypeStruct(shape, jnp.float32)
         part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
-        return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
+        return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)

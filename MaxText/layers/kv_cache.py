@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, attend, prepend_memories
-from MaxText.parallelism.logical_sharding import constrain
+from MaxText.parallelism.logical_sharding import with_logical_constraint
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 
@@ -146,7 +146,7 @@ def _ring_positions(lengths_B: jax.Array, window: int) -> jax.Array:
 
 
 def _constrained(slots: jax.Array) -> jax.Array:
-    return constrain(slots, *_AXES[-slots.ndim :])
+    return with_logical_constraint(slots, *_AXES[-slots.ndim :])
 
 
 def capacity_of(states: Any) -> int | None:

@@ -21,7 +21,7 @@ from MaxText.layers.dense import Dense
 from MaxText.layers.moe import RoutedMoE
 from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.parallelism.logical_sharding import constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, with_logical_constraint
 
 _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
@@ -78,7 +78,7 @@ class MLP(FeedForward):
             branch = self._activated(name, activation, branch, context)
             h_BTF = branch if h_BTF is None else h_BTF * branch
         assert h_BTF is not None
-        h_BTF = constrain(h_BTF, "activation_batch", "activation_length", "activation_mlp")
+        h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
         return tag(self.wo(h_BTF), "mlpwo"), {}
 
     def _activated(

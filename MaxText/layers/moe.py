@@ -20,7 +20,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
-from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
+from MaxText.parallelism.logical_sharding import current_batch_axes, with_logical_constraint
 
 
 def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int, int]:
@@ -206,16 +206,16 @@ class RoutedMoE(nnx.Module):
         # Resharded from groups to experts and back; slots of an expert shard like tokens.
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
-        filled = constrain(constrain(filled, *by_group), *by_expert)
+        filled = with_logical_constraint(with_logical_constraint(filled, *by_group), *by_expert)
         einsum = functools.partial(
             jnp.einsum, precision=experts.precision, _dot_general=experts.dot_general
         )
         branches = [
             tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()
         ]
-        hidden = constrain(experts.gated(branches), *by_expert[:3], "activation_mlp")
+        hidden = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
         out = tag(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
-        out = constrain(constrain(out, *by_expert), *by_group)
+        out = with_logical_constraint(with_logical_constraint(out, *by_expert), *by_group)
         out = out.reshape(num_groups, num_experts * capacity, width)
 
         def collect(out_D: jax.Array, slot_S: jax.Array) -> jax.Array:
