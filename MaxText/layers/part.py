@@ -37,7 +37,7 @@ class Flops(NamedTuple):
     """Forward FLOPs per token in one layer, besides 2 per weight."""
 
     by_rule: float  # as the MFU counts: products of tokens with tokens or with a state
-    executed: float | None = None  # by the backend, masked products included; None is `by_rule`
+    hardware_flops: float | None = None  # masked products included; None is `by_rule`
     recomputed: float = 0.0  # executed again by the backward pass under every remat policy
     backward: int = 2  # backward FLOPs per forward FLOP
     kept: float = 0.0  # executed, and never recomputed by the backward pass; nan if unknown
@@ -134,7 +134,7 @@ class Mixer(Part):
 
     @classmethod
     def notes(cls, config: Any, length: int) -> tuple[str, str]:
-        """Returns FLOPs table footnotes about `by_rule` and `executed`, or ""."""
+        """Returns FLOPs table footnotes about `by_rule` and `hardware_flops`, or ""."""
         return "", ""
 
     @classmethod

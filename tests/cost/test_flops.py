@@ -96,8 +96,8 @@ def test_products_of_the_traced_program_equal_the_formula(name):
 def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
     count, plain, tokens = traced_products(SMALL)
     unknown, minimal, _ = traced_products(SMALL | {"remat_policy": "minimal"})
-    again = sum(part.executed for part in count.parts if part.name.startswith("attention "))
-    again -= next(part.executed for part in count.parts if part.name == "attention output")
+    again = sum(part.hardware_flops for part in count.parts if part.name.startswith("attention "))
+    again -= next(part.hardware_flops for part in count.parts if part.name == "attention output")
     assert minimal - plain == again * tokens
     assert unknown.executed_per_token is None
     assert unknown.per_token == count.per_token
@@ -164,7 +164,7 @@ def test_experts_by_hand():
     # 16 tokens: 1.5 * 16 / 8 = 3 places for each of 8 experts.
     one = 2 * L * 3 * D * F
     assert parts["feed-forward"] == PartFlops("feed-forward", one * E // 2, k * one, 24 / 16 * one)
-    assert parts_of(**keys)["feed-forward"].executed == k * one
+    assert parts_of(**keys)["feed-forward"].hardware_flops == k * one
 
 
 def test_shared_weights_are_held_once_and_macarons_twice():
