@@ -69,7 +69,7 @@ class Attention(Mixer):
         memories = attention.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
             param(
-                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.memory,
+                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.persistent_kv,
                 dtype=init.weight_dtype,
             )
             if memories
@@ -159,11 +159,11 @@ class Attention(Mixer):
             assert isinstance(state, KeyValueCache)
             state = state.append(k_BTKH, v_BTKH, context.positions_BT)
             return state.attend(q_BTNH, context.positions_BT, spec), state
-        memory = None
+        persistent_kv = None
         if self.memory_key is not None and self.memory_value is not None:
-            memory = (self.memory_key[...], self.memory_value[...])
-            memory = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), memory)
-        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, memory, context)
+            persistent_kv = (self.memory_key[...], self.memory_value[...])
+            persistent_kv = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), persistent_kv)
+        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, persistent_kv, context)
         if context.capacity is None:
             return o_BTNH, None
         if window is not None:
@@ -171,7 +171,7 @@ class Attention(Mixer):
             # The window may be longer than any sequence.
             slots = min(window, self.max_length)
             return o_BTNH, SlidingWindowCache.from_prefill(k_BTKH, v_BTKH, context.lengths_B, slots)
-        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, memory)
+        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, persistent_kv)
 
     def _softmax(
         self,
@@ -179,7 +179,7 @@ class Attention(Mixer):
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         spec: AttentionSpec,
-        memory: PersistentKV | None,
+        persistent_kv: PersistentKV | None,
         context: ForwardContext,
     ) -> jax.Array:
         config = self.config
@@ -198,8 +198,8 @@ class Attention(Mixer):
                 balanced = config.context_parallel_load_balance
                 o_BTNH = ring_attention(
                     q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
-                    segments_BT=segments_BT, memory=memory, block_size=block_size,
-                    balanced=balanced,
+                    segments_BT=segments_BT, persistent_kv=persistent_kv,
+                    block_size=block_size, balanced=balanced,
                 )  # fmt: skip
                 return tag(o_BTNH, "context")
             if not flash:
@@ -207,7 +207,7 @@ class Attention(Mixer):
                 k_BTKH, v_BTKH = (with_logical_constraint(x, *whole) for x in (k_BTKH, v_BTKH))
             parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
         if flash:
-            assert memory is None, config
+            assert persistent_kv is None, config
             assert not drops, config
             return flash_attention(
                 q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
@@ -215,8 +215,8 @@ class Attention(Mixer):
             )  # fmt: skip
         o_BTNH = dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, spec,
-            segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
-            dropout_rate=self.dropout_rate, dropout_key=key,
+            segments_BT=segments_BT, persistent_kv=persistent_kv, block_size=block_size,
+            parts=parts, dropout_rate=self.dropout_rate, dropout_key=key,
         )  # fmt: skip
         return tag(o_BTNH, "context")
 

@@ -28,7 +28,11 @@ class KeyValueCache:
 
     @classmethod
     def from_prefill(
-        cls, k_BTKH: jax.Array, v_BTKH: jax.Array, capacity: int, memory: PersistentKV | None = None
+        cls,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        capacity: int,
+        persistent_kv: PersistentKV | None = None,
     ) -> "KeyValueCache":
         """Returns a cache of `capacity` slots with the first T in use."""
 
@@ -40,7 +44,7 @@ class KeyValueCache:
                 x_BKSH = prepend_memories(memory_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
-        keys, values = memory or (None, None)
+        keys, values = persistent_kv or (None, None)
         num_memories = 0 if keys is None else keys.shape[0]
         return cls(slots(k_BTKH, keys), slots(v_BTKH, values), num_memories)
 
