@@ -29,7 +29,7 @@ def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledSt
     )
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
     setup = setup_train(config, sharding)
-    for choice in setup.choices:
+    for choice in setup.auto_choices:
         print(f"    {choice}")
     shape, rows = setup.model.config.shape, round(keys["per_device_batch_size"] * len(devices))
     shapes = batch_shapes(rows, shape.max_target_length, with_documents=False)
