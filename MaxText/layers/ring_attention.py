@@ -258,9 +258,9 @@ class _Ring:
             def one_block(key_state: Any, xs: Any) -> tuple[Any, Any]:
                 states = xs[1], key_state
                 attend_block = functools.partial(block_fn, xs[0], keys)
-                if (sees := self._sees_any(xs[0], keys)) is not True:
+                if (visible := self._any_visible(xs[0], keys)) is not True:
                     query_state, key_state = jax.lax.cond(
-                        sees, attend_block, lambda *same: same, *states
+                        visible, attend_block, lambda *same: same, *states
                     )
                 else:
                     query_state, key_state = attend_block(*states)
@@ -271,16 +271,16 @@ class _Ring:
 
         return jax.lax.scan(one_piece, query_state, (keys, key_state))
 
-    def _sees_any(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
+    def _any_visible(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
         causal, window = self.spec.causal, self.spec.window
         if keys.positions_S is None or (not causal and window is None):
             return True
         nearest = rows.positions_R[0] - keys.positions_S[-1]
         farthest = rows.positions_R[-1] - keys.positions_S[0]
-        sees: Any = farthest >= 0 if causal else True
+        visible: Any = farthest >= 0 if causal else True
         if window is not None:
-            sees = sees & (nearest < window) & (farthest >= -window)
-        return sees
+            visible = visible & (nearest < window) & (farthest >= -window)
+        return visible
 
     def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
