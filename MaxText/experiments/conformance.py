@@ -25,7 +25,7 @@ from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
 from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
-from MaxText.layers.kv_cache import with_capacity
+from MaxText.layers.kv_cache import resize
 from MaxText.layers.model import Model, Parameters
 from MaxText.layers.stack import SAVED_NAMES
 from MaxText.parallelism.mesh import make_sharding_plan
@@ -395,7 +395,7 @@ def _formats(subject: Subject) -> str | None:
         decoder, token = model.merge(params), jnp.zeros((2, 1), int)
         small, large = (_prefill_states(decoder, capacity) for capacity in (LENGTH // 2, LENGTH))
         _, after = decoder.decode_step(token, jnp.full((2, 1), PROMPT), large)
-        return with_capacity(small, LENGTH), large, after
+        return resize(small, LENGTH), large, after
 
     grown, large, after = map(jax.tree.leaves, jax.eval_shape(states, model.abstract))
     if after != large:

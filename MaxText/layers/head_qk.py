@@ -37,7 +37,7 @@ class HeadQKCache:
     def capacity(self) -> int:
         return self.tokens_BS.shape[1]
 
-    def with_capacity(self, capacity: int) -> "HeadQKCache":
+    def resize(self, capacity: int) -> "HeadQKCache":
         spare = (0, capacity - self.capacity)
         return HeadQKCache(
             jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
@@ -80,7 +80,7 @@ class HeadQK(LinearHead):
         if earlier is not None:
             assert context.positions_BT is not None
             return earlier.append(new, context.positions_BT)
-        return new if context.capacity is None else new.with_capacity(context.capacity)
+        return new if context.capacity is None else new.resize(context.capacity)
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:

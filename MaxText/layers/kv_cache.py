@@ -80,7 +80,7 @@ class KeyValueCache:
     def capacity(self) -> int:
         return self.keys.shape[-2] - self.num_memories
 
-    def with_capacity(self, capacity: int) -> "KeyValueCache":
+    def resize(self, capacity: int) -> "KeyValueCache":
         spare = capacity - self.capacity
 
         def padded(slots: jax.Array) -> jax.Array:
@@ -159,12 +159,12 @@ def capacity_of(states: Any) -> int | None:
     return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 
 
-def with_capacity(states: Any, capacity: int) -> Any:
+def resize(states: Any, capacity: int) -> Any:
     def grown(node: Any) -> Any:
-        return node.with_capacity(capacity) if _can_grow(node) else node
+        return node.resize(capacity) if _can_grow(node) else node
 
     return jax.tree.map(grown, states, is_leaf=_can_grow)
 
 
 def _can_grow(node: Any) -> bool:
-    return hasattr(node, "with_capacity")
+    return hasattr(node, "capacity")  # NumPy's arrays have `resize`, too

@@ -124,7 +124,7 @@ class Mixer(Part):
         """Returns the output of right-padded prompts and the states after them.
 
         State that grows with tokens has room for `context.capacity` and can be enlarged: a
-        KeyValueCache, or another registered dataclass with `capacity` and `with_capacity`.
+        KeyValueCache, or another registered dataclass with `capacity` and `resize`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
