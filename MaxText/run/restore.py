@@ -207,7 +207,7 @@ def restore_data_position(
         batches.seek(restored.first_step)
     else:
         try:
-            batches.resume(restored.position)
+            batches.set_state(restored.position)
         except UserError as error:
             if restored.how != "growth":
                 raise
