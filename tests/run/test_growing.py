@@ -89,8 +89,8 @@ def test_the_run_that_is_written(small, tmp_path):
     [
         ([], "slot_num"),
         (["slot_num=6"], "slots"),
-        (["slot_num=4"], "growth.allow_shrinking=true"),
-        (["slot_num=10", "growth.moments=reused"], "growth.moments"),
+        (["slot_num=4"], "growth.allow_truncation=true"),
+        (["slot_num=10", "growth.opt_state=reused"], "growth.opt_state"),
         (["slot_num=10", "--verify"], "--verify"),
         (["slot_num=10", "dtype=float32", "max_shard_size=1GB"], "dtype=float32"),
         (["slot_num=10", "growth_mod=zero"], "growth.mode"),
