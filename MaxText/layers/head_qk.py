@@ -108,11 +108,7 @@ class HeadQKScores(nnx.Module):
         self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
 
     def __call__(
-        self,
-        logits_BTV: jax.Array,
-        h_BTD: jax.Array,
-        cache: HeadQKCache,
-        positions_BT: jax.Array,
+        self, logits_BTV: jax.Array, h_BTD: jax.Array, cache: HeadQKCache, positions_BT: jax.Array
     ) -> jax.Array:
         """Adds scores of tokens up to `positions_BT`; B may be 1."""
         query_BTE = self.query(h_BTD)

@@ -8,13 +8,7 @@ from flax import nnx
 from MaxText.config.layer_sections import FeedForwardConfig
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
-from MaxText.layers.activations import (
-    ACTIVATIONS,
-    LEARNED,
-    OVER_FEATURES,
-    LearnedActivation,
-    rrelu,
-)
+from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, LearnedActivation, rrelu
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense

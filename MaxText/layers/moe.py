@@ -35,12 +35,7 @@ class Experts(nnx.Module):
     """E MLPs without biases, plain or gated, stacked along an expert axis."""
 
     def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        activations: tuple[str, ...],
-        init: Init,
-        rngs: nnx.Rngs,
+        self, num_experts: int, width: int, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs
     ):
         D, draw = init.dimensions.emb_dim, init.initializers
         self.activations = activations
@@ -88,13 +83,7 @@ class RoutedMoE(nnx.Module):
     rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
     not_recomputed = ()  # gates read the output of each expert
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        activations: tuple[str, ...],
-        init: Init,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: MoEConfig, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs):
         dimensions = init.dimensions
         self.config = config
         self.gate = Dense(
