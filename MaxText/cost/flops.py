@@ -117,8 +117,7 @@ class FlopCount:
     def executed_per_token(self) -> float | None:
         if self.recomputed is None:
             return None
-        once = sum((1 + part.backward) * part.hardware_flops for part in self.parts)
-        return once + self.recomputed
+        return sum((1 + one.backward) * one.hardware_flops for one in self.parts) + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
         return self.per_token * num_tokens / 1e12
