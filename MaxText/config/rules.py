@@ -289,7 +289,7 @@ def _moments(growth, opt_type):
     if growth.opt_state == "warmed" and opt_type not in ("adamw", "muon"):
         return (
             "growth.opt_state=warmed needs Adam's second moments, which opt_type="
-            f"{opt_type} does not have\ngrowth.moments=reused\ngrowth.moments=zeroed"
+            f"{opt_type} does not have\ngrowth.opt_state=reused\ngrowth.opt_state=zeroed"
         )
 
 
