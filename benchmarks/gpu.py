@@ -1,6 +1,6 @@
 """Tokens per second on one GPU, also with PyTorch and fp8.
 
-    python benchmarks/gpu.py OUT.json                     all rows, about 7 minutes on an H100
+    python benchmarks/gpu.py OUT.json                     all rows, about 6 minutes
     python benchmarks/gpu.py OUT.json gpt2 torch          chosen rows
 
 Runs `train.py` once per row on synthetic data and takes the median of the last half of its steps.
@@ -32,7 +32,6 @@ ROWS = {
     "1b blocked": ONE_BILLION + "attention=blocked",
     "1b int8": ONE_BILLION + "attention=flash quantization=int8",
     "gpt2 scanned": GPT2 + "remat_policy=none scan_layers=true",
-    "gpt2 padded vocabulary": GPT2 + "remat_policy=none vocab_size=50304",
 }
 
 

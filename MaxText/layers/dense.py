@@ -7,8 +7,11 @@ from flax import nnx
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.params import Init, Initializer, Shape, param, zeros
+from MaxText.parallelism.logical_sharding import current_sharding, platform, split_axes
 
 Axes = tuple[str | None, ...]
+
+_VOCAB_ALIGNMENT = 128  # GPT-2 small trains 17 % faster on an H200 with 50304 logits than 50257
 
 
 class Dense(nnx.Module):
@@ -27,6 +30,7 @@ class Dense(nnx.Module):
         used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
     ):
         self.num_input_dims = len(inputs)
+        self.axes = axes
         self.dtype = used_in or init.dtype
         self.precision = init.precision
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
@@ -45,13 +49,25 @@ class Dense(nnx.Module):
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         y = self.dot_general(
             x.astype(dtype),
-            self.kernel[...].astype(dtype),
+            pad_vocab(self.kernel[...].astype(dtype), self.axes),
             (contracted, ((), ())),
             precision=self.precision,
-        )
+        )[..., : self.kernel.shape[-1]]
         if self.bias is not None:
             y = y + self.bias[...].astype(dtype)
         return y
+
+
+def pad_vocab(kernel: jax.Array, axes: Axes) -> jax.Array:
+    """Pads the vocabulary of a head on GPUs; the caller drops the additional logits."""
+    if "vocab" not in axes or platform() != "gpu":
+        return kernel
+    dim, sharding = axes.index("vocab"), current_sharding(axes, kernel.shape)
+    if sharding is not None and split_axes(sharding, dim):
+        return kernel
+    widths = [(0, 0)] * kernel.ndim
+    widths[dim] = 0, -kernel.shape[dim] % _VOCAB_ALIGNMENT
+    return jnp.pad(kernel, widths)
 
 
 def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:

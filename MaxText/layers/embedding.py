@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from MaxText.layers.dense import pad_vocab
 from MaxText.layers.params import Init, param
 
 
@@ -44,5 +45,6 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         if rounded is not None:
             table = table.astype(rounded)
-        table = table.astype(dtype)
-        return jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)
+        table = pad_vocab(table.astype(dtype), ("vocab", "embed"))
+        logits = jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)
+        return logits[..., : self.embedding.shape[0]]

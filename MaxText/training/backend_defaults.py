@@ -16,8 +16,6 @@ CPU_UNROLLED_WIDTH = 512
 # Measured on one H100 in bfloat16: GPT-2 small unrolled is 39 % faster, 16 layers of width 2048
 # 4 %, and both compile as fast as scanned.
 GPU_UNROLLED_LAYERS = 16
-# The same job with 50304 in place of 50257.
-_VOCABULARY = "a multiple of 128 is faster (GPT-2 small on an H100: 23 %)"
 
 
 def resolve_auto(
@@ -53,8 +51,6 @@ def resolve_auto(
     else:
         scanned, reason = True, "compile time does not grow with depth"
     scan = choose("scan_layers", config.memory.scan_layers, scanned, reason)
-    if backend == "gpu" and dimensions.vocab_size % 128:
-        lines.append(f"vocab_size={dimensions.vocab_size}: {_VOCABULARY}")
     unrolled_cpu = on_cpu and not scan
     policy = choose(
         "remat_policy",

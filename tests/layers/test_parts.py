@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
+from MaxText.layers import dense
 from MaxText.layers.model import Model
 from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
@@ -122,13 +123,16 @@ TIED = {"logits_via_embedding": True}
         (TIED | {"normalize_embedding_logits": False}, lambda x, w: x),
     ],
 )
-def test_head(keys, formula):
+def test_head(keys, formula, monkeypatch):
     decoder, weights = with_parameters(**keys)
     is_tied, h_BTD = "logits_via_embedding" in keys, hidden_states(2, 5, 32)
     assert ("logits_dense/kernel" in weights) == (not is_tied)
     plain = weights["token_embedder/embedding"].T if is_tied else weights["logits_dense/kernel"]
     expected = formula(h_BTD @ plain, weights)
-    np.testing.assert_allclose(decoder.logits(h_BTD), expected, rtol=1e-4, atol=1e-3)
+    for padded in (False, True):
+        np.testing.assert_allclose(decoder.logits(h_BTD), expected, rtol=1e-4, atol=1e-3)
+        assert ("[2,5,128]" in str(jax.make_jaxpr(decoder.logits)(h_BTD))) == padded
+        monkeypatch.setattr(dense, "platform", lambda: "gpu")
 
 
 WIDE = {

@@ -1,7 +1,7 @@
 """Builds a tokenized dataset in a staging folder, resumably.
 
     <staging>/build_spec.json  tokenization settings
-    <staging>/shards/          entries of finished shards, see token_shards
+    <staging>/shards/          ledger of finished shards, see token_shards
     <staging>/data_set/        the dataset, complete once it has a manifest
 
 The folder outlives the process; the next process tokenizes the remaining shards.
@@ -20,13 +20,14 @@ from typing import Any
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
-from MaxText.input_pipeline.prepare.process_pool import run_jobs
+from MaxText.input_pipeline.prepare.process_pool import run_jobs, run_once
 from MaxText.input_pipeline.prepare.sampling import corpus_digest, held_out_threshold
 from MaxText.input_pipeline.prepare.token_shards import (
     ShardJob,
     ShardSplit,
     Tokenization,
     TokenizedShard,
+    tokenize_again,
     tokenize_shard,
     write_documents,
 )
@@ -95,8 +96,6 @@ class TokenizationJob:
         """Creates the folder, deleting results of another request."""
         staging = self.tokenization.staging
         request = staging / "build_spec.json"
-        if (earlier := staging / "request.json").exists():  # the name of earlier versions
-            earlier.rename(request)
         contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()
@@ -117,15 +116,16 @@ class TokenizationJob:
             log(f"The source has splits of its own ({names}): validation_fraction is not used")
         threshold = held_out_threshold(tokenization.keys.validation_fraction)
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
-        num_kept = sum(1 for _ in (tokenization.staging / "shards").glob("*.json"))
-        if num_kept:
-            log(f"Resuming: {num_kept:,} of {len(jobs):,} shards are already tokenized")
+        num_kept = sum(1 for _ in tokenization.ledger.glob("*.json"))
         if tokenization.keys.prepare.runner == "beam":
-            return _tokenize_with_beam(tokenization, jobs), num_kept
-        sizes = [shard.num_bytes for shard in corpus.shards]
-        most = tokenization.keys.prepare_num_workers
-        run = run_jobs("Encoding", tokenize_shard, tokenization, jobs, sizes, most, log)
-        return run, num_kept
+            results = _tokenize_with_beam(tokenization, jobs)
+        else:
+            sizes = [shard.num_bytes for shard in corpus.shards]
+            most, ledger = tokenization.keys.prepare_num_workers, tokenization.ledger
+            results = run_jobs(
+                "Encoding", tokenize_shard, tokenization, jobs, sizes, most, log, ledger
+            )
+        return [TokenizedShard.model_validate(result) for result in results], num_kept
 
     def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
         """Holds out the document with the lowest hash if no other is.
@@ -136,7 +136,7 @@ class TokenizationJob:
         shard = shards[number]
         if shard.lowest >= shard.threshold and sum(each.num_documents for each in shards) > 1:
             job = ShardJob(number, self.corpus.shards[number], shard.lowest + 1)
-            shards[number] = tokenize_shard(self.tokenization, job)
+            shards[number] = tokenize_again(self.tokenization, job, shard)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
         """Reports skipped rows and files, and returns counts by reason."""
@@ -196,7 +196,7 @@ def _shown(skipped: dict[str, int]) -> str:
 
 def _tokenize_with_beam(
     tokenization: Tokenization, jobs: Sequence[ShardJob]
-) -> list[TokenizedShard]:
+) -> list[dict[str, Any]]:
     """Tokenizes all shards on Apache Beam.
 
     Workers need the corpus and the staging folder under the same paths as here.
@@ -212,15 +212,16 @@ def _tokenize_with_beam(
             "install 'MaxText[beam]', or set prepare.runner=local."
         ) from error
     options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
+    run = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle, Beam would fuse everything into one bundle.
             _ = (
                 pipeline
-                | "Shards" >> apache_beam.Create(list(jobs))
+                | "Shards" >> apache_beam.Create([*enumerate(jobs)])
                 | apache_beam.Reshuffle()
-                | "Tokenize" >> apache_beam.Map(functools.partial(tokenize_shard, tokenization))
+                | "Tokenize" >> apache_beam.Map(run)
             )
     except Exception as error:  # runners raise errors of their own about those of workers
         raise UserError(f"prepare.runner=beam: {error}") from error
-    return [tokenize_shard(tokenization, job) for job in jobs]
+    return [run(numbered_job) for numbered_job in enumerate(jobs)]

@@ -29,7 +29,7 @@ from MaxText.input_pipeline.prepare import sampling
 from MaxText.input_pipeline.prepare.job import TokenizationJob
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.prepare.record_export import (
-    LEDGER_NAMES,
+    FILE_LISTS,
     OPTIONS_OF_RECORDS,
     export_records,
     make_export,
@@ -70,7 +70,7 @@ class _Request:
 
     @property
     def is_records(self) -> bool:
-        return self.preparation.prepare_output_format in LEDGER_NAMES
+        return self.preparation.prepare_output_format in FILE_LISTS
 
     @property
     def manifest_name(self) -> str:

@@ -1,6 +1,7 @@
-"""Runs independent jobs in local processes, with progress."""
+"""Runs independent jobs in local processes, with progress and a ledger of finished ones."""
 
 import functools
+import json
 import multiprocessing
 import os
 import signal
@@ -10,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 from MaxText.errors import UserError
 from MaxText.runtime.cores import num_cores
+from MaxText.storage.atomic import atomic_write_text
 
 Shared = TypeVar("Shared")
 Job = TypeVar("Job")
@@ -116,18 +119,42 @@ def run_jobs(
     sizes: Sequence[int],
     max_processes: int,
     log: Callable[[str], None],
+    ledger: Path | None = None,
 ) -> list[Result]:
     """Returns the results of map_in_processes in order, showing progress.
 
-    `sizes` are the bytes of each job. At `max_processes` 0 the limit is the number of cores.
+    `sizes` are the bytes of each job. At `max_processes` 0 the limit is the number of cores. With a
+    `ledger` only jobs without a result in it run, see run_once.
     """
+    run: Callable[[Shared, Any], Result] = function
+    inputs: Sequence[Any] = jobs
+    if ledger is not None:
+        ledger.mkdir(exist_ok=True)
+        if num_finished := sum(1 for _ in ledger.glob("*.json")):
+            log(f"Resuming: {num_finished:,} of {len(jobs):,} parts are finished")
+        run, inputs = functools.partial(run_once, function, ledger), [*enumerate(jobs)]
     advance = progress_in_bytes(title, sum(sizes), log)
     results: dict[int, Result] = {}
     num_processes = min(max_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)
-    for number, result in map_in_processes(function, shared, jobs, num_processes):
+    for number, result in map_in_processes(run, shared, inputs, num_processes):
         results[number] = result
         advance(sizes[number])
     return [results[number] for number in range(len(jobs))]
+
+
+def run_once(
+    function: Callable[[Shared, Job], Any], ledger: Path, shared: Shared, numbered: tuple[int, Job]
+) -> Any:
+    """Returns the result of a job from the ledger, or runs it.
+
+    A ledger is a folder with the result of job 17, as JSON, in 000017.json. It is written last:
+    files of the job are complete, even if its process was killed right afterwards.
+    """
+    number, job = numbered
+    record = ledger / f"{number:06d}.json"
+    if not record.exists():
+        atomic_write_text(record, json.dumps(function(shared, job)))
+    return json.loads(record.read_text(encoding="utf-8"))
 
 
 def progress_in_bytes(

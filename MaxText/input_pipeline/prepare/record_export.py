@@ -9,8 +9,7 @@ Exported text, which the dataset stores as bytes:
     <output>/export.json                    same as records.json
     <output>/train_data_00000.tfrecord      or train_data_00000.array_record
 
-A file is a pure function of its job and gets its name when it is complete and synced, so a killed
-export resumes with the missing files.
+A killed export resumes with the files that are missing in the ledger <output>.finished/.
 
 Strided windows are overlapping windows with labels, as in jax-lm-training's preprocessing. A window
 is S + 1 tokens of a document, control tokens included: S inputs, and S labels shifted by one.
@@ -50,7 +49,7 @@ from MaxText.storage.atomic import (
     temporary_name,
 )
 
-LEDGER_NAMES = {
+FILE_LISTS = {
     **dict.fromkeys(("tfrecord", "parquet"), "records.json"),
     **dict.fromkeys(("text_tfrecord", "text_array_record"), "export.json"),
 }
@@ -68,8 +67,6 @@ OPTIONS_OF_RECORDS = {
     "prep_stride": "stride",
     "prep_ignore_label": "ignore_label",
 }
-
-_LEDGER_SCHEMA = 1
 
 # For records.num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
@@ -177,7 +174,7 @@ class RecordExport:
         return files
 
     def write(self, job: RecordFileJob) -> dict[str, Any]:
-        """Writes a file unless it exists; returns its entry in the ledger.
+        """Writes a file; returns its entry in the list of files.
 
         `num_tokens` counts ids (or bytes of text) without padding; tokens that chunks or windows
         share count each time. Raises UserError for a damaged dataset.
@@ -186,13 +183,12 @@ class RecordExport:
         store = open_flat(self.prepared, manifest, job.split)
         ranges = self._ranges(job, store)
         path = self.output / self._file_name(job, ranges.starts_W.size)
-        if not path.exists():
-            writing = temporary_name(path)
-            if self.file_format == "parquet":
-                self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
-            else:
-                self._write_examples(writing, _batches(ranges, store))
-            atomic_rename(writing, path)
+        writing = temporary_name(path)
+        if self.file_format == "parquet":
+            self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
+        else:
+            self._write_examples(writing, _batches(ranges, store))
+        atomic_rename(writing, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = ranges.stops_W - ranges.starts_W
@@ -334,21 +330,20 @@ def export_records(
             if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
                 sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = export.plan(manifest)
-    if num_finished := sum(1 for _ in output.glob(f"*.{export.file_format}*")):
-        log(f"Resuming: {num_finished:,} of {len(jobs):,} record files are already written")
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
     sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
-    files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log)
-    ledger = {
-        "schema_version": _LEDGER_SCHEMA,
+    ledger = output.with_name(f"{output.name}.finished")
+    files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log, ledger)
+    contents = {
+        "schema_version": 1,
         "data_set": manifest.fingerprint,
         "tokenizer_sha256": manifest.tokenizer.sha256,
         "options": {**stored_options(preparation), "prepare_output_format": output_format},
         "num_files": len(files),
         "files": files,
     }
-    text = json.dumps(ledger, indent=1, sort_keys=True) + "\n"
-    atomic_write_text(output / LEDGER_NAMES[output_format], text)
+    text = json.dumps(contents, indent=1, sort_keys=True) + "\n"
+    atomic_write_text(output / FILE_LISTS[output_format], text)
     for split, of_split in itertools.groupby(files, lambda file: file["split"]):
         _report(split, [*of_split], export, log)
 

@@ -2,9 +2,9 @@
 
     <staging>/data_set/<split>/tokens-000017.bin    ids of a shard, documents concatenated
     <staging>/shards/000017-<split>.npz             lengths and rows of its documents
-    <staging>/shards/000017.json                    TokenizedShard, written last
+    <staging>/shards/000017.json                    TokenizedShard
 
-A shard whose json exists is finished, even if its process was killed right afterwards.
+The last one is its entry in the ledger (run_jobs), written when the others are complete.
 """
 
 import array
@@ -23,6 +23,7 @@ from MaxText.input_pipeline.document_sources.corpus import Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.local_cache import write_arrays
 from MaxText.input_pipeline.prepare import sampling
+from MaxText.input_pipeline.prepare.process_pool import run_once
 from MaxText.input_pipeline.token_store.manifest import (
     SCHEMA_VERSION,
     SOURCE_FILES_NAME,
@@ -33,7 +34,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenWriter, checksums_name, file_checksums
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
-from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
+from MaxText.storage.atomic import WRITING_SUFFIX, sync_file
 
 _BLOCK_BYTES = 2**24
 
@@ -47,6 +48,10 @@ class Tokenization:
     keys: PreparationConfig
     before: tuple[int, ...] = ()  # control ids before each document
     after: tuple[int, ...] = ()  # control ids after each document
+
+    @property
+    def ledger(self) -> Path:
+        return self.staging / "shards"
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
@@ -115,25 +120,8 @@ def _documents_path(staging: Path, split: str, number: int) -> Path:
     return staging / "shards" / f"{number:06d}-{split}.npz"
 
 
-def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
-    """Tokenizes a shard, or keeps an earlier result.
-
-    Raises UserError as Shard.documents does.
-    """
-    record = tokenization.staging / "shards" / f"{job.number:06d}.json"
-    if record.exists():
-        found = TokenizedShard.model_validate_json(record.read_bytes())
-        if found.threshold == job.threshold:
-            return found
-        record.unlink()
-        for split in found.splits:
-            _tokens_path(tokenization.staging, split, job.number).unlink()
-    found = _tokenize(tokenization, job)
-    atomic_write_text(record, found.model_dump_json())
-    return found
-
-
-def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
+def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
+    """Returns a TokenizedShard; raises UserError as Shard.documents does."""
     keys, minimum = tokenization.keys, tokenization.minimum_tokens
     clean = sampling.text_cleaner(keys.prepare_fix_text)
     digest, skipped = hashlib.sha256(), Skipped()
@@ -170,7 +158,18 @@ def _tokenize(tokenization: Tokenization, job: ShardJob) -> TokenizedShard:
         lowest=lowest,
         threshold=job.threshold,
         splits={split: writer.finish() for split, writer in writers.items()},
-    )
+    ).model_dump(mode="json")
+
+
+def tokenize_again(
+    tokenization: Tokenization, job: ShardJob, earlier: TokenizedShard
+) -> TokenizedShard:
+    """Replaces the result of a shard by that of another threshold."""
+    (tokenization.ledger / f"{job.number:06d}.json").unlink()
+    for split in earlier.splits:
+        _tokens_path(tokenization.staging, split, job.number).unlink()
+    result = run_once(tokenize_shard, tokenization.ledger, tokenization, (job.number, job))
+    return TokenizedShard.model_validate(result)
 
 
 class _SplitWriter(TokenWriter):

@@ -3,7 +3,7 @@
     <cache_dir>/imported/<digest of names, sizes, times and format>/
       tokens-00000.bin       ids of a source file: uint16, or uint32 if any file has a larger one
       labels-00000.bin       int32, for files with labels
-      uint16-00000.json      summary of a source file; written last, so that an import can resume
+      uint16/000000.json     ledger: summary of a source file
       tokens_running_crc32c.npy    checksums as in store.py; also of labels
       document_offsets.npy   int64 [records + 1]: first token of each record, then the end
       source_files.json      [[first record, name of its file], ...]
@@ -136,7 +136,7 @@ class RecordImport:
         return imported
 
     def _import(self, log: Callable[[str], None], density: tuple[float, float]) -> None:
-        if self.dtype == "uint16" and any(self.folder.glob("uint32-*.json")):
+        if self.dtype == "uint16" and (self.folder / "uint32").exists():
             dataclasses.replace(self, dtype="uint32")._import(log, density)  # resumes
             return
         began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
@@ -148,7 +148,8 @@ class RecordImport:
         )
         numbers, sizes = range(len(self.files)), [file.size for file in self.files]
         try:
-            entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log)
+            ledger = self.folder / self.dtype
+            entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log, ledger)
         except _LargeId:  # where there is one, it is met early
             dataclasses.replace(self, dtype="uint32")._import(log, density)
             return
@@ -228,10 +229,7 @@ class RecordImport:
 
 
 def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
-    """Imports a file, unless it was before; returns its summary."""
-    summary = job.path(job.dtype, number)
-    if summary.exists():
-        return json.loads(summary.read_text(encoding="utf-8"))
+    """Imports a file; returns its summary."""
     entry: dict[str, Any] = {}
     write_arrays(job.folder, _write_file(job, number, entry))
     sync_file(job.path("sizes", number))
@@ -239,7 +237,6 @@ def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
         path = job.path(checksums_name(kind), number)
         np.save(path, file_checksums(job.path(kind, number)))
         sync_file(path)
-    atomic_write_text(summary, json.dumps(entry))
     return entry
 
 
@@ -304,5 +301,5 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
 
 
 def _path(folder: Path, kind: str, number: int) -> Path:
-    suffix = {"tokens": "bin", "labels": "bin", "uint16": "json", "uint32": "json"}.get(kind, "npy")
+    suffix = "bin" if kind in ("tokens", "labels") else "npy"
     return folder / f"{kind}-{number:05d}.{suffix}"

@@ -27,7 +27,7 @@ from MaxText.input_pipeline.prepare import prepare as preparing
 source, target, keys, first, stride = sys.argv[1:]
 preparing.open_corpus = functools.partial(preparing.open_corpus, shard_bytes=1000)
 preparation = PreparationConfig(prepare_source=source, prepare_num_workers=1, **json.loads(keys))
-has_records = preparation.prepare_output_format in preparing.LEDGER_NAMES
+has_records = preparation.prepare_output_format in preparing.FILE_LISTS
 manifest = "records_manifest.json" if has_records else "manifest.json"
 
 def work(folder, moment):
@@ -116,9 +116,9 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="Linux lists processes of others")
 def test_workers_end_with_a_killed_parent(tmp_path, monkeypatch):
     write_texts(tmp_path / "text", count=6)
-    parts = tmp_path / ".d.preparing" / "shards"
+    parts = tmp_path / ".d.preparing" / "data_set"
     with start(tmp_path, WORKERS, tmp_path / "text", tmp_path / "d") as process:
-        while not list(parts.glob("*.json")) and process.poll() is None:
+        while not list(parts.rglob("tokens-*.bin")) and process.poll() is None:
             time.sleep(0.01)
         listed = Path(f"/proc/{process.pid}/task").glob("*/children")
         workers = [int(child) for path in listed for child in path.read_text().split()]

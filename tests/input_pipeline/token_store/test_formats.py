@@ -161,7 +161,7 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     # A killed one goes on.
     (made,) = (path for path in (cache / "imported").iterdir() if path.is_dir())
     before = (made / "tokens-00000.bin").stat().st_mtime_ns
-    for name in ("import.json", "uint16-00001.json"):
+    for name in ("import.json", "uint16/000001.json"):
         (made / name).unlink()
     os.utime(made, (0, 0))  # long ago
     assert offsets() == ends
@@ -189,7 +189,7 @@ def test_ids_above_65535_take_four_bytes_in_all_files(tmp_path):
         data = open_data(folder, tmp_path / "cache", log=lines.append)
         np.testing.assert_array_equal(data.store.read(np.array([0]), np.array([whole.size])), whole)
         assert data.max_token_id == 2**31 - 1
-        for name in ("import.json", "uint32-00001.json"):
+        for name in ("import.json", "uint32/000001.json"):
             next(tmp_path.glob(f"cache/imported/*/{name}")).unlink()
     assert re.findall(r"about (.*?) MB, (\d)", str(lines)) == [("4.2", "2"), *[("8.4", "4")] * 2]
 
