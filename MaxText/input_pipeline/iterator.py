@@ -180,10 +180,9 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state after the last batch, equal on every host.
+        """Returns a JSON-serializable state, equal on every host.
 
-        It is JSON-serializable. `step` is the next step, `samples` the number of its first sample
-        in the data, `excluded` all excluded ranges [first, end); the rest identifies the data.
+        `step` comes next, `samples` counts those before it, `excluded` are ranges [first, end).
         """
         return {
             "step": self._step,
