@@ -134,7 +134,7 @@ class Mixer(Part):
 
     @classmethod
     def notes(cls, config: Any, length: int) -> tuple[str, str]:
-        """Returns FLOPs table footnotes about `by_rule` and `hardware_flops`, or ""."""
+        """Returns footnotes about `by_rule` and `hardware_flops`, or ""."""
         return "", ""
 
     @classmethod
