@@ -60,7 +60,7 @@ class ImportedRecords(NamedTuple):
     dtype: str
     num_tokens: list[int]
     has_labels: bool
-    largest_id: int  # -1 without ids
+    max_token_id: int  # -1 without ids
     skipped: list[str]
     files: list[str]  # sources
 
@@ -123,7 +123,9 @@ class RecordImport:
                 if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
-        imported = ImportedRecords(folder, **json.loads(header.read_text(encoding="utf-8")))
+        fields = json.loads(header.read_text(encoding="utf-8"))
+        fields.setdefault("max_token_id", fields.pop("largest_id", None))  # its earlier name
+        imported = ImportedRecords(folder, **fields)
         filled = (number for number, count in enumerate(imported.num_tokens) if count)
         # Not so in an import of an earlier version.
         if imported.has_labels and not all(self.path("labels", i).exists() for i in filled):
@@ -197,14 +199,13 @@ class RecordImport:
         self._merge_checksums("tokens")
         if any(entry["has_labels"] for entry in entries):
             self._merge_checksums("labels")
-        names = [file.path.rsplit("/", 1)[-1] for file in self.files]
-        origins = [[first, name] for first, name in zip(firsts, names, strict=False)]
+        origins = [[n, Path(file.path).name] for n, file in zip(firsts, self.files, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
             "dtype": self.dtype,
             "num_tokens": [entry["num_tokens"] for entry in entries],
             "has_labels": any(entry["has_labels"] for entry in entries),
-            "largest_id": max((entry["largest_id"] for entry in entries), default=-1),
+            "max_token_id": max((entry["max_token_id"] for entry in entries), default=-1),
             "skipped": bad,
             "files": [file.path for file in self.files],
         }
@@ -285,7 +286,7 @@ def _write_file(
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
-    entry["num_tokens"], entry["largest_id"] = ids.count, ids.largest
+    entry["num_tokens"], entry["max_token_id"] = ids.count, ids.largest
     entry["has_labels"], entry["bad"] = labels is not None, bad
     yield {name: np.array(sizes, np.int64)}
 
