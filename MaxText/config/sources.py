@@ -288,9 +288,9 @@ def distinct(
     kept: dict[str, Setting] = {}
     for setting in settings:
         name, value = ALIASES.get(setting.name, setting.name), setting.value
-        notices = []
-        if name != setting.name:
-            notices.append(f"note: {setting.name} is called {name} here")
+        typed = [f"{name}.{entry}" for entry in value] if isinstance(value, dict) else []
+        typed = [one for one in (setting.name, *typed) if one in ALIASES]
+        notices = [f"note: {one} is called {ALIASES[one]} here" for one in typed]
         if found := find_mapping(name, value):
             written = f"{setting.written}={setting.origin.raw}"
             notices.append(f"note: {written} {found.sentence}")

@@ -55,10 +55,11 @@ def test_older_saved_configurations_load_silently(write, capsys):
 
 
 @pytest.mark.parametrize("given", ["-1", "0, existing_slots_lr_scale: 0.5"])
-def test_mistakes_under_an_earlier_name_of_an_entry(write, given):
+def test_mistakes_under_an_earlier_name_of_an_entry(write, given, capsys):
     path = write(f"growth: {{old_slots_learning_rate: {given}}}\n")
     with pytest.raises(ConfigurationError, match=r"existing_slots_lr_scale: (-1\.0 is|given twi)"):
         load([path])
+    assert "growth.old_slots_learning_rate is called" in capsys.readouterr().err
 
 
 class Options(ProgramOptions):

@@ -80,7 +80,7 @@ def without_connections(dense, plain):
     return map_param_names(plain.parameters, taken)
 
 
-@pytest.mark.parametrize("name", some_quick(CASES, 3))
+@pytest.mark.parametrize("name", some_quick(CASES, 6))
 def test_a_fresh_model_is_the_one_without_connections_and_each_learns(name):
     """The second of the products that make weights at once, the first when that one has moved."""
     block, keys = CASES[name]

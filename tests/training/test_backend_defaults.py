@@ -12,12 +12,11 @@ from tests.small_models import tiny_config
 def test_few_layers_are_unrolled_on_one_gpu(beyond):
     config = tiny_config(
         base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond, scan_layers="auto",
-        attention="blocked", vocab_size=128 + beyond,
+        attention="blocked",
     )  # fmt: skip
     sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
-    section, lines = resolve_auto(config.model, "gpu", sharding)
+    section, _ = resolve_auto(config.model, "gpu", sharding)
     assert section.memory.scan_layers is bool(beyond)
-    assert any(line.startswith("vocab_size") for line in lines) is bool(beyond)
 
 
 def test_options_of_the_user_win(monkeypatch):
