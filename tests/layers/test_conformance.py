@@ -45,15 +45,6 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         kinds("local", "global") | {"rope_type": "llama3.1", "attention": "dot_product"} | DROPS,
     ),
     "linear, ReZero": ("llama2", LINEAR | {"base_num_kv_heads": 1, "use_rezero": True}),
-    "memories, macaron, axial positions": (
-        "gpt_neo",
-        {"num_mem_kv": 3, "use_macaron": True}
-        | {"position_embedding": "axial", "axial_pos_shape": [3, 4]},
-    ),
-    "no attention, local, ALiBi": (
-        "gpt_neo",
-        kinds("none", "local") | UNROLLED | {"position_embedding": "alibi", "final_norm": False},
-    ),
     "static SGU, Head-QK, ALiBi": ("fattorib", SGU | HEAD_QK),
     "shared layer, scale norm": (
         "llama2",
@@ -94,6 +85,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Their parts are above, or have golden tests; with the slow tests.
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "memories, macaron, axial positions": (
+        "gpt_neo",
+        {"num_mem_kv": 3, "use_macaron": True}
+        | {"position_embedding": "axial", "axial_pos_shape": [3, 4]},
+    ),
+    "no attention, local, ALiBi": (
+        "gpt_neo",
+        kinds("none", "local") | UNROLLED | {"position_embedding": "alibi", "final_norm": False},
+    ),
     "gpt_neox": ("gpt_neox", BIASES | {"rotary_pct": 0.5}),
     "gemma": ("gemma", {"base_num_kv_heads": 1, "attn_logits_soft_cap": 5.0}),
     "experts in one layer, Head-QK": (
