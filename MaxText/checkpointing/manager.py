@@ -83,11 +83,7 @@ class CheckpointManager:
         return step % config.checkpoint_period == 0
 
     def save(
-        self,
-        step: int,
-        state: Any,
-        position: Mapping[str, Any] | None,
-        metadata: Mapping[str, Any],
+        self, step: int, state: Any, position: Mapping[str, Any] | None, metadata: Mapping[str, Any]
     ) -> bool:
         """Saves the state after step `step`, in the background if asynchronous.
 

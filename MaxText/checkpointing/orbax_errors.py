@@ -14,12 +14,7 @@ import jax
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, unreadable_now
 from MaxText.errors import UserError, first_line
-from MaxText.storage.errors import (
-    ObjectStoreError,
-    causes,
-    is_permission_denied,
-    is_storage_error,
-)
+from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)

@@ -186,9 +186,7 @@ def plot_hyperparameters(
 
 
 def _parallel_coordinates(
-    entries: Sequence[Entry],
-    keys: Mapping[str, Mapping[str, Any]],
-    losses: Mapping[str, float],
+    entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]], losses: Mapping[str, float]
 ) -> go.Figure:
     """Draws a line per run over all keys, evenly spaced, and the loss."""
     figure = _figure(hovermode="closest")
