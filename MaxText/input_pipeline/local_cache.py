@@ -140,10 +140,10 @@ def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> None:
             write_header(file, block[name].dtype, counts[name])
 
 
-def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
+def cache_write_error(cache_dir: Path | str, error: OSError) -> UserError:
     return UserError(
         f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-        "data_cache_dir to a folder on a disk with free space."
+        "data_cache_dir to a folder with free space where this host may write."
     )
 
 
@@ -216,6 +216,14 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
         raise
     except OSError as error:
         raise cache_write_error(folder.parent.parent, error) from error
+
+
+def upload(files: Mapping[str, Path], url: str, last: str) -> None:
+    """Uploads files under their names, and `last` when all others are there."""
+    system, path = file_access.file_system(url)
+    for names in ([name for name in files if name != last], [last]):
+        copies = [f"{path}/{name}" for name in names]
+        system.put([str(files[name]) for name in names], copies, batch_size=8)
 
 
 def _name(file: FileInfo) -> str:

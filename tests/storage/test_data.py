@@ -1,16 +1,24 @@
 """Every kind of data set read from a bucket, also one that fails for a while, and written there."""
 
+import collections
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import fsspec
 import pytest
 
 from MaxText.config.data_sections import PreparationConfig
+from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.prepare.prepare import prepare
+from MaxText.input_pipeline.token_store import import_records
 from MaxText.input_pipeline.token_store.manifest import read_manifest
 from MaxText.storage.errors import BadRecordError
+from MaxText.storage.file_access import files_in
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused
 from tests.storage.emulator import Fault
+from tests.storage.test_lease import QUICK
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -86,6 +94,51 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
         opened(url, keys | {"data_retry.attempts": 0})
 
 
+@pytest.mark.parametrize("kept", ["tfrecord", "prepared_array_record"], indirect=True)
+def test_hosts_without_a_common_disk_share_an_import(kept, tmp_path, bucket, emulator, monkeypatch):
+    kind, folder, url, keys = kept
+    expected = undisturbed(folder, keys)
+    keys |= {"data_cache_dir": f"{bucket}/cache/", "data_retry.attempts": 0}
+    for host, is_first in (("a", True), ("b", False), ("b", False)):
+        monkeypatch.setenv("HOME", str(tmp_path / host))
+        before, lines = collections.Counter(emulator.requests), []
+        iterator = opened(url, keys, lines.append)
+        asked = collections.Counter(emulator.requests) - before
+        assert_same(take(iterator, 20), expected)
+        assert any(f"and {bucket}/cache/imported/" in line for line in lines) == is_first
+        assert bool([*(tmp_path / host).rglob("*.bin")]) == is_first
+        read = [name for name in asked if "/download" in name and kind.removeprefix("pre") in name]
+        assert is_first or len(read) <= 1  # whether records hold text
+    assert sum(count for name, count in asked.items() if name.startswith("LIST")) <= 4
+    system = fsspec.filesystem("gs")
+    (tokens,) = system.glob(f"{bucket}/cache/imported/*/tokens/tokens-00000.bin")
+    system.pipe(tokens, bytes([system.cat(tokens)[0] ^ 64]) + system.cat(tokens)[1:])
+    refused("tokens-00000.bin is damaged", take, opened(url, keys), 20)
+
+
+@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
+    read = []
+
+    def counted(path):
+        read.append(path)
+        time.sleep(2 * QUICK["renewal_seconds"])
+        return read_ids(path, "tfrecord")
+
+    lease = import_records.Lease
+    monkeypatch.setattr(import_records, "Lease", lambda *place, **_: lease(*place, **QUICK))
+    hosts = [
+        import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")
+        for name in "abc"
+    ]
+    with emulator.failing(Fault(403, "POST /upload")):
+        refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
+    with ThreadPoolExecutor() as threads:
+        places = [*threads.map(lambda host: host.run(quiet).place, hosts)]
+    assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
+    assert sum(place == f"{hosts[0].url}/tokens" for place in places) == 2
+
+
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "text").mkdir()
@@ -100,7 +153,7 @@ def text(tmp_path):
 def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)
-    lines, cache = [], str(tmp_path / "cache")
+    lines, cache = [], tmp_path / "cache"
     with emulator.failing(Fault(503, "POST /upload", times=4)):
         prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     system, path = fsspec.core.url_to_fs(f"{bucket}/there")
@@ -118,7 +171,7 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
 
 
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
-    cache = str(tmp_path / "cache")
+    cache = tmp_path / "cache"
     with emulator.failing(Fault(503, "POST /upload.*", skip=3)):
         refused("/there", prepare, text, f"{bucket}/there", quiet, cache_dir=cache)
     assert (names := emulator.names(bucket))

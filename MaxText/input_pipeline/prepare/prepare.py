@@ -93,7 +93,7 @@ def prepare(
     dataset_path: str,
     log: Callable[[str], None] = print,
     *,
-    cache_dir: str | None = None,
+    cache_dir: Path | None = None,
     max_bad_records: int = 0,
 ) -> Manifest:
     """Prepares the dataset `dataset_path`, unless it matches already.
@@ -107,10 +107,9 @@ def prepare(
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-    cache = Path(cache_dir).expanduser() if cache_dir else None
-    request = _Request(preparation, corpus, log, _digest_path(corpus, cache))
+    request = _Request(preparation, corpus, log, _digest_path(corpus, cache_dir))
     if is_url(dataset_path):
-        staging = cache or Path(DataConfig().data_cache_dir).expanduser()
+        staging = cache_dir or DataConfig().local_cache_dir
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
     return _prepare_folder(request, Path(local_path(dataset_path)))
 
@@ -373,8 +372,7 @@ def _upload(folder: Path, url: str, last: str) -> None:
             raise UserError(
                 f"dataset_path={url} has other files ({min(others)}). Choose another folder."
             )
-        for file in sorted(files, key=lambda file: (file == last, file)):
-            system.put_file(str(folder / file), f"{path}/{file}")
+        local_cache.upload({file: folder / file for file in files}, url, last)
     except Exception as error:  # fsspec backends raise their own errors
         if isinstance(error, UserError) and not isinstance(error, OSError):
             raise
