@@ -1,18 +1,20 @@
 """Every kind of data set read from a bucket, also one that fails for a while, and written there."""
 
-import collections
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
+import numpy as np
 import pytest
 
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.input_pipeline.document_sources.records import read_ids
+from MaxText.input_pipeline.local_cache import Arrays
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.input_pipeline.token_store import import_records
 from MaxText.input_pipeline.token_store.manifest import read_manifest
-from MaxText.storage.errors import BadRecordError
+from MaxText.storage.errors import BadRecordError, FileReadError
 from MaxText.storage.file_access import files_in
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
@@ -39,19 +41,25 @@ def upload(emulator, folder, url):
         emulator.write(f"{url}/{name}", content)
 
 
-def test_the_same_batches_as_from_a_disk(kept, emulator):
+def test_the_same_batches_as_from_a_disk(kept, tmp_path, bucket, emulator, monkeypatch):
     kind, folder, url, keys = kept
     expected = undisturbed(folder, keys)
-    lines = []
-    assert_same(take(opened(url, keys, lines.append), 20), expected)
-    in_place = kind in IN_PLACE
-    assert any("Importing" in line for line in lines) != in_place
-    # A second start imports nothing, and resumes anywhere.
-    lines.clear()
-    iterator = opened(url, keys, lines.append)
-    iterator.seek(7)
-    assert_same(take(iterator, 5), expected[7:12])
-    assert not any("Importing" in line for line in lines)
+    keys["data_cache_dir"] = f"{bucket}/cache/"
+    # Hosts without a common disk.
+    for host, step in (("a", 0), ("a", 7), ("b", 0), ("b", 7)):
+        monkeypatch.setenv("HOME", str(tmp_path / host))
+        before, lines = set(emulator.requests.items()), []
+        iterator = opened(url, keys, lines.append)
+        asked = dict(emulator.requests.items() - before)
+        iterator.seek(step)
+        assert_same(take(iterator, 20 - step), expected[step:])
+        imports = (host, step) == ("a", 0) and kind not in IN_PLACE
+        assert any(f"and {bucket}/cache/imported/" in line for line in lines) == imports
+        if kind not in IN_PLACE and host == "b":
+            read = rf"GET /download.*\.{kind.removeprefix('prepared_')}"
+            assert sum(bool(re.fullmatch(read, name)) for name in asked) <= 1  # ids or text?
+            assert sum(name.startswith("LIST") for name in asked) <= 4
+    assert not [*(tmp_path / "b").rglob("*.bin")]
 
 
 def test_a_bucket_that_fails_for_a_while(kept, emulator):
@@ -94,28 +102,6 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
         opened(url, keys | {"data_retry.attempts": 0})
 
 
-@pytest.mark.parametrize("kept", ["tfrecord", "prepared_array_record"], indirect=True)
-def test_hosts_without_a_common_disk_share_an_import(kept, tmp_path, bucket, emulator, monkeypatch):
-    kind, folder, url, keys = kept
-    expected = undisturbed(folder, keys)
-    keys |= {"data_cache_dir": f"{bucket}/cache/", "data_retry.attempts": 0}
-    for host, is_first in (("a", True), ("b", False), ("b", False)):
-        monkeypatch.setenv("HOME", str(tmp_path / host))
-        before, lines = collections.Counter(emulator.requests), []
-        iterator = opened(url, keys, lines.append)
-        asked = collections.Counter(emulator.requests) - before
-        assert_same(take(iterator, 20), expected)
-        assert any(f"and {bucket}/cache/imported/" in line for line in lines) == is_first
-        assert bool([*(tmp_path / host).rglob("*.bin")]) == is_first
-        read = [name for name in asked if "/download" in name and kind.removeprefix("pre") in name]
-        assert is_first or len(read) <= 1  # whether records hold text
-    assert sum(count for name, count in asked.items() if name.startswith("LIST")) <= 4
-    system = fsspec.filesystem("gs")
-    (tokens,) = system.glob(f"{bucket}/cache/imported/*/tokens/tokens-00000.bin")
-    system.pipe(tokens, bytes([system.cat(tokens)[0] ^ 64]) + system.cat(tokens)[1:])
-    refused("tokens-00000.bin is damaged", take, opened(url, keys), 20)
-
-
 @pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
 def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
     read = []
@@ -134,9 +120,14 @@ def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator
     with emulator.failing(Fault(403, "POST /upload")):
         refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
     with ThreadPoolExecutor() as threads:
-        places = [*threads.map(lambda host: host.run(quiet).place, hosts)]
+        found = [*threads.map(lambda host: host.run(quiet), hosts)]
     assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
-    assert sum(place == f"{hosts[0].url}/tokens" for place in places) == 2
+    one, _ = (each.store(Arrays(each.folder)) for each in found if each.place.startswith("gs://"))
+    system = fsspec.filesystem("gs")
+    content = system.cat(one.files[1])
+    system.pipe(one.files[1], bytes([content[0] ^ 64]) + content[1:])
+    with pytest.raises(FileReadError, match=r"tokens-00001\.bin is damaged"):
+        one.read(np.array([0]), np.array([len(one)]))
 
 
 @pytest.fixture
