@@ -134,12 +134,13 @@ class DataConfig(Section):
     @property
     def cache_url(self) -> str:
         """Folder of imports in a bucket, or ""."""
-        return self.data_cache_dir if "://" in self.data_cache_dir else ""
+        place = self.data_cache_dir.removeprefix("file://")
+        return place if "://" in place else ""
 
     @property
     def local_cache_dir(self) -> Path:
         place = DataConfig() if self.cache_url else self
-        return Path(place.data_cache_dir).expanduser()
+        return Path(place.data_cache_dir.removeprefix("file://")).expanduser()
 
 
 class MaskedTokens(Options):

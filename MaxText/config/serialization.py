@@ -18,9 +18,7 @@ _LINE = 100
 
 
 def resolved_yaml(
-    config: Config,
-    comment: Callable[[Key], str] = lambda key: "",
-    omitted: Collection[str] = (),
+    config: Config, comment: Callable[[Key], str] = lambda key: "", omitted: Collection[str] = ()
 ) -> str:
     """Returns keys but `omitted` by section, with comments at line ends.
 

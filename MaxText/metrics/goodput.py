@@ -115,9 +115,7 @@ def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
     return sum(((first_row.get("lost") or {}).get("seconds") or {}).values())
 
 
-def _attempts(
-    by_attempt: dict[int, list[Mapping[str, Any]]],
-) -> tuple[tuple[Launch, ...], float]:
+def _attempts(by_attempt: dict[int, list[Mapping[str, Any]]]) -> tuple[tuple[Launch, ...], float]:
     """Returns the attempts, and their time without rows."""
     found: list[Launch] = []
     other = pending = 0.0
