@@ -66,7 +66,7 @@ class Lease:
         """Watches a lease; False once it expires, InUseError if renewed."""
         if (who := describe_holder(found)) != self._watched:
             seconds, self._watched = f"{self._timeout_seconds:g} s", who
-            sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who}\n")
+            sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who} ({self._url})\n")
         until = time.monotonic() + self._timeout_seconds
         while time.monotonic() < until:
             self._over.wait(self._renewal_seconds / 5)

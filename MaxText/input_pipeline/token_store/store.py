@@ -171,8 +171,8 @@ class TokenStore:
             path = self.files[files[at]]
             raise FileReadError(
                 f"{path} is damaged: checksums of the {len(blocks[at])} bytes from byte "
-                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete its "
-                "folder to import it again.",
+                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete that "
+                "import, and start again to repeat it.",
                 path,
             )
         crops = zip(blocks, (lows - begins).tolist(), (highs - begins).tolist(), strict=True)
