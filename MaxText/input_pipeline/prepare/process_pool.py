@@ -1,4 +1,4 @@
-"""Runs independent jobs in local processes, with progress and a ledger of finished ones."""
+"""Runs independent jobs in local processes, with progress and a ledger."""
 
 import functools
 import json
