@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
@@ -60,7 +60,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
     """Trains as train.py does and returns the run folder.
 
     Args:
-      config: of `configure`. The same one again resumes, or finds that the run is complete.
+      config: of `load_config`. The same one again resumes, or finds that the run is complete.
       callbacks: called with each event of the run, in order: a dict with "event" ("start", "step",
         "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that kind of event has,
         as in events.jsonl. An exception ends the run.
@@ -290,4 +290,4 @@ class Run:
         return self.trained.sharding.jit(make_eval_step(self.trained.model))
 
 
-__all__ = ["Config", "Run", "UserError", "batches", "configure", "load", "metrics", "train"]
+__all__ = ["Config", "Run", "UserError", "batches", "load", "load_config", "metrics", "train"]

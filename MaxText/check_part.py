@@ -19,7 +19,7 @@ early_signals.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
 from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
@@ -78,7 +78,7 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     assert found is not None
     before = set(registry.registrations())
     keys["import_modules"] = [found["module"]]
-    configure(import_modules=keys["import_modules"])
+    load_config(import_modules=keys["import_modules"])
     parts = [one for one in registry.registrations() if one not in before] or [
         one for one in registry.registrations() if not one.is_built_in
     ]
@@ -97,7 +97,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
 
     def configured(**more: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return configure(**conformance.TRAINED | chosen | more)
+            return load_config(**conformance.TRAINED | chosen | more)
 
     configured()
     print(f"{part.kind} {part.name} ({part.place})")

@@ -24,7 +24,7 @@ Trains configurations under one budget, with several seeds, and reports how they
       configs/comparisons/llama_style.yml match=params seeds=3
   python MaxText/compare.py quickstart.yml steps=200 match=tokens seeds=2 \\
       'sweep={position_embedding: [rotary, learned], learning_rate: [1e-3, 3e-3]}'
-  python MaxText/compare.py a.yml b.yml match=flops budget=1e15 free=[steps,width] launch=print
+  python MaxText/compare.py a.yml b.yml match=flops budget=1e15 solve_for=[steps,width] launch=print
 
 Run the same command again to resume. Keys (key=value) are those of train.py and override every
 configuration.

@@ -121,7 +121,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     model, abstract_state = setup.model, setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
-    print("\n".join([*([replicated] if len(devices) > 1 else []), *setup.choices, *growth.lines]))
+    lines = [replicated] if len(devices) > 1 else []
+    print(*lines, *setup.auto_choices, *growth.lines, sep="\n")
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.loader import open_batches

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.assembly import setup_train
@@ -24,12 +24,12 @@ class CompiledStep(NamedTuple):
 
 def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledStep:
     """Compiles the step of train.py, without its guard, on random ids."""
-    config = configure(
+    config = load_config(
         **{"dataset_type": "synthetic", "steps": 1000, "skip_step_on_spikes": False, **keys}
     )
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
     setup = setup_train(config, sharding)
-    for choice in setup.choices:
+    for choice in setup.auto_choices:
         print(f"    {choice}")
     shape, rows = setup.model.config.shape, round(keys["per_device_batch_size"] * len(devices))
     shapes = batch_shapes(rows, shape.max_target_length, with_documents=False)

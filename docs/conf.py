@@ -46,7 +46,7 @@ def commands() -> str:
 def model_presets() -> str:
     """Returns the page of all presets with their sizes."""
     from MaxText.config import config_files
-    from MaxText.config.loading import configure
+    from MaxText.config.loading import load_config
 
     lines = [
         "# Model presets",
@@ -59,7 +59,7 @@ def model_presets() -> str:
     for name in config_files.preset_names(config_files.MODELS):
         header, _, _ = (config_files.MODELS / f"{name}.yml").read_text("utf-8").partition("\n")
         parameters = header.split()[-2]  # "# GPT-2 of 124M: 124,439,808 parameters."
-        shape = configure(model_name=name, run_name="r").model.shape
+        shape = load_config(model_name=name, run_name="r").model.shape
         sizes = shape.dimensions
         lines.append(
             f"| `{name}` | {shape.decoder_block} | {parameters} "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig
 from MaxText.experiments import conformance
@@ -61,7 +61,7 @@ def tiny_config(decoder_block: str = "llama2", **keys: Any) -> Config:
     default = "pattention" if decoder_block.startswith("tokenformer") else "mlp"
     if given.get("feed_forward_type", default) == "pattention":
         del given["base_mlp_dim"]  # the number of slots takes its place
-    return configure(**given)
+    return load_config(**given)
 
 
 def random_batch(config: Config, rows: int, seed: int = 0, documents: bool = False) -> Batch:

@@ -40,7 +40,7 @@ class Source(enum.Enum):
     PRESET = "model_name preset"
     ENVIRONMENT = "environment"
     COMMAND_LINE = "command line"
-    ARGUMENT = "argument of configure()"
+    ARGUMENT = "argument of load_config()"
     DERIVED = "derived"
 
     @property

@@ -25,7 +25,7 @@ from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, 
 
 _SET_BY_USER = (Source.CONFIG_FILE, Source.ENVIRONMENT, Source.COMMAND_LINE, Source.ARGUMENT)
 
-__all__ = ["LoadedConfig", "Origin", "Setting", "Source", "configure", "load"]
+__all__ = ["LoadedConfig", "Origin", "Setting", "Source", "load", "load_config"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def load(
     return _resolve(collected, program)
 
 
-def configure(config_file: str | Path | None = None, **overrides: Any) -> Config:
+def load_config(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """Returns the configuration of a file and Python values, as `load`."""
     arguments = [] if config_file is None else [str(config_file)]
     return _resolve(import_modules.collect(arguments, overrides, os.environ), None).config

@@ -16,10 +16,10 @@ from MaxText.config.schema import Config
 _OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
 _Check = TypeVar("_Check", bound=Callable[..., str | None])
 
-RULES: list["Rule"] = []
+RULES: list["ConfigCheck"] = []
 
 
-class Rule(NamedTuple):
+class ConfigCheck(NamedTuple):
     """An impossible combination of keys, or one with an unused key."""
 
     keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
@@ -49,11 +49,11 @@ def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable
 
     def register(function: _Check) -> _Check:
         parameters = inspect.signature(function).parameters.values()
-        arguments = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
+        arguments = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
         keys = (*(name for name in arguments if name not in _OBJECTS), *more)
         if len(arguments) < len(parameters):
             arguments += more
-        RULES.append(Rule(keys, function, tuple(arguments), tuple(programs.split()), finds_unused))
+        RULES.append(ConfigCheck(keys, function, arguments, tuple(programs.split()), finds_unused))
         return function
 
     return register

@@ -279,10 +279,10 @@ def _one_start(load_parameters_path, load_full_state_path):
 
 @rule()
 def _moments(growth, opt_type):
-    if growth.moments == "warmed" and opt_type not in ("adamw", "muon"):
+    if growth.opt_state == "warmed" and opt_type not in ("adamw", "muon"):
         return (
-            "growth.moments=warmed needs Adam's second moments, which opt_type="
-            f"{opt_type} does not have\ngrowth.moments=reused\ngrowth.moments=zeroed"
+            "growth.opt_state=warmed needs Adam's second moments, which opt_type="
+            f"{opt_type} does not have\ngrowth.opt_state=reused\ngrowth.opt_state=zeroed"
         )
 
 

@@ -73,7 +73,7 @@ def collect(
 
     Args:
       arguments: Config paths, of which later ones win, and key=value.
-      overrides: Python values that beat everything (of configure()).
+      overrides: Python values that beat everything (of load_config()).
       own: Configuration that weights record, below a config file.
     """
     result = CollectedSettings()

@@ -273,7 +273,7 @@ class GrowthOptions(Options):
     mode: GrowthMode = key("function_preserving", only_if=_GROWS)
     """Initial values of new slots. function_preserving: zero keys, fresh values, and the scale of
     the stored slots. random: as in a fresh model. zero: all zero."""
-    moments: Literal["zeroed", "reused", "warmed"] = key("zeroed", only_if=_GROWS)
+    opt_state: Literal["zeroed", "reused", "warmed"] = key("zeroed", only_if=_GROWS)
     """Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero for
     new slots. warmed: as reused, with second moments of new slots at the mean of the stored
     slots."""
@@ -285,7 +285,7 @@ class GrowthOptions(Options):
     stored_slot_num: CountOrAuto = key(-1, only_if=_GROWS)
     """Expected number of slots of the stored model, which is read from the checkpoint; -1: no
     check."""
-    allow_shrinking: bool = key(False, only_if=_GROWS)
+    allow_truncation: bool = key(False, only_if=_GROWS)
     """Allow a model with fewer slots or layers, and drop the rest."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from MaxText.config.catalog import flatten, with_entries
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
@@ -28,7 +28,7 @@ class HFWeights(WeightSource):
         self.family = resolve_family(self.config_json, str(folder))
         keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
         try:
-            super().__init__(configure(**keys))
+            super().__init__(load_config(**keys))
         except ConfigurationError as error:
             raise UserError(f"{folder}: the model of its {CONFIG} has {error}") from error
         resolved = with_entries(flatten(self.config))

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
 _OTHER_PROGRAMS = ("maxtext", "fattorib")  # their checkpoints are given as maxtext:PATH
 # Entries of `growth` for training after growth.
-_OF_TRAINING = ("moments", "data", "existing_slots_lr_scale")
+_OF_TRAINING = ("opt_state", "data", "existing_slots_lr_scale")
 # Options that only one kind of source or target has.
 _BELONG_TO = {
     "length": "to stablehlo",

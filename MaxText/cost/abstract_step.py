@@ -56,7 +56,7 @@ class Program:
     """The program compiled by train.py."""
 
     config: Config  # with `auto` in the model section resolved
-    choices: tuple[str, ...]  # one line for each `auto`
+    auto_choices: tuple[str, ...]  # one line for each `auto`
     sharding: ShardingPlan  # mesh and sharding rules
     sizes: MeshSizes  # mesh sizes within and across slices
     model: Model

@@ -64,7 +64,7 @@ class PartFlops:
     name: str
     parameters: int  # with biases; a tied head has none
     flops: float  # by the MFU rule
-    executed: float  # by the backend
+    hardware_flops: float  # by the backend
     backward: int = 2  # backward FLOPs per forward FLOP
     between_tokens: bool = False  # whether tokens are multiplied with tokens or with a state
 
@@ -117,7 +117,7 @@ class FlopCount:
     def executed_per_token(self) -> float | None:
         if self.recomputed is None:
             return None
-        return sum((1 + part.backward) * part.executed for part in self.parts) + self.recomputed
+        return sum((1 + one.backward) * one.hardware_flops for one in self.parts) + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
         return self.per_token * num_tokens / 1e12
@@ -146,7 +146,8 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
     for name in dict.fromkeys([*_BEGINNING, *of_layers, *_END, *rows, *held]):
         flops = found.get(name, [])
         if flops or held[name]:
-            by_rule, executed = sum(f.by_rule for f in flops), sum(f.executed or 0 for f in flops)
+            by_rule = sum(one.by_rule for one in flops)
+            executed = sum(one.hardware_flops or 0 for one in flops)
             backward = flops[-1].backward if flops else 2
             between = name in rows and name != _AGGREGATION
             parts.append(PartFlops(name, held[name], by_rule, executed, backward, between))
@@ -158,7 +159,7 @@ class _WeightFlops(NamedTuple):
 
     owner: str
     row: str
-    flops: Flops  # `executed` is never None
+    flops: Flops  # `hardware_flops` is never None
     is_declared: bool = True
 
 
@@ -182,7 +183,7 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
             for entry in _declared("layers", part, layer, length):
                 if is_last and not entry.flops.backward:
                     # Without a gradient, nothing is needed again.
-                    kept = entry.flops._replace(kept=entry.flops.executed or 0.0)
+                    kept = entry.flops._replace(kept=entry.flops.hardware_flops or 0.0)
                     entry = entry._replace(flops=kept)
                 yield entry
     yield from _declared("connections", lookup("connection", config.connection), whole, length)
@@ -195,8 +196,8 @@ def _declared(
     if part is None:
         return
     for row, flops in part.flops(part.config_of(layer), layer.dimensions, length).items():
-        executed = flops.by_rule if flops.executed is None else flops.executed
-        yield _WeightFlops(owner, row, flops._replace(executed=executed))
+        executed = flops.by_rule if flops.hardware_flops is None else flops.hardware_flops
+        yield _WeightFlops(owner, row, flops._replace(hardware_flops=executed))
 
 
 def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
@@ -225,5 +226,5 @@ def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float |
     for entry in entries:
         again += entry.flops.recomputed
         if entry.owner in owners:
-            again += (entry.flops.executed or 0.0) - entry.flops.kept
+            again += (entry.flops.hardware_flops or 0.0) - entry.flops.kept
     return None if math.isnan(again) else again

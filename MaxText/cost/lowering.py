@@ -53,7 +53,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
         batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     )
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
-    lines = [*setup.choices, *resolved.lines]
+    lines = [*setup.auto_choices, *resolved.lines]
     return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)
 
 

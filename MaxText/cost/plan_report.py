@@ -33,7 +33,7 @@ def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool
         f"step: {program.num_microbatches} x {program.rows} sequences of {program.length} tokens "
         f"= {program.tokens_per_update:,} tokens",
         *_stages(program),
-        *program.choices,
+        *program.auto_choices,
     ]
     tables = [_memory(plan), _communication(plan), _time(plan, tokens, price, with_notes)]
     return "\n\n".join([_filled(lines), *tables])

@@ -17,7 +17,7 @@ from MaxText.evaluation.scorer_inputs import Continuation, Progress
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 from MaxText.parallelism.mesh import microbatch_size
 from MaxText.training.objective import cross_entropy
 
@@ -153,7 +153,7 @@ def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_
     h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     head_state = decoder.head_state(h_BTD, batch)
     h_BCD = jnp.take_along_axis(h_BTD, positions_BC[..., None], axis=1)
-    h_BCD = constrain(h_BCD, *HIDDEN)
+    h_BCD = with_logical_constraint(h_BCD, *HIDDEN)
 
     def of_chunk(chunk):
         h_BCD, targets_BC, positions_BC = chunk

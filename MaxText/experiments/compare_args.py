@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from MaxText.config import values
 from MaxText.config.catalog import all_keys
@@ -25,14 +25,14 @@ SET_PER_RUN = {
 }
 # Names of what to solve for, besides key names.
 WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
-_FREE_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
+_SOLVED_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
 
 _TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def default_free(match: Match) -> str:
+def default_solve_for(match: Match) -> str:
     """Returns the default key to solve for."""
     return WIDTH if match == "params" else STEPS
 
@@ -57,14 +57,14 @@ def _seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def _free(text: str) -> tuple[str, ...]:
+def _solve_for(text: str) -> tuple[str, ...]:
     names, keys = tuple(_items(text)), all_keys()
     for name in names:
-        if name not in (*_FREE_NAMES, *keys):
-            close = close_matches(name, [*_FREE_NAMES, *keys])
+        if name not in (*_SOLVED_NAMES, *keys):
+            close = close_matches(name, [*_SOLVED_NAMES, *keys])
             nearest = f"; nearest: {', '.join(close)}" if close else ""
-            raise ValueError(f"{name!r} is neither {', '.join(_FREE_NAMES)} nor a key{nearest}")
-        if name in keys and name not in _FREE_NAMES and keys[name].annotation is not int:
+            raise ValueError(f"{name!r} is neither {', '.join(_SOLVED_NAMES)} nor a key{nearest}")
+        if name in keys and name not in _SOLVED_NAMES and keys[name].annotation is not int:
             kind = values.type_name(keys[name].annotation)
             raise ValueError(f"{name} is not a whole number but {kind}")
     return names
@@ -102,11 +102,15 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
 class CompareOptions(ProgramOptions):
     """Options of compare.py."""
 
+    RENAMED: ClassVar = {"free": "solve_for"}
+
     match: Match = key("params", "Equal budget: parameters, FLOPs, tokens, or time of training.")
     budget: str | float | None = key(
         None, "Its size: 10M, 1e15, for time 10m or 1h; by default that of the first file."
     )
-    free: Annotated[tuple[str, ...], Parser(_free, "width, depth, slots, steps or a key")] = key(
+    solve_for: Annotated[
+        tuple[str, ...], Parser(_solve_for, "width, depth, slots, steps or a key")
+    ] = key(
         (),
         "Key to solve for: width, depth, slots, steps or an integer key; one for all, or "
         "[one,for,each]. By default width for params, steps for the others.",
@@ -117,8 +121,7 @@ class CompareOptions(ProgramOptions):
         "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them.",
     )
     sweep: Annotated[
-        Any,
-        Parser(_sweep, "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'"),
+        Any, Parser(_sweep, "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'")
     ] = key(
         None,
         "{key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a YAML "

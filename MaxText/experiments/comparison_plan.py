@@ -32,7 +32,7 @@ class ComparisonSpec:
 
     match: Match
     budget: float | None  # None uses the amount of the first configuration
-    free: Mapping[str, str]  # label -> key to solve for
+    solve_for: Mapping[str, str]  # label -> key to solve for
     tolerance: float  # largest relative deviation from the budget
     num_devices: int
 
@@ -133,7 +133,9 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        found = stored | {"folder": folder, "seeds": seeds}
+        asked = dict(stored["question"])
+        asked.setdefault("solve_for", asked.pop("free", None))  # its earlier name
+        found = stored | {"folder": folder, "seeds": seeds, "question": asked}
         old = TypeAdapter(Plan).validate_python(found)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -25,7 +25,7 @@ from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
 from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
-from MaxText.layers.kv_cache import with_capacity
+from MaxText.layers.kv_cache import resize
 from MaxText.layers.model import Model, Parameters
 from MaxText.layers.stack import SAVED_NAMES
 from MaxText.parallelism.mesh import make_sharding_plan
@@ -84,13 +84,13 @@ class Outputs(NamedTuple):
 class Subject:
     """A small model, also with the other scan_layers and full remat."""
 
-    def __init__(self, configure: Callable[..., Config], *, decodes: bool = True):
-        """Compiles nothing yet. `configure` maps keys to a configuration."""
-        self.configure, self.decodes = configure, decodes
-        self.config = config = configure()
+    def __init__(self, load_config: Callable[..., Config], *, decodes: bool = True):
+        """Compiles nothing yet. `load_config` maps keys to a configuration."""
+        self.load_config, self.decodes = load_config, decodes
+        self.config = config = load_config()
         scans, model = config.model.memory.scan_layers, config.model
         can_scan = model.layer_plan.repeats > 0 and model.scan_unsupported_reason is None
-        other = configure(scan_layers=can_scan and not scans, remat_policy="full")
+        other = load_config(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
         self.batch = random_batch(config, 2)
         # This PRNG implementation compiles fast.
@@ -348,7 +348,7 @@ def _policies(subject: Subject) -> str | None:
         for policy, names in SAVED_NAMES.items()
         if tags.intersection(names) and not policy.endswith("_offloaded")
     }
-    models = [Model(subject.configure(remat_policy=one).model) for one in distinct.values()]
+    models = [Model(subject.load_config(remat_policy=one).model) for one in distinct.values()]
 
     def losses(params: Parameters) -> list[Any]:
         of_batch = functools.partial(subject.loss, batch=subject.batch)
@@ -377,7 +377,7 @@ def _flops(subject: Subject) -> str | None:
 
 def _formats(subject: Subject) -> str | None:
     """Checks dtypes in bfloat16 and decode state shapes abstractly."""
-    model = Model(subject.configure(dtype="bfloat16").model)
+    model = Model(subject.load_config(dtype="bfloat16").model)
 
     def outputs(params: Parameters) -> tuple[Any, Any]:
         hidden, _ = model.merge(params).hidden_states(variants())
@@ -395,7 +395,7 @@ def _formats(subject: Subject) -> str | None:
         decoder, token = model.merge(params), jnp.zeros((2, 1), int)
         small, large = (_prefill_states(decoder, capacity) for capacity in (LENGTH // 2, LENGTH))
         _, after = decoder.decode_step(token, jnp.full((2, 1), PROMPT), large)
-        return with_capacity(small, LENGTH), large, after
+        return resize(small, LENGTH), large, after
 
     grown, large, after = map(jax.tree.leaves, jax.eval_shape(states, model.abstract))
     if after != large:
@@ -406,7 +406,7 @@ def _formats(subject: Subject) -> str | None:
 
 
 def _bfloat16(subject: Subject) -> str | None:
-    model = Model(subject.configure(dtype="bfloat16").model)
+    model = Model(subject.load_config(dtype="bfloat16").model)
     logits = jax.jit(lambda params: _logits(model, params, variants()))(subject.params)
     # Of all tokens: in a single one, states that nearly cancel leave little but rounding.
     wanted = subject.outputs.logits
@@ -431,7 +431,7 @@ def _devices(subject: Subject) -> str | None:
     loss = functools.partial(subject.loss, model=subject.models[0], batch=batch)
     wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
     for sizes in MESHES:
-        config = subject.configure(**sizes)
+        config = subject.load_config(**sizes)
         sharding, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
         shardings = sharding.abstract_state(model.initialize, model.parameters)
         params = jax.tree.map(
@@ -458,7 +458,7 @@ def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., A
 
 def _resume(subject: Subject) -> str | None:
     """Checks a step from a saved state for equal bits in a new program."""
-    config = subject.configure(learning_rate=0.01, steps=4)
+    config = subject.load_config(learning_rate=0.01, steps=4)
     _, initialize, step = _trainer(config)
     step = jax.jit(step)
     state, _ = step(jax.jit(initialize)(jax.random.key(0)), subject.batch)
@@ -482,7 +482,7 @@ def _growth(subject: Subject) -> str | None:
     for name in ("base_num_decoder_layers", "slot_num", *sizes):
         size = 2 * (values[name] if values[name] > 0 else values["base_emb_dim"])
         try:
-            resolved = resolve_growth_from(subject.configure(**{name: size}), source)
+            resolved = resolve_growth_from(subject.load_config(**{name: size}), source)
         except UserError:
             continue  # refused
         if resolved.growth is None:
@@ -507,7 +507,7 @@ def _first_state(subject: Subject) -> str | None:
 
 def _updates(subject: Subject) -> str | None:
     """Checks steps: finite, moving all parameters, reducing the loss."""
-    _, initialize, step = _trainer(subject.configure(learning_rate=0.003, steps=8))
+    _, initialize, step = _trainer(subject.load_config(learning_rate=0.003, steps=8))
     step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
     state, losses = first, []
     for _ in range(8):
@@ -534,7 +534,7 @@ def _step_on_devices(subject: Subject) -> str | None:
         return None
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
-        config = subject.configure(learning_rate=0.01, steps=4, **sizes)
+        config = subject.load_config(learning_rate=0.01, steps=4, **sizes)
         sharding = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = _trainer(config)
         abstract = sharding.abstract_state(initialize, model.parameters)
@@ -572,7 +572,7 @@ CHECKS = (
     Check("FLOPs", _flops, "flops() counts the products besides those of weights"),
     Check("formats", _formats, "the output has the format of x, a state always the same"),
     Check("bfloat16", _bfloat16, "sums, norms and softmax in float32"),
-    Check("8 devices", _devices, "no sizes of one device in the code; constrain() activations"),
+    Check("8 devices", _devices, "no sizes of one device; with_logical_constraint() activations"),
     Check("resume", _resume, "everything that training changes has to be a weight"),
     Check("growth", _growth, "an axis is slots only where a slot with key 0 adds nothing"),
 )

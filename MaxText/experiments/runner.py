@@ -7,7 +7,7 @@ from typing import cast
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
-from MaxText.experiments.compare_args import KEY_OF, STEPS, CompareArgs, default_free
+from MaxText.experiments.compare_args import KEY_OF, STEPS, CompareArgs, default_solve_for
 from MaxText.experiments.comparison_plan import ComparisonSpec
 from MaxText.experiments.variants import Variant, expand_variants
 
@@ -26,7 +26,7 @@ def compare(
     an unreachable budget or a failed run.
     """
     variants = expand_variants(request, problems)
-    free = solve_key_by_label(request, variants)
+    solve_for = solve_key_by_label(request, variants)
     folder = request.output or default_folder(request, variants)
     hardware = {variant.config.run.hardware for variant in variants}
     if len(hardware) > 1:
@@ -40,7 +40,7 @@ def compare(
     from MaxText.experiments.execution import run_comparison
 
     question = ComparisonSpec(
-        request.match, cast(float | None, request.budget), free, request.tolerance, num_devices
+        request.match, cast(float | None, request.budget), solve_for, request.tolerance, num_devices
     )
     run_comparison(request, variants, question, folder, command, log)
 
@@ -68,7 +68,7 @@ def default_folder(request: CompareArgs, variants: Sequence[Variant]) -> Path:
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the key to solve for by label; ConfigurationError if unfit."""
-    names = request.free or (default_free(request.match),)
+    names = request.solve_for or (default_solve_for(request.match),)
     num_sources = max(len(request.configs), 1)
     if len(names) == 1:
         chosen = [names[0]] * len(variants)
@@ -77,20 +77,20 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
     elif len(names) == len(variants):
         chosen = list(names)
     else:
-        what = f"free: {len(names)} names for {len(variants)} configurations"
+        what = f"solve_for: {len(names)} names for {len(variants)} configurations"
         remedy = ("write", "one for each")
         raise ConfigurationError([ConfigIssue(what, ("command line",), (remedy,))])
     found: dict[str, str] = {}  # problem -> what to write
     for variant, name in zip(variants, chosen, strict=True):
         if request.match == "time" and name != STEPS:
-            what = f"free={name}: match=time measures the given model, and solves for steps"
-            found[what] = "free=steps"
+            what = f"solve_for={name}: match=time measures the given model, and solves for steps"
+            found[what] = "solve_for=steps"
         if request.match == "params" and name == STEPS:
-            what = "free=steps: the number of parameters does not depend on the steps"
-            found[what] = "free=width or depth"
+            what = "solve_for=steps: the number of parameters does not depend on the steps"
+            found[what] = "solve_for=width or depth"
         if KEY_OF.get(name, name) in variant.swept:
             what = f"{name} is swept, but match={request.match} solves for it"
-            found[what] = f"free= another key, or remove {name} from the sweep"
+            found[what] = f"solve_for= another key, or remove {name} from the sweep"
     if found:
         at = ("command line",)
         raise ConfigurationError([ConfigIssue(a, at, (("write", b),)) for a, b in found.items()])

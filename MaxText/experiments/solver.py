@@ -105,39 +105,39 @@ def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[flo
 def solve(
     label: str,
     stages: Stages,
-    free: str,
+    solve_for: str,
     amount: Amount,
     budget: float,
     *,
     match: Match,
     tolerance: float,
 ) -> Solution:
-    """Changes the free key until the amount is nearest to the budget.
+    """Changes the solved key until the amount is nearest to the budget.
 
     `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
     UserError if it does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
         return Solution(stages, ({},) * len(stages), budget)
-    search = _Search(stages, free, amount)
+    search = _Search(stages, solve_for, amount)
     model, helpful = stages[-1].model, _helpful_keys(match, stages[-1])
     has_slots = model.attention.attention_projections != "dense"
-    if free == WIDTH and has_slots and model.shape.head_dim != -1:
+    if solve_for == WIDTH and has_slots and model.shape.head_dim != -1:
         raise UserError(
             f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
             "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
-            f"{' or '.join(f'free={name}' for name in helpful if name != WIDTH)}."
+            f"{' or '.join(f'solve_for={name}' for name in helpful if name != WIDTH)}."
         )
     if search.start < 1:
         raise UserError(
-            f"{label}: {free}={search.start} is derived from other keys. Set it to a number, or "
-            "choose another key by free=."
+            f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "
+            "or choose another key by solve_for=."
         )
     further = search.first_from(2 * search.start)
     if further is not None and search.amount(further) <= search.amount(search.start):
         raise UserError(
-            f"{label}: {free} does not change the {UNITS[match]} of a run. "
-            f"Set free={' or free='.join(helpful)}."
+            f"{label}: {solve_for} does not change the {UNITS[match]} of a run. "
+            f"Set solve_for={' or solve_for='.join(helpful)}."
         )
     # The step and finer ones, for budgets between its multiples.
     for step in (search.step, *(finer for finer in _MULTIPLES if finer < search.step)):
@@ -145,7 +145,7 @@ def solve(
         neighbors = search.around(budget)
         solved = search.stages(search.best(neighbors, budget))
         assert solved is not None
-        if free == WIDTH:
+        if solve_for == WIDTH:
             solved = _adjust_mlp_to_budget(solved, amount, budget)
         if abs(amount(solved) / budget - 1) <= tolerance:
             break
@@ -160,11 +160,12 @@ def solve(
             for value, amount in amounts.items()
         )
         least = min(abs(amount / budget - 1) for amount in amounts.values())
-        remedies = [*(f"free={name}" for name in helpful if name != free), "another budget="]
+        remedies = [f"solve_for={name}" for name in helpful if name != solve_for]
+        remedies.append("another budget=")
         remedies += [f"tolerance={math.ceil(least * 1000) / 1000:g}"] if least < 0.5 else []
         raise UserError(
             f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
-            f"{tolerance:.1%} by {free}: {nearest}.\n  What to do: {', '.join(remedies)}."
+            f"{tolerance:.1%} by {solve_for}: {nearest}.\n  What to do: {', '.join(remedies)}."
         )
     return Solution(solved, tuple(map(_changes, stages, solved)), reached)
 
@@ -184,27 +185,27 @@ def _is_of_slots(config: Config) -> bool:
 
 
 class _Search:
-    """Ordered values of the free key and the amounts they give."""
+    """Ordered values of the solved key and the amounts they give."""
 
-    def __init__(self, stages: Stages, free: str, amount: Amount):
-        self.free = free
-        self.key = KEY_OF.get(free, free)
+    def __init__(self, stages: Stages, solve_for: str, amount: Amount):
+        self.solve_for = solve_for
+        self.key = KEY_OF.get(solve_for, solve_for)
         self._stages = stages
         self._flats = [flatten(stage) for stage in stages]
         self._amount = amount
         self._starts = [self._start(keys) for keys in self._flats]
-        self.start = sum(self._starts) if free == STEPS else self._starts[-1]
+        self.start = sum(self._starts) if solve_for == STEPS else self._starts[-1]
         bounds = dict(all_keys()[self.key].bounds)
         self._bound = self.least = int(bounds.get("ge", bounds.get("gt", 0) + 1))
-        largest = _LARGEST_STEPS if free == STEPS else _LARGEST_OTHER
+        largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
-        self.step = _multiple(self.start) if free == WIDTH else 1  # values are multiples of it
+        self.step = _multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
         self.amount = functools.cache(self._amount_at)
 
     def _start(self, keys: dict[str, Any]) -> int:
         value = int(keys[self.key])
         # slot_num=-1 means base_emb_dim.
-        return keys["base_emb_dim"] if self.free == SLOTS and value == -1 else value
+        return keys["base_emb_dim"] if self.solve_for == SLOTS and value == -1 else value
 
     def stages(self, value: int) -> Stages | None:
         """Returns the stages at `value` of the key; None if a rule forbids it."""
@@ -221,8 +222,8 @@ class _Search:
         return tuple(found)
 
     def _parts(self, value: int) -> list[int]:
-        """Returns the free key of each stage."""
-        if self.free == STEPS:
+        """Returns the solved key of each stage."""
+        if self.solve_for == STEPS:
             # Rounds cumulative ends, so that stages add up to the value.
             ends = [round(value * end / self.start) for end in itertools.accumulate(self._starts)]
             return [end - begin for begin, end in itertools.pairwise([0, *ends])]
@@ -232,12 +233,12 @@ class _Search:
         ]
 
     def _changes(self, number: int, part: int) -> dict[str, Any]:
-        """Returns the free key of a stage and its dependent keys."""
+        """Returns the solved key of a stage and its dependent keys."""
         keys, factor = self._flats[number], part / self._starts[number]
         changes: dict[str, Any] = {self.key: part}
-        if self.free == WIDTH and not _is_of_slots(self._stages[number]):
+        if self.solve_for == WIDTH and not _is_of_slots(self._stages[number]):
             changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
-        if self.free == SLOTS:
+        if self.solve_for == SLOTS:
             own = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
             changes |= {name: _in_proportion(value, factor, 1) for name, value in own.items()}
         return changes
@@ -334,9 +335,9 @@ def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
         amount = budget_metric(match, question.num_devices, step_seconds)
         if budget is None:
             budget = float(amount(variant.stages))
-        free, tolerance = question.free[variant.label], question.tolerance
+        key, tolerance = question.solve_for[variant.label], question.tolerance
         solution = solve(
-            variant.label, variant.stages, free, amount, budget, match=match, tolerance=tolerance
+            variant.label, variant.stages, key, amount, budget, match=match, tolerance=tolerance
         )
         stages = []
         for number, config in enumerate(solution.stages):

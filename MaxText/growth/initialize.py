@@ -42,7 +42,7 @@ def grow_params(growth: PendingGrowth, abstract_params: Any, fresh_params: Any) 
 def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_state: Any) -> Any:
     """Returns a fresh optimizer state with the smaller model's moments.
 
-    First moments of new slots are zero. Their second moments are zero with growth.moments=reused;
+    First moments of new slots are zero. Their second moments are zero with growth.opt_state=reused;
     with warmed each is the mean over the old slots of its array, so that a new slot's first updates
     are as large as an old one's. Counts are kept, or Adam would correct a missing bias.
     The schedule restarts. `fresh_opt_state` is deleted array by array. Raises UserError if the
@@ -56,7 +56,7 @@ def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_sta
             return fresh
         assert growth.source.read_other is not None  # its arrays are among the plans
         stored, means = growth.source.read_other(_OPT_STATE + name), None
-        if growth.moments == "warmed" and _SECOND_MOMENT in name.split("/"):
+        if growth.opt_state == "warmed" and _SECOND_MOMENT in name.split("/"):
             means = _mean_over_slots(plans[name], stored)
         fresh.delete()
         return _placed(plans[name], stored, wanted, means)
@@ -79,9 +79,9 @@ def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dic
     problems = mismatches({path: others[path] for path in expected if path in others}, expected)
     if problems:
         raise UserError(
-            f"growth.moments={growth.moments}: {growth.source.folder} does not hold the state of "
-            "this optimizer:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
-            "  Name a checkpoint of a run with the same opt_type, or set growth.moments=zeroed."
+            f"growth.opt_state={growth.opt_state}: {growth.source.folder} does not hold the state "
+            "of this optimizer:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
+            "  Name a checkpoint of a run with the same opt_type, or set growth.opt_state=zeroed."
         )
     return plans
 

@@ -4,7 +4,7 @@ mode                     value of growth.mode
 slots                    {parameter name: [stored, now]} where the two differ
 layers                   [stored, now] or null
 zoom                     keys of the configuration that the growth fixed
-moments, data            values of growth.moments and growth.data
+moments, data            values of growth.opt_state and growth.data
 existing_slots_lr_scale  factor of the updates of pre-existing slots
 """
 
@@ -28,7 +28,7 @@ def make_record(
         "slots": {name: list(pair) for name, pair in growth.slots.items()},
         "layers": list(growth.layers) if growth.layers else None,
         "zoom": dict(zoom),
-        "moments": checkpoint.growth.moments,
+        "moments": checkpoint.growth.opt_state,
         "data": checkpoint.growth.data,
         "existing_slots_lr_scale": 1.0 if rate is None else rate,
     }

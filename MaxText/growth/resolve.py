@@ -23,7 +23,7 @@ class PendingGrowth(NamedTuple):
     source: SourceCheckpoint  # the smaller model
     plan: GrowthPlan
     mode: Mode  # initialization of new slots
-    moments: str  # optimizer state: "zeroed", "reused" or "warmed"
+    opt_state: str  # "zeroed", "reused" or "warmed"
     position: dict[str, Any] | None  # data position to continue at; None to restart
 
 
@@ -141,7 +141,7 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
     position = None
     if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
-    asked = PendingGrowth(source, growth, mode, checkpoint.growth.moments, position)
+    asked = PendingGrowth(source, growth, mode, checkpoint.growth.opt_state, position)
     changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
     changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
@@ -153,7 +153,7 @@ def _resolve_without_change(
     config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
 ) -> ResolvedGrowth:
     checkpoint = config.checkpoint
-    for name, unasked in (("moments", "zeroed"), ("data", "restart")):
+    for name, unasked in (("opt_state", "zeroed"), ("data", "restart")):
         if (value := getattr(checkpoint.growth, name)) != unasked:
             raise UserError(
                 f"growth.{name}={value} has no effect: {source.folder} already has this model's "
@@ -196,10 +196,10 @@ def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint
 
 def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> None:
     checkpoint = config.checkpoint
-    if growth.drops and not checkpoint.growth.allow_shrinking:
+    if growth.drops and not checkpoint.growth.allow_truncation:
         raise UserError(
             f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
-            "last slots, or layers evenly, set growth.allow_shrinking=true."
+            "last slots, or layers evenly, set growth.allow_truncation=true."
         )
     if not growth.adds_slots:
         _refuse_rate(config, f"a run from {source.folder}")

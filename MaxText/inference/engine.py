@@ -16,7 +16,7 @@ import numpy as np
 
 from MaxText.inference.sampling import SamplingParams, sample
 from MaxText.layers.decoder import Decoder, States
-from MaxText.layers.kv_cache import capacity_of, with_capacity
+from MaxText.layers.kv_cache import capacity_of, resize
 from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import ShardingPlan
 
@@ -76,7 +76,7 @@ class Engine:
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
         self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
         self._grow = sharding.jit(
-            lambda state, size: dataclasses.replace(state, cache=with_capacity(state.cache, size)),
+            lambda state, size: dataclasses.replace(state, cache=resize(state.cache, size)),
             static_argnums=1,
         )
 

@@ -179,12 +179,10 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
         self.source.exclude(exclusions, self._step)
         return True
 
-    @property
-    def position(self) -> dict[str, Any]:
-        """JSON-serializable state after the last batch, equal on every host.
+    def get_state(self) -> dict[str, Any]:
+        """Returns a JSON-serializable state, equal on every host.
 
-        `step` is the next step, `samples` the number of its first sample in the data, `excluded`
-        all excluded ranges [first, end); the rest identifies the data.
+        `step` comes next, `samples` counts those before it, `excluded` are ranges [first, end).
         """
         return {
             "step": self._step,
@@ -202,8 +200,8 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
         self.source.begin_at(0, 0)
         self._step = step
 
-    def resume(self, position: Mapping[str, Any]) -> None:
-        """Resumes at a saved position, even with a different batch size.
+    def set_state(self, position: Mapping[str, Any]) -> None:
+        """Resumes at a saved state, even with a different batch size.
 
         Saved exclusions are added to excluded_samples and `exclude`. Raises UserError, naming each
         key with both values, if the dataset, its processing or the seed differ.

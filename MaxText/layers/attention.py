@@ -12,7 +12,7 @@ from MaxText.config.registry import lookup, register
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
@@ -20,7 +20,11 @@ from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.ring_attention import ring_attention
 from MaxText.layers.rotary import apply_rotary
-from MaxText.parallelism.logical_sharding import constrain, current_sharding, split_axes
+from MaxText.parallelism.logical_sharding import (
+    current_sharding,
+    split_axes,
+    with_logical_constraint,
+)
 
 QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 KEY_AXES = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
@@ -65,7 +69,7 @@ class Attention(Mixer):
         memories = attention.num_mem_kv if self.has_memories else 0
         self.memory_key, self.memory_value = (
             param(
-                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.memory,
+                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.persistent_kv,
                 dtype=init.weight_dtype,
             )
             if memories
@@ -103,17 +107,17 @@ class Attention(Mixer):
             return 0, min(window, length) * bytes_per_token
         return bytes_per_token, config.attention.num_mem_kv * bytes_per_token
 
-    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return self._run(x_BTD, context, None)[0], {}
 
-    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, State]:
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, State]:
         return self._run(x_BTD, context, None)
 
-    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, State]:
+    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         return self._run(x_BTD, context, state)
 
-    def _run(self, inputs: Any, context: Context, state: State | None) -> tuple[jax.Array, Any]:
-        q_BTD, k_BTD, v_BTD = inputs
+    def _run(self, x: Any, context: ForwardContext, state: State | None) -> tuple[jax.Array, Any]:
+        q_BTD, k_BTD, v_BTD = x
         q_BTNH = tag(self.query(q_BTD), "query_proj")
         k_BTKH = tag(self.key(k_BTD), "key_proj")
         v_BTKH = self.values(v_BTD, context)
@@ -121,13 +125,13 @@ class Attention(Mixer):
             q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
         if context.rotary is not None:
             q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
-        q_BTNH = constrain(q_BTNH, *QUERY_AXES)
-        k_BTKH, v_BTKH = constrain(k_BTKH, *KEY_AXES), constrain(v_BTKH, *KEY_AXES)
+        q_BTNH = with_logical_constraint(q_BTNH, *QUERY_AXES)
+        k_BTKH, v_BTKH = (with_logical_constraint(x, *KEY_AXES) for x in (k_BTKH, v_BTKH))
         o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = constrain(o_BTNH, *QUERY_AXES)
+        o_BTNH = with_logical_constraint(o_BTNH, *QUERY_AXES)
         return tag(self.out(o_BTNH), "out_proj"), state
 
-    def values(self, v_BTD: jax.Array, context: Context) -> jax.Array:
+    def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         return tag(self.value(v_BTD), "value_proj")
 
     def _core(
@@ -135,7 +139,7 @@ class Attention(Mixer):
         q_BTNH: jax.Array,
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
-        context: Context,
+        context: ForwardContext,
         state: State | None,
     ) -> tuple[jax.Array, State | None]:
         config = self.config
@@ -155,11 +159,11 @@ class Attention(Mixer):
             assert isinstance(state, KeyValueCache)
             state = state.append(k_BTKH, v_BTKH, context.positions_BT)
             return state.attend(q_BTNH, context.positions_BT, spec), state
-        memory = None
+        persistent_kv = None
         if self.memory_key is not None and self.memory_value is not None:
-            memory = (self.memory_key[...], self.memory_value[...])
-            memory = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), memory)
-        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, memory, context)
+            persistent_kv = (self.memory_key[...], self.memory_value[...])
+            persistent_kv = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), persistent_kv)
+        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, persistent_kv, context)
         if context.capacity is None:
             return o_BTNH, None
         if window is not None:
@@ -167,7 +171,7 @@ class Attention(Mixer):
             # The window may be longer than any sequence.
             slots = min(window, self.max_length)
             return o_BTNH, SlidingWindowCache.from_prefill(k_BTKH, v_BTKH, context.lengths_B, slots)
-        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, memory)
+        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, persistent_kv)
 
     def _softmax(
         self,
@@ -175,8 +179,8 @@ class Attention(Mixer):
         k_BTKH: jax.Array,
         v_BTKH: jax.Array,
         spec: AttentionSpec,
-        memory: PersistentKV | None,
-        context: Context,
+        persistent_kv: PersistentKV | None,
+        context: ForwardContext,
     ) -> jax.Array:
         config = self.config
         segments_BT, key = context.segments_BT, context.key_for(0)
@@ -194,16 +198,16 @@ class Attention(Mixer):
                 balanced = config.context_parallel_load_balance
                 o_BTNH = ring_attention(
                     q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
-                    segments_BT=segments_BT, memory=memory, block_size=block_size,
-                    balanced=balanced,
+                    segments_BT=segments_BT, persistent_kv=persistent_kv,
+                    block_size=block_size, balanced=balanced,
                 )  # fmt: skip
                 return tag(o_BTNH, "context")
             if not flash:
                 whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
-                k_BTKH, v_BTKH = constrain(k_BTKH, *whole), constrain(v_BTKH, *whole)
+                k_BTKH, v_BTKH = (with_logical_constraint(x, *whole) for x in (k_BTKH, v_BTKH))
             parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
         if flash:
-            assert memory is None, config
+            assert persistent_kv is None, config
             assert not drops, config
             return flash_attention(
                 q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
@@ -211,8 +215,8 @@ class Attention(Mixer):
             )  # fmt: skip
         o_BTNH = dot_product_attention(
             q_BTNH, k_BTKH, v_BTKH, spec,
-            segments_BT=segments_BT, memory=memory, block_size=block_size, parts=parts,
-            dropout_rate=self.dropout_rate, dropout_key=key,
+            segments_BT=segments_BT, persistent_kv=persistent_kv, block_size=block_size,
+            parts=parts, dropout_rate=self.dropout_rate, dropout_key=key,
         )  # fmt: skip
         return tag(o_BTNH, "context")
 

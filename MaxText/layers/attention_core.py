@@ -55,7 +55,7 @@ def dot_product_attention(
     spec: AttentionSpec,
     *,
     segments_BT: jax.Array | None = None,  # attention stays within a segment; None is one
-    memory: PersistentKV | None = None,  # additional keys and values that every query sees
+    persistent_kv: PersistentKV | None = None,  # additional keys and values that every query sees
     block_size: int | None = None,  # one block if None, or not causal without parts
     parts: int = 1,
     dropout_rate: float = 0.0,
@@ -69,7 +69,9 @@ def dot_product_attention(
     devices, while keys and values are unsharded, a block has rows of each and multiplies all keys.
     """
     length, causal, window = q_BTNH.shape[1], spec.causal, spec.window
-    run = functools.partial(attend, spec=spec, memory=memory, dropout_rate=dropout_rate)
+    run = functools.partial(
+        attend, spec=spec, persistent_kv=persistent_kv, dropout_rate=dropout_rate
+    )
     if parts == 1 and window is not None:
         rows = window_blocks(window, length, causal=causal)
         if rows is not None:
@@ -196,7 +198,7 @@ def attend(
     distance_BTS: jax.Array,  # query position minus key position; B may be 1
     spec: AttentionSpec,
     *,
-    memory: PersistentKV | None = None,
+    persistent_kv: PersistentKV | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
 ) -> jax.Array:
@@ -207,10 +209,10 @@ def attend(
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_kv_heads = keys.shape[-3]
     group = num_heads // num_kv_heads
-    if memory is not None:
+    if persistent_kv is not None:
         # Memories precede the tokens, at distance 0.
-        keys, values = prepend_memories(memory[0], keys), prepend_memories(memory[1], values)
-        padding = ((0, 0), (0, 0), (len(memory[0]), 0))
+        keys, values = map(prepend_memories, persistent_kv, (keys, values))
+        padding = ((0, 0), (0, 0), (len(persistent_kv[0]), 0))
         mask_BTS = jnp.pad(mask_BTS, padding, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, padding)
     # One matrix per group: plain matmuls are fast on CPU.

@@ -8,13 +8,13 @@ from flax import nnx
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import lookup
 from MaxText.layers.capture import scope
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
-from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
 # activations. Drop path uses the id of dropout plus _PATH.
@@ -56,13 +56,13 @@ class Block(nnx.Module):
         return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
-        self, inputs: LayerInputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         """Returns y_BTD, scalars to sum over layers, and the mixer's decode state."""
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         out, more = self.feed_forward(h_BTD, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, add_scalars(scalars, more), state
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -70,10 +70,10 @@ class Block(nnx.Module):
         return y_BTD, y_BTD, y_BTD
 
     def mix(
-        self, normed: tuple[jax.Array, jax.Array, jax.Array], context: Context, state: Any
+        self, normed: tuple[jax.Array, jax.Array, jax.Array], context: ForwardContext, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
         mixer = self.self_attention
-        normed = jax.tree.map(lambda x_BTD: constrain(x_BTD, *BRANCH_INPUT), normed)
+        normed = jax.tree.map(lambda x_BTD: with_logical_constraint(x_BTD, *BRANCH_INPUT), normed)
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
         with scope("self_attention"):
             if state is not None:
@@ -86,17 +86,17 @@ class Block(nnx.Module):
                 return out, {}, state
             return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
 
-    def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
-    def run_mlp(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
-        x_BTD = constrain(x_BTD, *BRANCH_INPUT)
+    def run_mlp(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        x_BTD = with_logical_constraint(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
             return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
 
-    def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
+    def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""
-        x_BTD = constrain(x_BTD, *HIDDEN)
+        x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
         if self.path_rate == 0.0 or key is None:

@@ -9,12 +9,12 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig
 from MaxText.layers.block import ATTENTION, MLP, Block, add_scalars
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.mlp import MLP as PlainMLP
 from MaxText.layers.params import Init, param, zeros
 from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.layers.static_sgu import BesideStaticSGU
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 _MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
 
@@ -60,7 +60,7 @@ class ParallelBlock(Block):
         return None
 
     def __call__(
-        self, inputs: LayerInputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         normed = self.mixer_input(inputs)
         out, scalars, state = self.mix(normed, context, state)
@@ -69,7 +69,7 @@ class ParallelBlock(Block):
             out, more = self.run_mlp(normed[0], context)
         else:
             out, more = self.feed_forward(inputs.r, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, add_scalars(scalars, more), state
 
 
@@ -81,11 +81,11 @@ class BlockWithoutMixer(Block):
         self.is_parallel = layer.config.block.block_arrangement == "parallel"
 
     def __call__(
-        self, inputs: LayerInputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
-        y_BTD = constrain(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
         return y_BTD, scalars, state
 
 
@@ -133,14 +133,14 @@ class Macaron(Block):
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
-        self, inputs: LayerInputs, context: Context, state: Any = None
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
         half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
         x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
         y_BTD, more, state = super().__call__(LayerInputs.all(x_BTD), context, state)
         return y_BTD, add_scalars(scalars, more), state
 
-    def feed_forward(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         out, scalars = super().feed_forward(x_BTD, context)
         return 0.5 * out, scalars
 
@@ -162,7 +162,7 @@ class ReZero(Block):
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
         return Identity()
 
-    def branch(self, x_BTD: jax.Array, context: Context, stream: int) -> jax.Array:
+    def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
         names = {ATTENTION: "attention_gate", MLP: "mlp_gate", _MACARON: "macaron_gate"}
         gate = getattr(self, names[stream], None)
         return super().branch(x_BTD if gate is None else gate(x_BTD), context, stream)

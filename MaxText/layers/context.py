@@ -21,7 +21,7 @@ class Shared(dict[str, jax.Array]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
+class ForwardContext:
     """Facts about the batch for several parts."""
 
     segments_BT: jax.Array | None = None  # document of each token, 0 is padding; None for one
@@ -46,7 +46,7 @@ class Context:
         """Whether decode states are kept or read."""
         return self.capacity is not None or self.positions_BT is not None
 
-    def split(self, num_parts: int) -> Callable[[jax.Array], "Context"]:
+    def split(self, num_parts: int) -> Callable[[jax.Array], "ForwardContext"]:
         """Returns index -> context of a slice of the batch (`split_batch`)."""
         assert not self.is_decoding, "states of mixers belong to whole batches"
 
@@ -57,7 +57,7 @@ class Context:
         tables = [self.rotary, *(one.get("rotary") for one in self.others)]
         per_row = jax.tree.map(cut, (self.segments_BT, tables))
 
-        def part(number: jax.Array) -> Context:
+        def part(number: jax.Array) -> ForwardContext:
             def own(x: jax.Array) -> jax.Array:
                 index = 0 if x.shape[0] == 1 else number
                 return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
@@ -78,7 +78,7 @@ class Context:
         index: jax.Array | int,
         shared: Mapping[str, jax.Array] | None = None,
         positions: int = 0,
-    ) -> "Context":
+    ) -> "ForwardContext":
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
@@ -89,3 +89,6 @@ class Context:
 
     def key_for(self, stream: int) -> jax.Array | None:
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, stream)
+
+
+Context = ForwardContext  # the earlier name, for parts from outside

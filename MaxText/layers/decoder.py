@@ -15,7 +15,7 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.block import Block
 from MaxText.layers.block_variants import block_class
 from MaxText.layers.capture import record, scope
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import dropout
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
@@ -25,7 +25,7 @@ from MaxText.layers.part import Position, Scalars
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import apply_remat, apply_scanned, apply_unrolled, stack
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain, current_num_stages
+from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
 
 States = tuple[Any, ...]  # decode states: one per layer, then the head's
 
@@ -111,7 +111,7 @@ class Decoder(nnx.Module):
         positions_BT = batch.positions_BT
         if positions_BT is None:
             positions_BT = _positions(batch.tokens_BT)
-        context = Context(
+        context = ForwardContext(
             segments_BT=batch.segments_BT,
             dropout_key=dropout_key,
             training=training,
@@ -125,7 +125,7 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Any, context: Context, index: jax.Array | int):
+        def apply(layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int):
             return self._layer(layer, carry, context, index, None)[:2]
 
         carry = self.connections.begin(x_BTD)
@@ -149,7 +149,7 @@ class Decoder(nnx.Module):
             )
         x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
-            x_BTD = constrain(x_BTD, *_HEAD_AXES, "activation_embed")
+            x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")
         return self._normalized(x_BTD), scalars
 
     def prefill(
@@ -157,25 +157,22 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, States]:
         """Prefills states of `capacity` >= T from right-padded prompts."""
         positions_BT = _positions(tokens_BT)
-        context = Context(
-            capacity=capacity,
-            lengths_B=lengths_B,
-            **self._for_mixers(positions_BT),
-        )
+        own = self._for_mixers(positions_BT)
+        context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **own)
         return self._with_states(tokens_BT, positions_BT, context, None)
 
     def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
         """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
-        context = Context(positions_BT=positions_BT, **self._for_mixers(positions_BT))
+        context = ForwardContext(positions_BT=positions_BT, **self._for_mixers(positions_BT))
         return self._with_states(tokens_BT, positions_BT, context, states)
 
     def _with_states(
         self,
         tokens_BT: jax.Array,
         positions_BT: jax.Array,
-        context: Context,
+        context: ForwardContext,
         states: States | None,
     ) -> tuple[jax.Array, States]:
         x_BTD = self._embed(tokens_BT, positions_BT, context)
@@ -186,7 +183,7 @@ class Decoder(nnx.Module):
         return h_BTD, (*new_states, self.head.state(h_BTD, tokens_BT, context, earlier))
 
     def _unrolled(
-        self, x_BTD: jax.Array, context: Context, states: States | None, policy: RematPolicy
+        self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
     ) -> tuple[jax.Array, Scalars, States]:
         def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
@@ -205,7 +202,7 @@ class Decoder(nnx.Module):
         return part_outputs.check_like(self.connections, "end", end(carry), x_BTD), scalars, states
 
     def _layer(
-        self, layer: Block, carry: Any, context: Context, index: jax.Array | int, state: Any
+        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
@@ -226,19 +223,22 @@ class Decoder(nnx.Module):
         ]
         return {**own, "others": tuple(others)}
 
-    def _embed(self, tokens_BT: jax.Array, positions_BT: jax.Array, context: Context) -> jax.Array:
+    def _embed(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
+    ) -> jax.Array:
         x_BTD = self.token_embedder(tokens_BT)
         part = self.position_embedder
         added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
-        x_BTD = constrain(x_BTD, *HIDDEN)
+        x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
-        return self.head.state(h_BTD, batch.tokens_BT, Context(segments_BT=batch.segments_BT))
+        context = ForwardContext(segments_BT=batch.segments_BT)
+        return self.head.state(h_BTD, batch.tokens_BT, context)
 
     def logits(
         self,
@@ -253,7 +253,7 @@ class Decoder(nnx.Module):
         shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
         like = jax.ShapeDtypeStruct(shape, jnp.float32)
         part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
-        return constrain(logits_BTV, *_HEAD_AXES, "activation_vocab")
+        return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)

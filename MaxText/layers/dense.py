@@ -59,7 +59,7 @@ class Dense(nnx.Module):
 
 
 def pad_vocab(kernel: jax.Array, axes: Axes) -> jax.Array:
-    """Pads the vocabulary of a head on GPUs; the caller drops the additional logits."""
+    """Pads the vocabulary of a head on GPUs; callers crop the logits."""
     if "vocab" not in axes or platform() != "gpu":
         return kernel
     dim, sharding = axes.index("vocab"), current_sharding(axes, kernel.shape)

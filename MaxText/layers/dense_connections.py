@@ -30,7 +30,7 @@ from MaxText.layers.depth_aggregate import (
 from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms
 from MaxText.layers.params import Init, constant, param, zeros
 from MaxText.layers.part import Connection, Flops, LayerInputs, PreNormalized
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain
+from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 
 class LayerOutput(NamedTuple):
@@ -211,7 +211,7 @@ class DepthAggregate(nnx.Module):
                 y_BTD = self.post_norms[stream](y_BTD)
             if self.config.adds:
                 y_BTD = x_BTD + y_BTD
-            y_BTD = constrain(y_BTD, *HIDDEN)
+            y_BTD = with_logical_constraint(y_BTD, *HIDDEN)
             if self.is_saved:
                 y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
             outputs[stream] = PreNormalized(y_BTD) if index in fused.streams else y_BTD

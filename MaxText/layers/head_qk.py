@@ -16,7 +16,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention_flops import average_keys_visible
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import LinearHead
@@ -37,7 +37,7 @@ class HeadQKCache:
     def capacity(self) -> int:
         return self.tokens_BS.shape[1]
 
-    def with_capacity(self, capacity: int) -> "HeadQKCache":
+    def resize(self, capacity: int) -> "HeadQKCache":
         spare = (0, capacity - self.capacity)
         return HeadQKCache(
             jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
@@ -73,14 +73,14 @@ class HeadQK(LinearHead):
         self,
         h_BTD: jax.Array,
         tokens_BT: jax.Array,
-        context: Context,
+        context: ForwardContext,
         earlier: HeadQKCache | None = None,
     ) -> HeadQKCache:
         new = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)
         if earlier is not None:
             assert context.positions_BT is not None
             return earlier.append(new, context.positions_BT)
-        return new if context.capacity is None else new.with_capacity(context.capacity)
+        return new if context.capacity is None else new.resize(context.capacity)
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
@@ -108,11 +108,7 @@ class HeadQKScores(nnx.Module):
         self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
 
     def __call__(
-        self,
-        logits_BTV: jax.Array,
-        h_BTD: jax.Array,
-        cache: HeadQKCache,
-        positions_BT: jax.Array,
+        self, logits_BTV: jax.Array, h_BTD: jax.Array, cache: HeadQKCache, positions_BT: jax.Array
     ) -> jax.Array:
         """Adds scores of tokens up to `positions_BT`; B may be 1."""
         query_BTE = self.query(h_BTD)

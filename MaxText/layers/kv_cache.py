@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.layers.attention_core import AttentionSpec, PersistentKV, attend, prepend_memories
-from MaxText.parallelism.logical_sharding import constrain
+from MaxText.parallelism.logical_sharding import with_logical_constraint
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")
 
@@ -28,7 +28,11 @@ class KeyValueCache:
 
     @classmethod
     def from_prefill(
-        cls, k_BTKH: jax.Array, v_BTKH: jax.Array, capacity: int, memory: PersistentKV | None = None
+        cls,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        capacity: int,
+        persistent_kv: PersistentKV | None = None,
     ) -> "KeyValueCache":
         """Returns a cache of `capacity` slots with the first T in use."""
 
@@ -40,7 +44,7 @@ class KeyValueCache:
                 x_BKSH = prepend_memories(memory_MKH, x_BKSH)
             return _constrained(x_BKSH[0] if len(x_BKSH) == 1 else x_BKSH)
 
-        keys, values = memory or (None, None)
+        keys, values = persistent_kv or (None, None)
         num_memories = 0 if keys is None else keys.shape[0]
         return cls(slots(k_BTKH, keys), slots(v_BTKH, values), num_memories)
 
@@ -76,7 +80,7 @@ class KeyValueCache:
     def capacity(self) -> int:
         return self.keys.shape[-2] - self.num_memories
 
-    def with_capacity(self, capacity: int) -> "KeyValueCache":
+    def resize(self, capacity: int) -> "KeyValueCache":
         spare = capacity - self.capacity
 
         def padded(slots: jax.Array) -> jax.Array:
@@ -146,7 +150,7 @@ def _ring_positions(lengths_B: jax.Array, window: int) -> jax.Array:
 
 
 def _constrained(slots: jax.Array) -> jax.Array:
-    return constrain(slots, *_AXES[-slots.ndim :])
+    return with_logical_constraint(slots, *_AXES[-slots.ndim :])
 
 
 def capacity_of(states: Any) -> int | None:
@@ -155,12 +159,12 @@ def capacity_of(states: Any) -> int | None:
     return min((node.capacity for node in nodes if _can_grow(node)), default=None)
 
 
-def with_capacity(states: Any, capacity: int) -> Any:
+def resize(states: Any, capacity: int) -> Any:
     def grown(node: Any) -> Any:
-        return node.with_capacity(capacity) if _can_grow(node) else node
+        return node.resize(capacity) if _can_grow(node) else node
 
     return jax.tree.map(grown, states, is_leaf=_can_grow)
 
 
 def _can_grow(node: Any) -> bool:
-    return hasattr(node, "with_capacity")
+    return hasattr(node, "capacity")  # NumPy's arrays have `resize`, too

@@ -21,7 +21,7 @@ from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention import Attention
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.part import Flops
 
 _NOTHING = -1e30  # maximum over no tokens; finite, so that differences are
@@ -245,7 +245,12 @@ class LinearAttention(Attention):
         return 0, 4 * (K * (H * H + H + 1) + 1)
 
     def _core(
-        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: Context, state: Any
+        self,
+        q_BTNH: jax.Array,
+        k_BTKH: jax.Array,
+        v_BTKH: jax.Array,
+        context: ForwardContext,
+        state: Any,
     ) -> tuple[jax.Array, LinearAttentionState | None]:
         config = self.config
         if not config.causal:

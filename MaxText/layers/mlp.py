@@ -8,20 +8,14 @@ from flax import nnx
 from MaxText.config.layer_sections import FeedForwardConfig
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
-from MaxText.layers.activations import (
-    ACTIVATIONS,
-    LEARNED,
-    OVER_FEATURES,
-    LearnedActivation,
-    rrelu,
-)
+from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, LearnedActivation, rrelu
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.moe import RoutedMoE
 from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, Scalars
-from MaxText.parallelism.logical_sharding import constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, with_logical_constraint
 
 _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
@@ -71,17 +65,19 @@ class MLP(FeedForward):
         self.rng_stream = rng_stream
         self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
             branch = tag(getattr(self, name)(x_BTD), "mlpwi")
             branch = self._activated(name, activation, branch, context)
             h_BTF = branch if h_BTF is None else h_BTF * branch
         assert h_BTF is not None
-        h_BTF = constrain(h_BTF, "activation_batch", "activation_length", "activation_mlp")
+        h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
         return tag(self.wo(h_BTF), "mlpwo"), {}
 
-    def _activated(self, name: str, activation: str, x: jax.Array, context: Context) -> jax.Array:
+    def _activated(
+        self, name: str, activation: str, x: jax.Array, context: ForwardContext
+    ) -> jax.Array:
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":

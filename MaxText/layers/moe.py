@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
-from MaxText.parallelism.logical_sharding import constrain, current_batch_axes
+from MaxText.parallelism.logical_sharding import current_batch_axes, with_logical_constraint
 
 
 def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int, int]:
@@ -35,12 +35,7 @@ class Experts(nnx.Module):
     """E MLPs without biases, plain or gated, stacked along an expert axis."""
 
     def __init__(
-        self,
-        num_experts: int,
-        width: int,
-        activations: tuple[str, ...],
-        init: Init,
-        rngs: nnx.Rngs,
+        self, num_experts: int, width: int, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs
     ):
         D, draw = init.dimensions.emb_dim, init.initializers
         self.activations = activations
@@ -88,13 +83,7 @@ class RoutedMoE(nnx.Module):
     rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
     not_recomputed = ()  # gates read the output of each expert
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        activations: tuple[str, ...],
-        init: Init,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, config: MoEConfig, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs):
         dimensions = init.dimensions
         self.config = config
         self.gate = Dense(
@@ -110,7 +99,7 @@ class RoutedMoE(nnx.Module):
         chosen = config.moe_activations or activations
         self.experts = Experts(config.num_experts, width, chosen, init, rngs)
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
         config = self.config
         batch, length, width = x_BTD.shape
@@ -138,7 +127,7 @@ class RoutedMoE(nnx.Module):
             y = self._capacity_dispatch(x, gates, choices, routed, capacity)
         return y.reshape(batch, length, width), scalars
 
-    def _policy(self, gates: jax.Array, context: Context) -> jax.Array:
+    def _policy(self, gates: jax.Array, context: ForwardContext) -> jax.Array:
         config = self.config
         mask = jnp.ones(gates.shape, bool)
         if config.num_experts_per_tok != 2:
@@ -206,16 +195,16 @@ class RoutedMoE(nnx.Module):
         # Resharded from groups to experts and back; slots of an expert shard like tokens.
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
-        filled = constrain(constrain(filled, *by_group), *by_expert)
+        filled = with_logical_constraint(with_logical_constraint(filled, *by_group), *by_expert)
         einsum = functools.partial(
             jnp.einsum, precision=experts.precision, _dot_general=experts.dot_general
         )
         branches = [
             tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()
         ]
-        hidden = constrain(experts.gated(branches), *by_expert[:3], "activation_mlp")
+        hidden = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
         out = tag(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
-        out = constrain(constrain(out, *by_expert), *by_group)
+        out = with_logical_constraint(with_logical_constraint(out, *by_expert), *by_group)
         out = out.reshape(num_groups, num_experts * capacity, width)
 
         def collect(out_D: jax.Array, slot_S: jax.Array) -> jax.Array:

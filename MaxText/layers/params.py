@@ -118,7 +118,7 @@ class Initializers(NamedTuple):
     attention_slots: tuple[Initializer, Initializer]  # learned keys and values
     feed_forward_slots: tuple[Initializer, Initializer]
     connection: Initializer  # from a hidden state to the weights of dense connections
-    memory: Initializer  # learned keys and values
+    persistent_kv: Initializer  # learned keys and values
 
 
 def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
@@ -169,7 +169,7 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
         attention_slots,
         slots,
         connection=_normal_fan_in,
-        memory=_normal(dimensions.head_dim**-0.5),
+        persistent_kv=_normal(dimensions.head_dim**-0.5),
     )
 
 

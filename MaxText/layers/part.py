@@ -22,7 +22,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.params import Init
 
 __all__ = [
@@ -37,7 +37,7 @@ class Flops(NamedTuple):
     """Forward FLOPs per token in one layer, besides 2 per weight."""
 
     by_rule: float  # as the MFU counts: products of tokens with tokens or with a state
-    executed: float | None = None  # by the backend, masked products included; None is `by_rule`
+    hardware_flops: float | None = None  # masked products included; None is `by_rule`
     recomputed: float = 0.0  # executed again by the backward pass under every remat policy
     backward: int = 2  # backward FLOPs per forward FLOP
     kept: float = 0.0  # executed, and never recomputed by the backward pass; nan if unknown
@@ -113,28 +113,28 @@ class Mixer(Part):
     has_separate_inputs = False  # whether x is a tuple (q, k, v), for dense connections
     has_softmax: ClassVar[bool] = False  # whether it is softmax attention, by the key `attention`
 
-    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns the output [B, T, D], and scalars to sum over layers.
 
         Tokens may depend only on earlier tokens of the same segment (`context.segments_BT`).
         """
         raise NotImplementedError
 
-    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         """Returns the output of right-padded prompts and the states after them.
 
         State that grows with tokens has room for `context.capacity` and can be enlarged: a
-        KeyValueCache, or another registered dataclass with `capacity` and `with_capacity`.
+        KeyValueCache, or another registered dataclass with `capacity` and `resize`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
-    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
+    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         """Returns the output at `context.positions_BT`, and the new state."""
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
     def notes(cls, config: Any, length: int) -> tuple[str, str]:
-        """Returns FLOPs table footnotes about `by_rule` and `executed`, or ""."""
+        """Returns footnotes about `by_rule` and `hardware_flops`, or ""."""
         return "", ""
 
     @classmethod
@@ -157,7 +157,7 @@ class FeedForward(Part):
 
     rows = "feed-forward"
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns the output [B, T, D], and scalars to sum over layers."""
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class Position(Part):
         return None
 
     def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """Returns fields of Context for mixers: `rotary` or `slopes_N`."""
+        """Returns fields of ForwardContext for mixers: `rotary` or `slopes_N`."""
         return {}
 
 
@@ -270,7 +270,7 @@ class Head(Part):
         raise NotImplementedError
 
     def state(
-        self, h_BTD: jax.Array, tokens_BT: jax.Array, context: Context, earlier: Any = None
+        self, h_BTD: jax.Array, tokens_BT: jax.Array, context: ForwardContext, earlier: Any = None
     ) -> Any:
         """Returns a tree of arrays for logits besides hidden states, or None.
 

@@ -16,12 +16,12 @@ from MaxText.config.layer_sections import PattentionConfig, SlotPlace
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Axes, Dense
 from MaxText.layers.normalization import rms_normalize
 from MaxText.layers.params import Init, Initializer, Shape
 from MaxText.layers.part import FeedForward, Part, Scalars
-from MaxText.parallelism.logical_sharding import constrain
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, with_logical_constraint
 
 ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scales by sqrt(zoom)
 # Values of normalize_type under which a zero key adds nothing: Theta(0) is 0, and a score of 0
@@ -133,7 +133,7 @@ class Pattention(Part):
 
     def attend(self, x: jax.Array) -> jax.Array:
         scores = tag(self.keys(x), self.scores_name)
-        scores = constrain(scores, "activation_batch", "activation_length", "activation_slots")
+        scores = with_logical_constraint(scores, *BRANCH_INPUT[:2], "activation_slots")
         return self.values(self.theta(scores))
 
 
@@ -183,5 +183,5 @@ class PattentionFeedForward(Pattention, FeedForward):
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
         return _sharded_slots(layer, "ffn")
 
-    def __call__(self, x_BTD: jax.Array, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return tag(self.attend(x_BTD), "mlpwo"), {}

@@ -22,17 +22,22 @@ from flax import nnx
 
 from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.model_sections import RematPolicy
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.stack import Blueprint, scan_cycle
-from MaxText.parallelism.logical_sharding import HIDDEN, constrain, merge_batch, split_batch
+from MaxText.parallelism.logical_sharding import (
+    HIDDEN,
+    merge_batch,
+    split_batch,
+    with_logical_constraint,
+)
 
 
 def pipeline_apply(
     layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
     inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
-    context: Context,
-    apply: Callable[[Any, Any, Context, jax.Array], tuple[Any, dict[str, jax.Array]]],
+    context: ForwardContext,
+    apply: Callable[[Any, Any, ForwardContext, jax.Array], tuple[Any, dict[str, jax.Array]]],
     *,
     schedule: PipelineSchedule,  # with as many stages as the current mesh
     policy: RematPolicy,
@@ -104,12 +109,13 @@ def pipeline_apply(
         # Only the first stage's slots are read. The others hold rows instead of zeros, as idle
         # stages must compute something finite for its gradient to be 0.
         axes = _axes(x.ndim)
-        x_MbT = split_batch(constrain(x, *axes), num_microbatches, *axes[1:])
+        x_MbT = split_batch(with_logical_constraint(x, *axes), num_microbatches, *axes[1:])
         return shard_over_stages(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
 
     def end(waiting_SMbT: jax.Array) -> jax.Array:
         axes = _axes(waiting_SMbT.ndim - 2)
-        return constrain(merge_batch(constrain(waiting_SMbT[0], None, *axes)), *axes)
+        x_MbT = with_logical_constraint(waiting_SMbT[0], None, *axes)
+        return with_logical_constraint(merge_batch(x_MbT), *axes)
 
     waiting = jax.tree.map(begin, inputs)
     carry = (jax.tree.map(lambda w: _index(w, 0), waiting), waiting)
@@ -129,9 +135,9 @@ def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> di
         leaf, names = parameter.get_value(), parameter.get_metadata()["logical_axes"]
         if repeats == 1:
             leaf = leaf.reshape(num_stages, per_stage, *leaf.shape[1:])
-            return constrain(leaf, "layers", None, *names[1:])
+            return with_logical_constraint(leaf, "layers", None, *names[1:])
         leaf = leaf.reshape(repeats, num_stages, per_stage, *leaf.shape[1:])
-        return constrain(jnp.moveaxis(leaf, 0, 2), "layers", None, None, *names[1:])
+        return with_logical_constraint(jnp.moveaxis(leaf, 0, 2), "layers", None, None, *names[1:])
 
     return nnx.to_pure_dict(state, arranged)
 
@@ -139,7 +145,7 @@ def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> di
 def shard_over_stages(x: jax.Array, *, waits: bool = False) -> jax.Array:
     """Shards [S, b, T, ...], or waiting [S, M, b, T, ...], over stages."""
     outer = ("activation_stage", None) if waits else ("activation_stage",)
-    return constrain(x, *outer, *_axes(x.ndim - len(outer)))
+    return with_logical_constraint(x, *outer, *_axes(x.ndim - len(outer)))
 
 
 def _axes(num_dims: int) -> tuple[str | None, ...]:

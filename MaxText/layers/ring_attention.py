@@ -41,7 +41,7 @@ def ring_attention(
     key_sharding: NamedSharding,  # T over the same axes
     *,
     segments_BT: jax.Array | None = None,
-    memory: PersistentKV | None = None,
+    persistent_kv: PersistentKV | None = None,
     block_size: int | None = None,  # query rows whose scores are in memory at once; None is all
     balanced: bool = True,  # whether causal work without a window is divided evenly
 ) -> jax.Array:
@@ -51,8 +51,8 @@ def ring_attention(
     assert ring == split_axes(key_sharding, 1), (query_sharding, key_sharding)
     if (repeats := kv_head_repeats(q_BTNH, k_BTKH, query_sharding, key_sharding)) > 1:
         k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
-        if memory is not None:
-            memory = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), memory)
+        if persistent_kv is not None:
+            persistent_kv = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), persistent_kv)
     num_parts = math.prod(mesh.shape[axis] for axis in ring)
     ring_of_devices = _Ring(
         spec=dataclasses.replace(spec, slopes_N=None),
@@ -67,7 +67,7 @@ def ring_attention(
     specs = (by_head, by_head, by_head, *others)
     return jax.shard_map(
         ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
-    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, spec.slopes_N, memory)
+    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, spec.slopes_N, persistent_kv)
 
 
 class _QueryBlock(NamedTuple):
@@ -130,7 +130,7 @@ class _Ring:
         v_BLKH: jax.Array,
         segments_BL: jax.Array | None,
         slopes_N: jax.Array | None,
-        memory: PersistentKV | None,
+        persistent_kv: PersistentKV | None,
     ) -> jax.Array:
         tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
         if self.num_pieces > 1:
@@ -149,10 +149,10 @@ class _Ring:
             return self._backward(operands, o_BLNH, log_sums, do_BLNH)
 
         attend.defvjp(forward, backward)
-        o_BLNH = attend(*tokens, slopes_N, memory)
+        o_BLNH = attend(*tokens, slopes_N, persistent_kv)
         return self._zigzag(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
-    def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory):
+    def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv):
         """Returns o_BLNH and log-sum-exp, float32 [P, B, K, G, R]."""
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         num_blocks, batch, block, kv_heads, group, head_dim = rows.q_BRKGH.shape
@@ -174,15 +174,15 @@ class _Ring:
             o_BKGRH = o_BKGRH * correction[..., None] + more
             return (new_largest, sums * correction + p.sum(-1), o_BKGRH), ()
 
-        if memory is not None:
-            state, _ = self._fold(block_fn, rows, _memory_block(memory, batch), state, ())
+        if persistent_kv is not None:
+            state, _ = self._fold(block_fn, rows, _memory_block(persistent_kv, batch), state, ())
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
         (largest, sums, o), _, _ = self._ring_scan(block_fn, rows, keys, state, ())
         o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
         return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
 
     def _backward(self, operands, o_BLNH, log_sums, do_BLNH):
-        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, memory = operands
+        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv = operands
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
@@ -204,11 +204,11 @@ class _Ring:
             dq = dq + self._einsum("bkgrs,bskh->brkgh", ds, k_BSKH)
             return dq, (dk, dv)
 
-        dq, d_memory = _zeros_like(rows.q_BRKGH), None
-        if memory is not None:
-            keys = _memory_block(memory, batch)
+        dq, d_kv = _zeros_like(rows.q_BRKGH), None
+        if persistent_kv is not None:
+            keys = _memory_block(persistent_kv, batch)
             dq, d_keys = self._fold(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
-            d_memory = jax.tree.map(lambda x, own: x.sum((0, 1)).astype(own.dtype), d_keys, memory)
+            d_kv = jax.tree.map(lambda x, m: x.sum((0, 1)).astype(m.dtype), d_keys, persistent_kv)
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
         dq, d_keys, shift = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
         dk, dv = self._rotate(d_keys, -shift)
@@ -217,7 +217,7 @@ class _Ring:
             for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
         )
         d_slopes = None if slopes_N is None else jnp.zeros_like(slopes_N)
-        return *d_tokens, None, d_slopes, d_memory
+        return *d_tokens, None, d_slopes, d_kv
 
     def _ring_scan(
         self, block_fn: _BlockFn, rows: _QueryBlock, keys: Any, query_state: Any, key_state: Any
@@ -258,9 +258,9 @@ class _Ring:
             def one_block(key_state: Any, xs: Any) -> tuple[Any, Any]:
                 states = xs[1], key_state
                 attend_block = functools.partial(block_fn, xs[0], keys)
-                if (sees := self._sees_any(xs[0], keys)) is not True:
+                if (visible := self._any_visible(xs[0], keys)) is not True:
                     query_state, key_state = jax.lax.cond(
-                        sees, attend_block, lambda *same: same, *states
+                        visible, attend_block, lambda *same: same, *states
                     )
                 else:
                     query_state, key_state = attend_block(*states)
@@ -271,16 +271,16 @@ class _Ring:
 
         return jax.lax.scan(one_piece, query_state, (keys, key_state))
 
-    def _sees_any(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
+    def _any_visible(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
         causal, window = self.spec.causal, self.spec.window
         if keys.positions_S is None or (not causal and window is None):
             return True
         nearest = rows.positions_R[0] - keys.positions_S[-1]
         farthest = rows.positions_R[-1] - keys.positions_S[0]
-        sees: Any = farthest >= 0 if causal else True
+        visible: Any = farthest >= 0 if causal else True
         if window is not None:
-            sees = sees & (nearest < window) & (farthest >= -window)
-        return sees
+            visible = visible & (nearest < window) & (farthest >= -window)
+        return visible
 
     def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
@@ -354,8 +354,8 @@ def _split_length(x_BL: jax.Array, number: int) -> jax.Array:
     return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
-def _memory_block(memory: PersistentKV, batch: int) -> _KVBlock:
-    k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in memory)
+def _memory_block(persistent_kv: PersistentKV, batch: int) -> _KVBlock:
+    k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in persistent_kv)
     return _KVBlock(k_1BMKH, v_1BMKH, None, None)
 
 

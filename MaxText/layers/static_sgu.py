@@ -17,7 +17,7 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.attention_flops import average_keys_visible
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
 
@@ -65,15 +65,15 @@ class BesideStaticSGU(Mixer):
         first = jax.lax.stop_gradient(first)
         return first, (rest, rest, rest) if self.has_separate_inputs else rest
 
-    def _sums(self, first: jax.Array, context: Context) -> jax.Array:
+    def _sums(self, first: jax.Array, context: ForwardContext) -> jax.Array:
         return static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
 
-    def __call__(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Scalars]:
+    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         first, rest = self._halves(x_BTD)
         out, scalars = super().__call__(rest, context)
         return jnp.concatenate([self._sums(first, context), out], axis=-1), scalars
 
-    def prefill(self, x_BTD: Any, context: Context) -> tuple[jax.Array, Any]:
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         first, rest = self._halves(x_BTD)
         out, state = super().prefill(rest, context)
         lengths_B, kernel = context.lengths_B, self.sgu_kernel
@@ -83,7 +83,7 @@ class BesideStaticSGU(Mixer):
         newest = jnp.where((positions_BP >= 0)[..., None], found, 0)
         return jnp.concatenate([self._sums(first, context), out], axis=-1), (state, newest)
 
-    def decode_step(self, x_BTD: Any, state: Any, context: Context) -> tuple[jax.Array, Any]:
+    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         first, rest = self._halves(x_BTD)
         own, newest = state
         out, own = super().decode_step(rest, own, context)

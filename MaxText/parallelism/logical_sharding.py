@@ -130,11 +130,14 @@ def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None
     return mesh, [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in found]
 
 
-def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+def with_logical_constraint(x: jax.Array, *names: str | None) -> jax.Array:
     """Applies the sharding constraint for the logical axes `names`."""
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
     sharding = current_sharding(names, x.shape)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+constrain = with_logical_constraint  # the earlier name, for parts from outside
 
 
 def with_token_major_layout(tree: Any) -> Any:
@@ -177,7 +180,7 @@ def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
     logical names of the dimensions after the rows, which are unsharded by default.
     """
     x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
-    return constrain(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
+    return with_logical_constraint(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))
 
 
 def merge_batch(x: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ class Loop:
             if self.rollback.trigger:
                 self.roll_back()
                 continue
-            self.rollback.snapshot(step, self.state, self.batches.position)
+            self.rollback.snapshot(step, self.state, self.batches.get_state())
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
             target = self.config.evaluation.target_eval_loss
@@ -171,7 +171,7 @@ class Loop:
             kept = {**self.metadata, **run_logger.lineage.metadata(step), **fields}
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}
             with events.timed("checkpoint", step=step):
-                self.checkpoints.save(step, self.state, self.batches.position, kept)
+                self.checkpoints.save(step, self.state, self.batches.get_state(), kept)
 
 
 @dataclasses.dataclass

@@ -186,7 +186,7 @@ def _grow(
 ) -> RestoreResult:
     state, source = initialize(), growth.source
     moments = state.opt_state
-    if growth.moments != "zeroed":
+    if growth.opt_state != "zeroed":
         moments = grow_opt_state(growth, abstract_state.opt_state, moments)
     params = grow_params(growth, abstract_state.params, state.params)
     state = dataclasses.replace(state, params=params, opt_state=moments)
@@ -207,7 +207,7 @@ def restore_data_position(
         batches.seek(restored.first_step)
     else:
         try:
-            batches.resume(restored.position)
+            batches.set_state(restored.position)
         except UserError as error:
             if restored.how != "growth":
                 raise

@@ -163,7 +163,7 @@ class RollbackController:
                 "learning rate, inspect the data, or start again from an earlier checkpoint."
             )
         target, source, state, position = self._last_healthy(trigger, signs)
-        excluded = batches.position.get("excluded", ())
+        excluded = batches.get_state().get("excluded", ())
         began = max(target + 1, trigger.onset_step - self._config.rollback.margin)
         data = batches.source
         first, end = data.sample_range(began)[0], data.sample_range(trigger.detected_step)[1]
@@ -182,7 +182,7 @@ class RollbackController:
         if position is None:
             batches.seek(target + 1)
         else:
-            batches.resume(position)
+            batches.set_state(position)
         for samples in (*excluded, (first, end)):
             batches.exclude(*samples)
         while self._snapshots and self._snapshots[-1].step > target:

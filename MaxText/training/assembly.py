@@ -35,7 +35,7 @@ class TrainSetup(NamedTuple):
     abstract_state: TrainState  # shapes and shardings
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
     replicated_fraction: float  # of the parameters
-    choices: Sequence[str]  # one line for each `auto`
+    auto_choices: Sequence[str]  # one line for each `auto`
     compiler_options: dict[str, bool]  # of the step
 
 

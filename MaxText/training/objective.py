@@ -30,11 +30,11 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
 
 def _cross_entropy_forward(logits_BTV, targets_BT):
     log_normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    if platform() == "cpu":
-        target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    else:  # same bits; a gather reads float32 logits from memory, next to those in `dtype`
+    if platform() == "tpu":  # same bits; a gather reads float32 logits from memory, as a copy
         is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
         target_logits_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+    else:
+        target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
     return outputs, (logits_BTV, targets_BT, log_normalizer_BT)
 

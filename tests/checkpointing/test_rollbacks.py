@@ -7,7 +7,7 @@ from etils import epath
 
 from MaxText.checkpointing.history import HealthyCheckpoints, Rollback, read_rollbacks
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.loader import make_train_iterator
@@ -24,7 +24,8 @@ from tests.refusals import refused
 
 def batches(seed=0):
     keys = {"dataset_type": "synthetic", "data_shuffle_seed": seed, "vocab_size": 50}
-    return make_train_iterator(configure(max_target_length=8, **keys), BatchSchedule.constant(4, 8))
+    config = load_config(max_target_length=8, **keys)
+    return make_train_iterator(config, BatchSchedule.constant(4, 8))
 
 
 def rollback(number=1, to=6, samples=(28, 36)):
@@ -92,13 +93,13 @@ def test_a_restart_from_before_excludes_the_same_data_at_the_same_step():
     assert all(fact in line for fact in ("28 to 35", "step 8", "bad text"))
     rows = [next(restarted).tokens_BT.tolist() for _ in range(2, 12)]
     assert [next(rolled_back).tokens_BT.tolist() for _ in range(6, 12)] == rows[4:]
-    assert rolled_back.position == restarted.position
+    assert rolled_back.get_state() == restarted.get_state()
     later.seek(2)
     assert [next(later).tokens_BT.tolist() for _ in range(2, 7)] == rows[:5]
     # A checkpoint from after it says so itself.
-    start = start._replace(first_step=12, position=rolled_back.position)
+    start = start._replace(first_step=12, position=rolled_back.get_state())
     assert restore_data_position(start, later, 20, lines.append) == 19
-    assert later.position == rolled_back.position
+    assert later.get_state() == rolled_back.get_state()
     assert len(lines) == 1
 
 
@@ -106,7 +107,7 @@ def test_samples_of_other_data_are_others():
     other = batches(seed=1)
     start = RestoreResult(None, 0, None, "", "scratch", rollbacks=(rollback(),))
     restore_data_position(start, other, 20, pytest.fail)
-    assert other.position["excluded"] == []
+    assert other.get_state()["excluded"] == []
 
 
 def test_where_data_begins_and_ends():

@@ -10,7 +10,7 @@ import yaml
 from MaxText.config import documentation, registry
 from MaxText.config.catalog import all_keys, flatten, keys_by_section, unflatten
 from MaxText.config.config_files import BASE_YML, read
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import Config
 
@@ -28,10 +28,10 @@ def test_base_yml_holds_exactly_the_defaults(write):
     entries, problems = read(BASE_YML)
     assert not problems
     assert [entry.name for entry in entries] == list(all_keys())
-    assert configure("base.yml", run_name="r") == configure(run_name="r")
+    assert load_config("base.yml", run_name="r") == load_config(run_name="r")
     # A copy under another name is an ordinary config file: every value counts, and is the default.
     copy = write(BASE_YML.read_text(encoding="utf-8"), "copy.yml")
-    assert configure(copy, run_name="r") == configure(run_name="r")
+    assert load_config(copy, run_name="r") == load_config(run_name="r")
 
 
 def test_the_default_configuration_is_the_schema():
@@ -39,7 +39,7 @@ def test_the_default_configuration_is_the_schema():
     assert unflatten(flatten(config)) == config
     assert list(flatten(config)) == list(all_keys())
     defaults = flatten(config)
-    changed = {name for name, value in flatten(configure()).items() if value != defaults[name]}
+    changed = {name for name, value in flatten(load_config()).items() if value != defaults[name]}
     assert changed == {"run_name", "base_output_directory", "learning_rate_schedule_steps"}
 
 
@@ -104,7 +104,7 @@ def test_a_built_in_part_with_keys_of_its_own(tmp_path, monkeypatch):
     before = registry.registrations()
     try:
         registry.read_built_in()
-        model = configure(mixer="mine", my_width=7).model
+        model = load_config(mixer="mine", my_width=7).model
         part = registry.lookup("mixer", "mine")
         assert part.__module__ == "own_part"
         assert part.config_of(model.layers[0]).my_width == 7

@@ -3,10 +3,11 @@
 import pytest
 
 from MaxText.config.keys import Count, key
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.program_options import ProgramOptions, describe, read_options
 from MaxText.config.serialization import diff_configs, flatten, renamed, with_current_names
+from MaxText.config.values import to_yaml
 
 
 def test_entries_of_stronger_layers_replace_only_themselves(write, monkeypatch):
@@ -39,14 +40,14 @@ def test_older_saved_configurations_load_silently(write, capsys):
     config = load([write(f"schema_version: 1\n{lines}run_name: r\n")]).config
     assert (config.optimizer.adafactor.momentum, config.guard.rollback.maximum) == (0.5, 7)
     assert capsys.readouterr().err == ""
-    current = flatten(configure(run_name="r"))
+    current = flatten(load_config(run_name="r"))
     assert with_current_names(old, "x").keys() == {"adafactor", "rollback"}
-    growth = {"growth": {"old_slots_learning_rate": 0.5}, "dense_hidden_rounding": "ceil"}
-    path = write("schema_version: 1\ngrowth: {old_slots_learning_rate: 0.5}\nrun_name: r\n")
-    assert configure(path).checkpoint.growth.existing_slots_lr_scale == 0.5
-    assert with_current_names(growth, "x") == {
-        "growth": {"existing_slots_lr_scale": 0.5}, "dynamic_dense_hidden_round": "ceil"
-    }  # fmt: skip
+    rate, rest = {"old_slots_learning_rate": 0.5}, {"moments": "reused", "allow_shrinking": True}
+    growth = {"growth": rate | rest, "dense_hidden_rounding": "ceil"}
+    path = write(f"schema_version: 1\ngrowth: {to_yaml(rate | rest)}\nrun_name: r\n")
+    new = {"existing_slots_lr_scale": 0.5, "opt_state": "reused", "allow_truncation": True}
+    assert new.items() <= dict(load_config(path).checkpoint.growth).items()
+    assert with_current_names(growth, "x") == {"growth": new, "dynamic_dense_hidden_round": "ceil"}
     assert diff_configs(current | {"adafactor_momentum": 0.5}, current).keys() == {"adafactor"}
     # As a comparison identifies a stage of its arms.
     stage = {f"{name} of stage 1": value for name, value in growth.items()}

@@ -9,7 +9,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules, registry
 from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.command_line import parse
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import resolved_yaml
 from MaxText.config.sources import IMPORTED
@@ -154,7 +154,7 @@ def test_a_file_next_to_the_config_is_named_from_the_current_folder(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "mine.py").write_text(PART)
     (tmp_path / "sub" / "mine.yml").write_text("import_modules: [mine.py]\nmixer: mine\n")
-    assert configure("sub/mine.yml").run.import_modules == ("sub/mine.py",)
+    assert load_config("sub/mine.yml").run.import_modules == ("sub/mine.py",)
 
 
 def test_one_name_in_two_kinds(tmp_path):
@@ -163,8 +163,8 @@ def test_one_name_in_two_kinds(tmp_path):
                      ('"mixer"', '"feed_forward"'), ("Keys", "More")):  # fmt: skip
         second = second.replace(old, new)
     (tmp_path / "both.py").write_text(PART + second)
-    given = {"my_width": 8, "my_height": 9}
-    config = configure(import_modules=["both.py"], mixer="mine", feed_forward_type="mine", **given)
+    given = {"mixer": "mine", "feed_forward_type": "mine", "my_width": 8, "my_height": 9}
+    config = load_config(import_modules=["both.py"], **given)
     assert given.items() <= flatten(config).items()
     assert flatten(unflatten(flatten(config))) == flatten(config)
     section = config.model
@@ -186,13 +186,13 @@ def test_a_file_that_changed_is_imported_again(mine, tmp_path):
 def test_a_saved_configuration_warns_of_a_changed_source(name, mine, tmp_path, capsys):
     file = tmp_path / (name if name.endswith(".py") else f"{name}.py")
     file.write_text(PART)
-    config = configure(import_modules=[name], mixer="mine")
+    config = load_config(import_modules=[name], mixer="mine")
     (tmp_path / "saved.yml").write_text(resolved_yaml(config))
-    assert configure("saved.yml") == config
+    assert load_config("saved.yml") == config
     assert "changed" not in capsys.readouterr().err
     file.write_text(PART.replace("The input", "THE INPUT").replace("key(3", "key(5"))
-    assert configure(import_modules=[name]).model.parts.named("mixer.mine").my_width == 5
-    configure("saved.yml")
+    assert load_config(import_modules=[name]).model.parts.named("mixer.mine").my_width == 5
+    load_config("saved.yml")
     warning = f"warning: {name} has changed since the configuration was saved\n"
     assert capsys.readouterr().err == warning
 
@@ -203,11 +203,11 @@ def test_two_files_of_one_name(tmp_path):
         text = PART.replace("mine", f"mine_{folder}").replace("my_width", f"width_{folder}")
         (tmp_path / folder / "parts.py").write_text(text)
     names, before = ["a/parts.py", "b/parts.py"], registry.registrations()
-    configure(import_modules=names, mixer="mine_a")
+    load_config(import_modules=names, mixer="mine_a")
     modules = {registry.lookup("mixer", f"mine_{folder}").__module__ for folder in "ab"}
     assert len(modules & sys.modules.keys()) == 2
     import_modules.forget(before)
-    configure(import_modules=names[:1])
+    load_config(import_modules=names[:1])
     with pytest.raises(ConfigurationError, match=r"parts of b/parts.py"):
         import_modules.check_named({"import_modules": names}, "here")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import config_files, sources
-from MaxText.config.loading import Source, configure, load
+from MaxText.config.loading import Source, load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import resolved_yaml
 
@@ -62,10 +62,10 @@ def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
 def test_inheritance_is_recursive_and_looks_next_to_the_file_first(write):
     write("steps: 1\nlog_period: 1\neval_steps: 1\n", "a/deep.yml")
     write("base_config: deep.yml\nlog_period: 2\neval_steps: 2\n", "a/middle.yml")
-    config = configure(write("base_config: a/middle.yml\neval_steps: 3\n"))
+    config = load_config(write("base_config: a/middle.yml\neval_steps: 3\n"))
     found = (config.run.steps, config.monitoring.log_period, config.evaluation.eval_steps)
     assert found == (1, 2, 3)
-    config = configure(write("base_config: gpt2.yml\nsteps: 7\n", "b/own.yml"))
+    config = load_config(write("base_config: gpt2.yml\nsteps: 7\n", "b/own.yml"))
     assert config.model.shape.decoder_block == "gpt3"
 
 
@@ -73,7 +73,7 @@ def test_a_cycle_is_an_error(write):
     path = write("base_config: b.yml\n", "a.yml")
     write("base_config: a.yml\n", "b.yml")
     with pytest.raises(ConfigurationError, match=r"a\.yml -> .*b\.yml -> .*a\.yml"):
-        configure(path)
+        load_config(path)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,18 @@ def test_a_preset_is_a_name_and_no_path():
     with pytest.raises(ConfigurationError, match="configs/models"):
         load(["model_name=../gpt2"])
     for nothing in ("model_name=", "model_name=none", "model_name=default"):
-        assert load([nothing]).config.model == configure().model
+        assert load([nothing]).config.model == load_config().model
 
 
 @pytest.mark.parametrize(("key", "stem"), [("model_name", "mine"), ("decoder_block", "run")])
 def test_a_preset_or_bundle_may_be_a_path(key, stem, write):
-    config = configure(**{key: write("block_arrangement: parallel\n", "mine.yml")})
+    config = load_config(**{key: write("block_arrangement: parallel\n", "mine.yml")})
     assert config.model.block.block_arrangement == "parallel"
     assert config.run.run_name.startswith(f"{stem}_20")
     assert config.run.base_output_directory == "./maxtext_output"
     saved = write(resolved_yaml(config), "saved.yml")
     (Path(saved).parent / "mine.yml").unlink()
-    assert configure(saved).model == config.model
+    assert load_config(saved).model == config.model
 
 
 def test_a_preset_may_inherit_but_not_choose_another(write, monkeypatch, tmp_path):
@@ -132,17 +132,17 @@ def test_a_preset_may_inherit_but_not_choose_another(write, monkeypatch, tmp_pat
     monkeypatch.setattr(config_files, "MODELS", models)
     (models / "small.yml").write_text("base_config: pythia-70m.yml\nbase_emb_dim: 256\n")
     (models / "odd.yml").write_text("model_name: pythia-70m\n")
-    config = configure(write("base_emb_dim: 8\n"), model_name="small")
+    config = load_config(write("base_emb_dim: 8\n"), model_name="small")
     assert config.model.shape.base_emb_dim == 256
     assert config.model.block.block_arrangement == "parallel"
     with pytest.raises(ConfigurationError, match="model_name"):
-        configure(model_name="odd")
+        load_config(model_name="odd")
 
 
 @pytest.mark.parametrize("use", ["file", "base_config"])
 def test_base_yml_does_not_beat_a_decoder_block(use, write):
     path = "base.yml" if use == "file" else write("base_config: base.yml\n")
-    config = configure(path, decoder_block="gpt_neox")
+    config = load_config(path, decoder_block="gpt_neox")
     assert config.model.position.rotary_pct == 0.25
     assert config.model.block.normalization_type == "layer_norm"
 
@@ -154,7 +154,7 @@ def test_aliases():
 
 
 def test_derived_values(monkeypatch):
-    assert configure(steps=10).schedule.learning_rate_schedule_steps == 10
+    assert load_config(steps=10).schedule.learning_rate_schedule_steps == 10
     loaded = load(["steps=-1", "learning_rate_schedule_steps=20"])
     assert loaded.config.run.steps == 20
     assert loaded.origins["steps"].place == "derived from learning_rate_schedule_steps"
@@ -167,14 +167,14 @@ def test_derived_values(monkeypatch):
         ({"run_name": "group/x"}, "./maxtext_output", "group/x"),
         ({"run_name": "/tmp/o/x", "base_output_directory": "out"}, "/tmp/o", "x"),
     ):
-        run = configure(**keys).run
+        run = load_config(**keys).run
         assert (run.base_output_directory, run.run_name) == (folder, name)
     for name in ("a/../../b", "a//b", "..", "./a"):
         with pytest.raises(ConfigurationError, match="run_name"):
-            configure(run_name=name)
+            load_config(run_name=name)
 
-    assert configure("gpt2.yml").run.run_name.startswith("gpt2_20")
-    assert configure("gpt2.yml", model_name="llama2-7b").run.run_name.startswith("llama2-7b_20")
+    assert load_config("gpt2.yml").run.run_name.startswith("gpt2_20")
+    assert load_config("gpt2.yml", model_name="llama2-7b").run.run_name.startswith("llama2-7b_20")
     monkeypatch.setitem(os.environ, "JOBSET_NAME", "job")
     loaded = load([])
     assert loaded.config.run.run_name == "job"
@@ -182,9 +182,9 @@ def test_derived_values(monkeypatch):
 
 
 def test_axis_rules_merge_by_name(write):
-    base = dict(configure().mesh.logical_axis_rules)
+    base = dict(load_config().mesh.logical_axis_rules)
     path = write("logical_axis_rules: [[vocab, [fsdp, tensor]], [kv, tensor], [kv, []]]\n")
-    rules = configure(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
+    rules = load_config(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
     assert rules[:4] == (
         ("embed", ()), ("vocab", ("fsdp", "tensor")), ("kv", ("tensor",)), ("kv", ()),
     )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 
 from MaxText.config import maxtext_keys
 from MaxText.config.catalog import all_keys, all_names
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 
 # The keys of MaxText 0.2.5's base.yml and of its documentation, one per line.
@@ -70,9 +70,9 @@ def test_translated_values_are_accepted(capsys):
 
 
 def test_python_values_and_files_are_translated_too(write):
-    assert configure(dense_conn=True, mudd_postnorm=True).model.dense_connections.adds
+    assert load_config(dense_conn=True, mudd_postnorm=True).model.dense_connections.adds
     path = write("dense_conn: true\nmudd_postnorm: true\nddw_gen_chunk_size: null\n")
-    assert configure(path).model.dense_connections.mudd_postnorm == "residual"
+    assert load_config(path).model.dense_connections.mudd_postnorm == "residual"
 
 
 def test_keys_of_other_programs_name_the_key_here():

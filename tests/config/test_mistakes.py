@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.catalog import all_keys
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.rules import RULES
 from MaxText.errors import UserError
@@ -101,7 +101,7 @@ def test_what_a_program_needs(program, told):
 )  # fmt: skip
 def test_bad_files(text, write, told):
     with pytest.raises(ConfigurationError, match=r"config\.yml") as caught:
-        configure(write(text))
+        load_config(write(text))
     assert len(caught.value.problems) == 1
     told(caught.value)
 
@@ -113,7 +113,7 @@ def test_a_config_file_has_a_bound(write):
 
 
 def test_an_empty_file_gives_the_defaults(write):
-    assert configure(write("# nothing\n"), run_name="r") == configure(run_name="r")
+    assert load_config(write("# nothing\n"), run_name="r") == load_config(run_name="r")
 
 
 @pytest.mark.parametrize("layer", ["environment", "file", "argument"])
@@ -125,13 +125,13 @@ def test_keys_without_effect_that_were_set_on_purpose(layer, write, monkeypatch)
     elif layer == "file":
         path = write("".join(f"{name}: {value}\n" for name, value in keys.items()))
     with pytest.raises(ConfigurationError, match=r"rotary_pct: .*position_embedding="):
-        configure(path, **(keys | {"rotary_pct": 0.5} if layer == "argument" else {}))
+        load_config(path, **(keys | {"rotary_pct": 0.5} if layer == "argument" else {}))
 
 
 def test_keys_that_have_an_effect_or_were_not_chosen_are_accepted(write):
     write("muon_beta: 0.9\n", "b.yml")
-    configure(write("base_config: b.yml\n"))  # inherited
-    configure(model_name="pythia-70m", position_embedding="none")
+    load_config(write("base_config: b.yml\n"))  # inherited
+    load_config(model_name="pythia-70m", position_embedding="none")
 
 
 def test_a_stronger_choice_makes_the_file_inert(write):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
@@ -67,7 +67,7 @@ def test_dashes_and_the_last_of_two_values():
     config = load(["--steps=8", "--learning-rate", "3e-4", "--eval_interval", "-1", "steps=7"])
     run, schedule = config.config.run, config.config.schedule
     assert (run.steps, schedule.learning_rate) == (7, 3e-4)
-    assert configure("gpt2.yml", dataset_path="x", eval_interval=0).evaluation.eval_interval == -1
+    assert load_config("gpt2.yml", dataset_path="x", eval_interval=0).evaluation.eval_interval == -1
 
 
 def test_of_several_files_the_last_one_wins(write):
@@ -80,11 +80,11 @@ def test_keys_of_the_file_that_names_the_preset_beat_it(write):
     path = write(
         "model_name: gpt2-124m\nbase_emb_dim: 512\nbase_num_query_heads: 8\nbase_num_kv_heads: 8\n"
     )
-    shape = configure(path).model.shape
+    shape = load_config(path).model.shape
     assert (shape.base_emb_dim, shape.base_num_decoder_layers) == (512, 12)
     # A preset named elsewhere lies over the file.
     path = write("base_emb_dim: 512\n", "other.yml")
-    assert configure(path, model_name="gpt2-124m").model.shape.base_emb_dim == 768
+    assert load_config(path, model_name="gpt2-124m").model.shape.base_emb_dim == 768
 
 
 def test_a_dense_baseline_of_a_file_with_experts(write):
@@ -95,16 +95,16 @@ def test_a_dense_baseline_of_a_file_with_experts(write):
 def test_what_is_trained_on_was_named_last(write):
     """A stronger layer beats a weaker one; two choices of one layer are a contradiction."""
     path = write("dataset_path: corpus\n")
-    mixed = configure(path, data_mixture_weights=[["a", 1.0]]).data
+    mixed = load_config(path, data_mixture_weights=[["a", 1.0]]).data
     assert (mixed.dataset_path, mixed.data_mixture_weights) == ("", (("a", 1.0),))
     path = write("data_mixture_weights: [[a, 1]]\n")
-    assert configure(path, grain_train_files="b").data.data_mixture_weights == ()
+    assert load_config(path, grain_train_files="b").data.data_mixture_weights == ()
 
 
 def test_the_place_is_that_of_the_key_at_fault(write):
     path = write("warmup_steps_fraction: 0.1\nnum_experts_per_tok: 3\n")
     with pytest.raises(ConfigurationError) as caught:
-        configure(path, num_experts=2)
+        load_config(path, num_experts=2)
     (problem,) = caught.value.problems
     assert problem.location[0].partition("config.yml:")[2].startswith("2, num_experts_per_tok: 3")
     assert "mlp_activations" not in str(caught.value)

@@ -11,7 +11,7 @@ import pytest
 
 from MaxText.config import config_files
 from MaxText.config.catalog import flatten
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.schema import Config
 from MaxText.config.serialization import entry_lines
 from MaxText.layers.model import Model
@@ -52,7 +52,7 @@ PUBLISHED_COMMANDS = {
 
 def changed(config: Config) -> str:
     """The YAML lines in which a configuration differs from the schema's defaults."""
-    defaults = flatten(configure(run_name="r"))
+    defaults = flatten(load_config(run_name="r"))
     lines = [
         line
         for name, value in flatten(config).items()
@@ -64,7 +64,7 @@ def changed(config: Config) -> str:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_recorded(name):
-    path, lines = RESOLVED / f"{name}.yml", changed(configure(**RECORDED[name], run_name="r"))
+    path, lines = RESOLVED / f"{name}.yml", changed(load_config(**RECORDED[name], run_name="r"))
     if os.environ.get("UPDATE_RESOLVED"):
         path.write_text(lines, encoding="utf-8")
     assert path.read_text(encoding="utf-8") == lines
@@ -91,7 +91,7 @@ def test_commands_in_tables():
 def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
     for name in ("405m", "834m", "1.4b", "797m", "1.34b", "2.8b"):
         own, other = (
-            flatten(configure(model_name=f"{kind}-{name}", run_name="r"))
+            flatten(load_config(model_name=f"{kind}-{name}", run_name="r"))
             for kind in ("muddformer", "transformer_pp")
         )
         differing = {key for key, value in own.items() if value != other[key]}
@@ -112,7 +112,7 @@ def test_the_words_of_the_class_of_muddformer_give_the_preset():
             "eval_loop_num_batches=162", "record_internal_nn_metrics=0",
         ]
     ).config  # fmt: skip
-    preset = configure(model_name="MUDDLlama2Medium")
+    preset = load_config(model_name="MUDDLlama2Medium")
     assert from_yml.model.dense_connections == preset.model.dense_connections
     assert from_yml.model.feed_forward == preset.model.feed_forward
     assert from_yml.optimizer == preset.optimizer
@@ -122,8 +122,8 @@ def test_the_words_of_the_class_of_muddformer_give_the_preset():
 
 def test_a_preset_as_config_file_gives_the_same_model():
     for name in PRESETS:
-        assert configure(f"configs/models/{name}.yml").model == configure(model_name=name).model
-    assert configure("base_v2.yml").model == configure(model_name="MUDDLlama2Medium").model
+        assert load_config(f"configs/models/{name}.yml").model == load_config(model_name=name).model
+    assert load_config("base_v2.yml").model == load_config(model_name="MUDDLlama2Medium").model
 
 
 @pytest.mark.parametrize("path", sorted(config_files.SHIPPED.rglob("*.yml")), ids=lambda p: p.name)
@@ -161,7 +161,7 @@ def parameters(config: Config) -> int:
 
 @pytest.mark.parametrize("name", sorted({path.stem for path in GPT_NEO.glob("*")} - {"common"}))
 def test_gpt_neo_configs(name):
-    config = configure(GPT_NEO / f"{name}.yml")
+    config = load_config(GPT_NEO / f"{name}.yml")
     d, batch, schedule = config.model.shape.dimensions, config.batch, config.schedule
     width, _, heads, *_, devices, _, _, _, _ = GPT_NEO_CONFIGS[name]
     assert GPT_NEO_CONFIGS[name] == (
@@ -175,13 +175,13 @@ def test_gpt_neo_configs(name):
 
 def test_what_gpt_neos_layers_are():
     def mixers(name: str) -> str:
-        return "".join(mixer[0] for mixer in configure(GPT_NEO / f"{name}.yml").model.mixers)
+        return "".join(mixer[0] for mixer in load_config(GPT_NEO / f"{name}.yml").model.mixers)
 
     assert mixers("gpt3_PAR_small_256") == "ann" * 5 + "nnnn"
     assert mixers("gpt3_13B_256") == "al" * 20
     assert mixers("gpt3_small_local_256") == "la" * 6
     assert mixers("GPT3_2-7B_pretrained") == "al" * 16
-    layers = configure(GPT_NEO / "gpt3_small_moe_8.yml").model.layers
+    layers = load_config(GPT_NEO / "gpt3_small_moe_8.yml").model.layers
     experts = [layer.config.mixture_of_experts.num_experts for layer in layers]
     assert [layer for layer in range(12) if experts[layer] > 1] == [2, 4, 6, 8, 10]
 
@@ -189,5 +189,5 @@ def test_what_gpt_neos_layers_are():
 def test_sizes_of_recipes():
     tied = {"logits_via_embedding": True, "normalize_embedding_logits": True}
     for slot_num, size in ((576, 123_569_664), (2140, 354_190_848)):
-        assert parameters(configure("tokenformer.yml", slot_num=slot_num, **tied)) == size
-    assert parameters(configure("gpt2.yml")) == 123_689_472 + 50_304 * 768
+        assert parameters(load_config("tokenformer.yml", slot_num=slot_num, **tied)) == size
+    assert parameters(load_config("gpt2.yml")) == 123_689_472 + 50_304 * 768

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from MaxText.config import values
 from MaxText.config.catalog import all_keys, flatten
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import diff_configs, resolved_yaml
 
@@ -65,17 +65,17 @@ def test_wrong_values_name_key_place_and_default(argument):
 
 
 def test_python_values():
-    config = configure(mlp_activations=["gelu"], learning_rate=1, run_name="123", max_to_keep=None)
+    config = load_config(mlp_activations=["gelu"], learning_rate=1, run_name="1", max_to_keep=None)
     assert config.model.feed_forward.mlp_activations == ("gelu",)
     assert config.schedule.learning_rate == 1.0
     for wrong in ({"packing": "true"}, {"steps": "3"}, {"steps": True}, {"run_name": 3}):
-        with pytest.raises(ConfigurationError, match=r"configure\(\)"):
-            configure(**wrong)
+        with pytest.raises(ConfigurationError, match=r"load_config\(\)"):
+            load_config(**wrong)
 
 
 def test_file_values(write):
     path = write("steps: 1e3\nrun_name: 0123\nprompt: no\nmax_to_keep:\nmetrics_file: ''\n")
-    config = configure(path)
+    config = load_config(path)
     assert (config.run.steps, config.run.run_name) == (1000, "0123")
     assert config.decoding.prompt == "no"
     assert config.checkpoint.max_to_keep is None
@@ -85,24 +85,24 @@ def test_file_values(write):
 @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_text_survives_writing_and_reading(write, value):
     if "\0" not in value:  # which no key takes
-        assert configure(write(f"prompt: {values.to_yaml(value)}\n")).decoding.prompt == value
+        assert load_config(write(f"prompt: {values.to_yaml(value)}\n")).decoding.prompt == value
 
 
 def test_what_is_given_over_a_saved_configuration_counts(write):
-    path = write(resolved_yaml(configure(model_name="gpt2-124m", base_emb_dim=1536)), "old.yml")
-    config = configure(write("base_config: old.yml\nsteps: 3\n"))
+    path = write(resolved_yaml(load_config(model_name="gpt2-124m", base_emb_dim=1536)), "old.yml")
+    config = load_config(write("base_config: old.yml\nsteps: 3\n"))
     assert (config.run.steps, config.model.shape.base_emb_dim) == (3, 1536)
-    other = configure(path, model_name="gpt2-355m")
+    other = load_config(path, model_name="gpt2-355m")
     assert (other.model.shape.base_emb_dim, other.model.shape.base_mlp_dim) == (1024, 4096)
     # A bundle cannot reach through a saved configuration.
-    path = write(resolved_yaml(configure()))
+    path = write(resolved_yaml(load_config()))
     with pytest.raises(ConfigurationError, match="decoder_block"):
-        configure(path, decoder_block="gpt2")
-    configure(path, decoder_block="llama2")
+        load_config(path, decoder_block="gpt2")
+    load_config(path, decoder_block="llama2")
 
 
 def test_differences():
-    old, new = flatten(configure(run_name="a")), flatten(configure(run_name="a", steps=3))
+    old, new = flatten(load_config(run_name="a")), flatten(load_config(run_name="a", steps=3))
     changed = ("150001", "3")
     assert diff_configs(old, new) == {"steps": changed, "learning_rate_schedule_steps": changed}
     stored = json.loads(json.dumps(new))  # which turns tuples into lists

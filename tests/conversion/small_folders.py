@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap
 from MaxText.conversion.weight_source import abstract_model
@@ -132,7 +132,7 @@ def of_family(model_type: str, **changes: Any) -> tuple[dict, dict[str, np.ndarr
 def _drawn_by_table(config: dict, dtype: str) -> dict[str, np.ndarray]:
     """Names and shapes are the converter's own: the golden models have those of the programs."""
     family = resolve_family(config, "here")
-    model = abstract_model(configure(**config_from_hf(family, config, "here", {})))
+    model = abstract_model(load_config(**config_from_hf(family, config, "here", {})))
     return _drawn({tensor.name: tensor.shape for tensor in TensorMap(family, model).tensors}, dtype)
 
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import find_family
 from MaxText.conversion.hf_import import HFWeights
@@ -174,7 +174,7 @@ def test_an_empty_folder_is_filled(here):
     run("from=hf:hf", "to=run", "max_target_length=16")
     assert names(here / "run") == ["checkpoints", "config.yml"]
     assert load(["run/config.yml"]).config.model.shape.max_target_length == 16
-    assert configure("run/config.yml") == load(["run/config.yml"]).config
+    assert load_config("run/config.yml") == load(["run/config.yml"]).config
 
 
 def test_a_window_comes_back_with_the_length(here):

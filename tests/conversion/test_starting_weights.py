@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_import import HFWeights
@@ -23,7 +23,7 @@ def start(folder, path, config):
 
 def config_of(weights, **keys):
     training = {"dataset_type": "synthetic", "dtype": "float32", "scan_layers": True}
-    return configure(**(weights.keys | training | {"remat_policy": "none", "steps": 10} | keys))
+    return load_config(**(weights.keys | training | {"remat_policy": "none", "steps": 10} | keys))
 
 
 @pytest.mark.parametrize("prefix", ["hf:", ""])

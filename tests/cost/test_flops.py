@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.layer_sections import AttentionConfig
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
 from MaxText.cost.cost_table import MFU_RULE, model_cost
 from MaxText.cost.flops import FlopCount, PartFlops, count_flops
@@ -96,8 +96,8 @@ def test_products_of_the_traced_program_equal_the_formula(name):
 def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
     count, plain, tokens = traced_products(SMALL)
     unknown, minimal, _ = traced_products(SMALL | {"remat_policy": "minimal"})
-    again = sum(part.executed for part in count.parts if part.name.startswith("attention "))
-    again -= next(part.executed for part in count.parts if part.name == "attention output")
+    again = sum(part.hardware_flops for part in count.parts if part.name.startswith("attention "))
+    again -= next(part.hardware_flops for part in count.parts if part.name == "attention output")
     assert minimal - plain == again * tokens
     assert unknown.executed_per_token is None
     assert unknown.per_token == count.per_token
@@ -114,7 +114,7 @@ def test_remat_policy_minimal_recomputes_only_attention_between_tokens():
     ],
 )  # fmt: skip
 def test_published_models_by_hand(name, length, matrices, attention):
-    config = configure(model_name=name, dtype="float32", scan_layers=True, remat_policy="none")
+    config = load_config(model_name=name, dtype="float32", scan_layers=True, remat_policy="none")
     count = count_flops(Model(config.model), length)
     assert (count.matmul_parameters, count.forward) == (matrices, 2 * matrices + attention)
     assert count.per_token == 3 * count.forward
@@ -164,7 +164,7 @@ def test_experts_by_hand():
     # 16 tokens: 1.5 * 16 / 8 = 3 places for each of 8 experts.
     one = 2 * L * 3 * D * F
     assert parts["feed-forward"] == PartFlops("feed-forward", one * E // 2, k * one, 24 / 16 * one)
-    assert parts_of(**keys)["feed-forward"].executed == k * one
+    assert parts_of(**keys)["feed-forward"].hardware_flops == k * one
 
 
 def test_shared_weights_are_held_once_and_macarons_twice():
@@ -267,7 +267,7 @@ def test_bytes_are_those_of_the_arrays():
 def test_cache_of_llama_2_7b():
     # Published: half a MiB per token in 16 bits, 2 GiB for the 4,096 tokens of its context.
     keys = {"dtype": "bfloat16", "scan_layers": True, "remat_policy": "full"}
-    model = Model(configure(model_name="llama2-7b", **keys).model)
+    model = Model(load_config(model_name="llama2-7b", **keys).model)
     cost = model_cost(model, sequence_length=4096)
     assert (cost.kv_cache_bytes_per_token, cost.kv_cache_bytes) == (2**19, 2**31)
     assert "KV cache of 4,096 tokens = 2,147,483,648 bytes (2.00 GiB)" in cost.describe()

@@ -182,7 +182,7 @@ def test_a_slow_network_between_servers_counts():
 def test_long_contexts_on_gpus_write_no_scores():
     keys: dict[str, Any] = {"dtype": "bfloat16", "max_target_length": 4096}
     fused, blocked = plan_of("1xH100", **keys), plan_of("1xH100", attention="blocked", **keys)
-    assert "attention: flash (assumes that cuDNN has a kernel for it)" in fused.program.choices
+    assert "attention: flash (assumes that cuDNN has a kernel for it)" in fused.program.auto_choices
     assert fused.memory.peak.size < blocked.memory.peak.size / 4
     assert fused.time.estimate < blocked.time.estimate
     # Those that cuDNN does not have.

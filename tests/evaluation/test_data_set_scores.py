@@ -9,7 +9,7 @@ import pytest
 from tokenizers import normalizers
 
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.scores import SourceScore, source_table, total_score
@@ -53,7 +53,7 @@ def configured(location, **keys):
         keys = {"dataset_path": str(location), "eval_split": "train"} | keys
     else:
         keys["dataset_type"] = "synthetic"
-    return configure(**{"vocab_size": VOCAB, "max_target_length": LENGTH} | keys)
+    return load_config(**{"vocab_size": VOCAB, "max_target_length": LENGTH} | keys)
 
 
 def score(trained, location, rows=4, **keys):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.evaluation import harness_run, lambada
 from MaxText.evaluation.scorers import Scorer
@@ -213,7 +213,7 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
 
 def request(folder, *names):
     keys = {"harness.tasks": list(names), "harness.task_path": str(folder)}
-    return configure(dataset_type="synthetic", **keys)
+    return load_config(dataset_type="synthetic", **keys)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.evaluation import lambada, tasks, wikitext
 from MaxText.evaluation.lambada import Passage
@@ -165,7 +165,7 @@ def test_files_that_cannot_be_used(task, name, content, message, tmp_path):
         (tmp_path / name).write_bytes(content)
     keys = {"eval_tasks": [task], f"task_files.{task}": str(tmp_path / name)}
     with pytest.raises(UserError, match=rf"task_files\.{task}=.*{message}"):
-        tasks.read_tasks(configure(dataset_type="synthetic", **keys))
+        tasks.read_tasks(load_config(dataset_type="synthetic", **keys))
 
 
 def encode(text):
@@ -206,7 +206,7 @@ def test_the_first_id_is_what_the_settings_say(tmp_path):
 def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     (tmp_path / "l.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
-    config = configure(
+    config = load_config(
         dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
         lambada_path=str(tmp_path / "l.jsonl"), wikitext_path=str(tmp_path / "w.raw"),
     )  # fmt: skip

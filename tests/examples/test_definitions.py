@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.registry import lookup
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.model import Model
 from MaxText.layers.rotary import rotary_table
 from tests.small_models import tiny_config
@@ -104,7 +104,7 @@ def test_differential_attention(keys):
     x = generator.normal(size=(2, 9, 32)).astype("f")
     documents = np.array([[1] * 9, [1] * 4 + [2] * 5])
     positions = np.array([[*range(9)], [*range(4), *range(5)]])
-    context = Context(
+    context = ForwardContext(
         segments_BT=jnp.asarray(documents), layer=3,
         rotary=rotary_table(jnp.asarray(positions), 8, config.model.position),
     )  # fmt: skip
@@ -148,7 +148,7 @@ def test_moving_average():
     one = jax.tree.map(lambda leaf: leaf[0], params["layers"])
     mixer = model.merge({**params, "layers": one}).layers.self_attention
     x = np.random.default_rng(0).normal(size=(B, T, 32)).astype("f")
-    actual, _ = mixer(x, Context(segments_BT=jnp.asarray(DOCUMENTS)))
+    actual, _ = mixer(x, ForwardContext(segments_BT=jnp.asarray(DOCUMENTS)))
 
     w = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), one["self_attention"])
     expected, s = np.zeros(actual.shape), np.zeros((B, 32))

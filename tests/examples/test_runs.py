@@ -87,7 +87,7 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
     attention = tmp_path / "attention.yml"
     attention.write_text(f'base_config: {config}\nlayer_pattern: ""\n')
     done(
-        "compare.py", config, str(attention), "match=flops", "free=steps", "tolerance=0.05",
+        "compare.py", config, str(attention), "match=flops", "solve_for=steps", "tolerance=0.05",
         "steps=12", "seeds=1", f"output={tmp_path}/compared",
         "eval_interval=6", "checkpoint_period=6",
     )  # fmt: skip

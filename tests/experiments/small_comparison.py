@@ -66,8 +66,8 @@ def plan_of(
     """The plan in out/ of a comparison that solves for steps."""
     request, _ = parse_args(arguments)
     found = expand_variants(request)
-    free = {one.label: "steps" for one in found}
-    question = ComparisonSpec(request.match, request.budget, free, 0.02, 1)
+    solve_for = {one.label: "steps" for one in found}
+    question = ComparisonSpec(request.match, request.budget, solve_for, 0.02, 1)
     Path("out").mkdir(exist_ok=True)
     return load_or_create_plan(Path("out"), found, question, seeds), found, question
 

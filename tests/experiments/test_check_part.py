@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from MaxText.config import registry
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.experiments.conformance import (
     CHECKS,
     OPTIMIZER_CHECKS,
@@ -42,7 +42,7 @@ def faulty(monkeypatch):
         monkeypatch.setenv("FAULT", fault)
         importlib.reload(module)
         return Subject(
-            lambda **more: configure(**TRAINED | SIZES | {"mixer": "running_mean"} | more)
+            lambda **more: load_config(**TRAINED | SIZES | {"mixer": "running_mean"} | more)
         )
 
     yield load
@@ -64,7 +64,7 @@ def test_the_check_for_it_finds(fault, faulty):
 def test_an_optimizer_that_goes_up_is_found():
     registry.register("optimizer", "up")(lambda keys, parameters: optax.sgd(1.0))
     try:
-        subject = Subject(lambda **more: configure(**TRAINED | SIZES | {"opt_type": "up"} | more))
+        subject = Subject(lambda **more: load_config(**TRAINED | SIZES | {"opt_type": "up"} | more))
         updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
         assert "the loss goes from" in (result(updates, subject) or "")
     finally:

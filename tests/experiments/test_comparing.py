@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import runner, step_timing
@@ -70,7 +70,7 @@ def test_rounds_of_different_seconds_are_reported(configs):
 def test_printed_lines_are_a_script(trained, configs, monkeypatch):
     monkeypatch.setenv("M_STEPS", "8")
     (configs / "b.yml").write_text("base_config: a.yml\nwarmup_steps_fraction: 0.5\n")
-    arguments = ("a.yml", "b.yml", "c.yml", "match=flops", "free=steps", "launch=print")
+    arguments = ("a.yml", "b.yml", "c.yml", "match=flops", "solve_for=steps", "launch=print")
     lines = compare(*arguments, "num_devices=4")
     assert not trained
     *commands, chain, gather = [line for line in lines if not line.startswith("#")]
@@ -82,39 +82,40 @@ def test_printed_lines_are_a_script(trained, configs, monkeypatch):
     differences = [line for line in lines if line.startswith("# warning: ")]
     assert any("warmup_steps_fraction: " in line and "0.5 (b)" in line for line in differences)
     monkeypatch.delenv("M_STEPS")
-    config = configure("out/a/seed_0.yml")
+    config = load_config("out/a/seed_0.yml")
     assert (config.run.steps, config.run.run_name) == (8, "seed_0")
 
 
-def free(*arguments: str) -> list[str]:
+def solved_for(*arguments: str) -> list[str]:
     """What is solved for of a.yml and b.yml."""
     request, problems = parse_args(["a.yml", "b.yml", *arguments])
     assert not problems
     return list(solve_key_by_label(request, expand_variants(request)).values())
 
 
-def test_what_is_solved_for(configs):
-    assert free() == ["width", "width"]
+def test_what_is_solved_for(configs, capsys):
+    assert solved_for() == ["width", "width"]
     for match in ("flops", "tokens", "time"):
-        assert free(f"match={match}") == ["steps", "steps"]
-    assert free("free=[width,depth]") == ["width", "depth"]
-    by_file = free("sweep={qkv_bias: [true, false]}", "free=[width,depth]")
+        assert solved_for(f"match={match}") == ["steps", "steps"]
+    assert solved_for("free=[width,depth]") == ["width", "depth"]
+    assert capsys.readouterr().err == "note: free= is now solve_for=\n"
+    by_file = solved_for("sweep={qkv_bias: [true, false]}", "solve_for=[width,depth]")
     assert by_file == ["width", "width", "depth", "depth"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["free=[width,depth,width]"], "free: 3 names for 2 configurations"),
-        (["free=steps"], "free=steps"),
-        (["match=time", "free=width"], "free=width: match=time"),
+        (["solve_for=[width,depth,width]"], "solve_for: 3 names for 2 configurations"),
+        (["solve_for=steps"], "solve_for=steps"),
+        (["match=time", "solve_for=width"], "solve_for=width: match=time"),
         (["match=tokens", "sweep={steps: [1, 2]}"], "match=tokens"),
         (["sweep={base_emb_dim: [32, 64]}"], "width is swept"),
     ],
 )
 def test_what_cannot_be_solved_for(configs, arguments, message):
     with pytest.raises(ConfigurationError, match=message):
-        free(*arguments)
+        solved_for(*arguments)
 
 
 def test_the_folder_is_named_after_what_is_compared(configs):

@@ -36,6 +36,8 @@ def begun(configs):
 
 def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
     plan, found, question = begun
+    path = plan.folder / FILE
+    path.write_text(path.read_text().replace('"solve_for"', '"free"'))  # as in earlier versions
     again = load_or_create_plan(plan.folder, found, question, (0, 1, 2))
     assert (again.planned, again.budget) == (plan.planned, 64.0)
     assert json.loads((plan.folder / FILE).read_text())["groups"] == {
@@ -61,8 +63,8 @@ def test_another_comparison_is_refused(begun):
     for change, line in [
         ({"match": "flops"}, "match: tokens -> flops"),
         (
-            {"free": {"a": "steps", "b": "width"}},
-            "free: {a: steps, b: steps} -> {a: steps, b: width}",
+            {"solve_for": {"a": "steps", "b": "width"}},
+            "solve_for: {a: steps, b: steps} -> {a: steps, b: width}",
         ),
         ({"tolerance": 0.01}, "tolerance: 0.02 -> 0.01"),
         ({"num_devices": 8}, "num_devices: 1 -> 8"),

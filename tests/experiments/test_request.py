@@ -18,12 +18,12 @@ def request(*arguments: str) -> CompareArgs:
 
 def test_own_words_are_taken_out_and_the_rest_is_left():
     asked = request(
-        "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "free=[steps, width]",
+        "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "solve_for=[steps, width]",
         "seeds=2", "tolerance=0.1", "launch=print", "num_devices=8", "output=there",
     )  # fmt: skip
     assert asked == CompareArgs(
         configs=("a.yml", "b.yaml"), keys=("steps=3",), match="flops", seeds=(0, 1), budget=1.5e9,
-        free=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
+        solve_for=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
         num_devices=8,
     )  # fmt: skip
 
@@ -65,8 +65,8 @@ def test_a_run_name_names_the_folder(words, folder):
 
 MISTAKES = [
     "match=parms", "match=none", "launch=go", "seeds=0", "seeds=1,1", "seeds=-1", "budget=much",
-    "budget=0", "match=time budget=10B", "stages=[{}]", "free=widht",
-    "free=learning_rate", "tolerance=2%", "num_devices=0", "match=time num_devices=2",
+    "budget=0", "match=time budget=10B", "stages=[{}]", "solve_for=widht",
+    "solve_for=learning_rate", "tolerance=2%", "num_devices=0", "match=time num_devices=2",
     "init_weights_seed=3", "sweep={a", "sweep=", "'sweep=[{steps: 1}, steps]'", "output=gs://bucket/x",
     "seed=3", "macth=params",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.experiments import train_subprocess
 from MaxText.experiments.comparison_plan import Trial
@@ -59,7 +59,7 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
     (processes / "stop").touch()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     folder = Path("out/a/seed_0")
-    config = configure("a.yml", run_name="seed_0", base_output_directory="out/a")
+    config = load_config("a.yml", run_name="seed_0", base_output_directory="out/a")
     began = time.monotonic()
     threading.Thread(target=after_a_step, args=(folder, signal.SIGTERM), daemon=True).start()
     with pytest.raises(SystemExit), train_subprocess.signals_as_exceptions():
@@ -71,8 +71,9 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
 
 def test_a_run_knows_no_keys_of_modules_that_only_others_import(tmp_path):
     example = REPOSITORY / "examples/moving_average.py"
-    with_part = configure(import_modules=[str(example)], mixer="moving_average", average_tokens=9.0)
-    for config, has_key in ((with_part, True), (configure(dataset_type="synthetic"), False)):
+    keys = {"mixer": "moving_average", "average_tokens": 9.0}
+    with_part = load_config(import_modules=[str(example)], **keys)
+    for config, has_key in ((with_part, True), (load_config(dataset_type="synthetic"), False)):
         run = Trial("a", 0, config, tmp_path / "a", 1.0)
         train_subprocess.write_config(run)
         assert ("average_tokens: 9" in run.config_path.read_text()) == has_key

@@ -12,16 +12,16 @@ from tests.refusals import refused
 from tests.small_models import tiny_config
 
 
-def solved_chain(stages, match, free, factor, *, tolerance=0.02, seconds=()):
+def solved_chain(stages, match, solve_for, factor, *, tolerance=0.02, seconds=()):
     """Solves for `factor` times what the stages have; gives the budget and the solution."""
     amount = budget_metric(match, 1, seconds)
     budget = amount(stages) * factor
-    return budget, solve("it", stages, free, amount, budget, match=match, tolerance=tolerance)
+    return budget, solve("it", stages, solve_for, amount, budget, match=match, tolerance=tolerance)
 
 
-def solved(config, match, free, factor, **options):
+def solved(config, match, solve_for, factor, **options):
     """(budget, configuration, changes, amount) of one configuration."""
-    budget, found = solved_chain((config,), match, free, factor, **options)
+    budget, found = solved_chain((config,), match, solve_for, factor, **options)
     return budget, found.stages[0], found.changes[0], found.amount
 
 
@@ -44,7 +44,7 @@ def test_costs_are_those_of_the_model_and_its_batches():
 
 
 @pytest.mark.parametrize(
-    ("block", "match", "free", "factor"),
+    ("block", "match", "solve_for", "factor"),
     [
         ("gpt2", "params", "width", 2.5), ("llama2", "flops", "width", 0.6),
         ("gpt_neox", "flops", "steps", 3.3), ("llama2", "tokens", "steps", 70.0),
@@ -53,28 +53,28 @@ def test_costs_are_those_of_the_model_and_its_batches():
         ("muddformer", "params", "width", 1.7), ("muddformer_prepost", "flops", "depth", 1.7),
     ],
 )  # fmt: skip
-def test_budgets_are_met(block, match, free, factor):
+def test_budgets_are_met(block, match, solve_for, factor):
     keys = {"per_device_batch_size": 1}
     if block.startswith("muddformer"):  # layers differ: widths of the feed-forward in multiples
         keys |= {"vocab_size": 4096, "scan_layers": False, "dense_conn": True}
         keys |= {"dynamic_dense_hidden_round": "none", "mlp_dim_multiple": 8}
     config = tokenformer(**keys) if block == "tokenformer" else tiny_config(block, **keys)
-    tolerance = 0.2 if free == "depth" else 0.02  # layers are coarse
-    budget, new, changes, amount = solved(config, match, free, factor, tolerance=tolerance)
+    tolerance = 0.2 if solve_for == "depth" else 0.02  # layers are coarse
+    budget, new, changes, amount = solved(config, match, solve_for, factor, tolerance=tolerance)
     assert amount == getattr(cost(new, 1), "parameters" if match == "params" else match)
     assert amount == pytest.approx(budget, rel=tolerance)
     rest = "slot_num" if block == "tokenformer" else "base_mlp_dim"
     changed = {"width": {"base_emb_dim", rest}, "vocab_size": {"vocab_size"}, "slots": {"slot_num"},
                "steps": {"steps", "learning_rate_schedule_steps"},
-               "depth": {"base_num_decoder_layers"}}[free]  # fmt: skip
+               "depth": {"base_num_decoder_layers"}}[solve_for]  # fmt: skip
     assert set(changes) <= changed
     before, after = flatten(config), flatten(new)
     assert changes == {
         name: (before[name], after[name]) for name in before if before[name] != after[name]
     }
-    if free == "steps":
+    if solve_for == "steps":
         assert after["learning_rate_schedule_steps"] == after["steps"]
-    if free == "width":  # the rest leaves its proportion by a fifth at most
+    if solve_for == "width":  # the rest leaves its proportion by a fifth at most
         assert after[rest] == pytest.approx(
             before[rest] * (after["base_emb_dim"] / before["base_emb_dim"])
             if rest == "base_mlp_dim" else before[rest], rel=0.2,
@@ -111,7 +111,7 @@ def test_depth_steps_over_small_budgets_and_says_so():
     share = layer / cost(config, 1).parameters
     budget, _, changes, amount = solved(config, "params", "depth", 1 + 2 * share)
     assert (changes, amount) == ({"base_num_decoder_layers": (3, 5)}, budget)
-    said = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*free=width.*tolerance="
+    said = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*solve_for=width.*tolerance="
     with pytest.raises(UserError, match=f"(?s){said}") as caught:
         solved(config, "params", "depth", 1 + 2.5 * share)
     tolerance = float(str(caught.value).partition("tolerance=")[2].rstrip("."))
@@ -126,21 +126,21 @@ def test_values_that_a_rule_forbids_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("config", "match", "free", "factor", "message"),
+    ("config", "match", "solve_for", "factor", "message"),
     [
-        (tiny_config, "tokens", "width", 2.0, "width .*tokens.*free=steps"),
+        (tiny_config, "tokens", "width", 2.0, "width .*tokens.*solve_for=steps"),
         (tiny_config, "params", "log_period", 2.0, "log_period"),
         (tiny_config, "params", "trainable_position_size", 1.1, "trainable_position_size=-1"),
-        (tiny_config, "params", "slots", 2.0, "slots.*free=width or free=depth"),
-        (tokenformer, "params", "base_mlp_dim", 2.0, "base_mlp_dim.*or free=slots"),
-        (lambda: tokenformer(head_dim=8), "params", "width", 2.0, r"head_dim=-1, .*free=slots\."),
+        (tiny_config, "params", "slots", 2.0, "slots.*solve_for=width or solve_for=depth"),
+        (tokenformer, "params", "base_mlp_dim", 2.0, "base_mlp_dim.*or solve_for=slots"),
+        (lambda: tokenformer(head_dim=8), "params", "width", 2.0, r"head_dim=-1, .*_for=slots\."),
         (tiny_config, "params", "base_mlp_dim", 1e-6, "base_mlp_dim=1 gives"),
         (tiny_config, "params", "base_mlp_dim", 1e12, "base_mlp_dim=1048576 gives"),
         (tiny_config, "time", "steps", 0.06, "seconds cannot be met"),
     ],
 )
-def test_what_cannot_be_solved(config, match, free, factor, message):
-    refused(message, solved, config(), match, free, factor, seconds=(0.25,))
+def test_what_cannot_be_solved(config, match, solve_for, factor, message):
+    refused(message, solved, config(), match, solve_for, factor, seconds=(0.25,))
 
 
 def test_what_meets_the_budget_stays_as_it_is():

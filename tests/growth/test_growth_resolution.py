@@ -98,7 +98,7 @@ RANDOM = {"slot_num": 8, "base_num_decoder_layers": 3, "growth.mode": "random"}
 DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum", "scan_layers": False}
 REFUSED = {
     # of both models, of the larger one
-    "moments of the same sizes": ({}, {"growth.moments": "reused"}),
+    "moments of the same sizes": ({}, {"growth.opt_state": "reused"}),
     "data of the same sizes": ({}, {"growth.data": "continue"}),
     "a rate of no slots": ({}, {"growth.existing_slots_lr_scale": 0.5}),
     "another zoom": ({}, {"slot_num": 8, "zoom_dim": 8}),
@@ -161,7 +161,7 @@ OWN = {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 9}
         ({}, {"slot_num": 8, "zoom_dim": 8, "growth.mode": "random"}, [8, 8, 32]),
         (OWN, OWN | {"qkv_slot_num": 8, "ffn_slot_num": 13}, [5, 7, 9]),
         # Untrained slots are dropped again.
-        ({"slot_num": 10, "zoom_dim": 6}, {"growth.allow_shrinking": True}, [6, 6, 24]),
+        ({"slot_num": 10, "zoom_dim": 6}, {"growth.allow_truncation": True}, [6, 6, 24]),
         # A zoom that was fixed goes with the parameters, unless the user sets another one.
         ({"zoom_dim": 3}, {}, [3, 3, 12]),
         ({"zoom_dim": 5}, RANDOM, [5, 5, 20]),

@@ -87,7 +87,7 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
 
     run, config, state = small
     assert config.model.pattention.zoom_dim == 0
-    keys = {"growth.mode": mode, "growth.moments": moments, "growth.data": data}
+    keys = {"growth.mode": mode, "growth.opt_state": moments, "growth.data": data}
     grown = grow_from_random(
         tmp_path, run, slot_num=10, base_num_decoder_layers=len(layers), **keys
     )
@@ -127,7 +127,7 @@ def test_slots_are_dropped_and_numbers_cast(tmp_path):
     state = trained(config)
     state = dataclasses.replace(state, params=halves(state.params))
     run = save(tmp_path / "small", config, state)
-    keys = {"growth.mode": "random", "growth.allow_shrinking": True}
+    keys = {"growth.mode": "random", "growth.allow_truncation": True}
     grown = grow_from_random(tmp_path / "smaller", run, slot_num=4, **keys)
     old = by_name(state.params)
     for name, array in grown.params.items():
@@ -141,8 +141,8 @@ def test_moments_and_data_that_are_not_there(small, tmp_path):
     bare = save(tmp_path / "bare", config, dataclasses.replace(state, opt_state=()))
     (bare / "checkpoints" / "1" / "iter").rename(tmp_path / "iter")
     for source, key, keys, match in (
-        (run, "growth.moments=reused", {"opt_type": "sgd"}, "opt_state/1/trace.*=zeroed"),
-        (bare, "growth.moments=reused", {}, "opt_state/1/count.*=zeroed"),
+        (run, "growth.opt_state=reused", {"opt_type": "sgd"}, "opt_state/1/trace.*=zeroed"),
+        (bare, "growth.opt_state=reused", {}, "opt_state/1/count.*=zeroed"),
         (bare, "growth.data=continue", {}, "growth.data=restart"),
     ):
         name, value = key.split("=")

@@ -8,7 +8,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure, load
+from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import TensorFiles
@@ -72,7 +72,7 @@ def test_arrays_of_objects(tmp_path, marker):
         (lambda path: TensorFiles(path.parent), ["pytorch_model.bin", "model.safetensors"]),
         (
             lambda path: FattoribCheckpoint(
-                str(path.parent), configure(model_name="fattorib-smol")
+                str(path.parent), load_config(model_name="fattorib-smol")
             ),
             ["params_1"],
         ),

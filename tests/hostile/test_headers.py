@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.conversion.hf_checkpoint import TensorFiles, read_json
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.errors import UserError
@@ -168,9 +168,10 @@ _FAMILIES = {
 @pytest.mark.parametrize("model_type", _FAMILIES)
 def test_configurations_of_anything(model_type):
     config = {"model_type": model_type, **_SIZES, **_FAMILIES[model_type]}
-    configure(**config_from_hf(resolve_family(config, "folder"), config, "folder", {}))
+    load_config(**config_from_hf(resolve_family(config, "folder"), config, "folder", {}))
     for name in (*config, "rope_scaling", "rope_parameters", "sliding_window", "architectures"):
         for wrong in _WRONG:
             broken = {**config, name: wrong}
             with contextlib.suppress(UserError):
-                configure(**config_from_hf(resolve_family(broken, "folder"), broken, "folder", {}))
+                family = resolve_family(broken, "folder")
+                load_config(**config_from_hf(family, broken, "folder", {}))

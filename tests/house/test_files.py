@@ -145,7 +145,7 @@ def test_configuration_and_preparation_do_without_jax():
         [
             "import sys",
             *(f"import {module}" for module in modules),
-            "MaxText.config.loading.configure('quickstart.yml')",
+            "MaxText.config.loading.load_config('quickstart.yml')",
             "assert not {'jax', 'numpy', 'flax'} & set(sys.modules)",
             "import MaxText.input_pipeline.prepare.prepare",
             "assert not {'jax', 'grain', 'flax', 'pyarrow', 'ftfy'} & set(sys.modules)",

@@ -9,7 +9,7 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.history import HealthyCheckpoints
 from MaxText.config.command_line import explain_value
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.serialization import flatten
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
@@ -104,7 +104,7 @@ def test_the_newest_checkpoint_is_taken_unless_a_step_is_named(folders, tmp_path
 )
 def test_a_model_needs_rows_for_the_ids_of_its_data_alone(tmp_path, rows, add_bos, largest):
     keys = {"tokenizer_path": "byte", "vocab_size": rows, "add_bos": add_bos}
-    config = configure(dataset_type="synthetic", **keys)
+    config = load_config(dataset_type="synthetic", **keys)
     if largest is not None:
         with pytest.raises(UserError, match=rf"{largest}\b.* vocab_size={rows}"):
             open_tokenizer(config, str(tmp_path), typed=True)
@@ -165,12 +165,12 @@ def test_a_run_keeps_the_tokenizer_of_its_data(tmp_path, add_bos):
     folder = llama_folder(tmp_path / "hf", with_bos=True)
     keys = {"dataset_path": str(tmp_path / "data"), "prepare_source": str(texts)}
     keys |= {"tokenizer_path": str(folder), "add_bos": add_bos, "prepare_num_workers": 1}
-    prepare(configure(**keys).preparation, keys["dataset_path"], log=lambda line: None)
+    prepare(load_config(**keys).preparation, keys["dataset_path"], log=lambda line: None)
     (tmp_path / "run").mkdir()
-    write_run_files(epath.Path(tmp_path / "run"), configure(), tmp_path / "data")
+    write_run_files(epath.Path(tmp_path / "run"), load_config(), tmp_path / "data")
     (tmp_path / "data").rename(tmp_path / "moved")
     # How the data begin counts, whatever the tokenizer.json puts before a text.
-    config = configure(vocab_size=260)
+    config = load_config(vocab_size=260)
     tokenizer = open_tokenizer(config, str(tmp_path / "run" / "checkpoints" / "7"))
     assert tokenizer.prefix == ((256,) if add_bos else ())
     assert tokenizer.folder == tmp_path / "run" / "tokenizer"
@@ -184,10 +184,10 @@ def test_slots_keep_the_zoom_that_growth_has_fixed(tmp_path):
     (step / "items").mkdir(parents=True)
     (step / "items" / "_METADATA").write_text("{}")
     (step / "metadata").mkdir()
-    stored = flatten(configure(**tiny, zoom_dim=8))
+    stored = flatten(load_config(**tiny, zoom_dim=8))
     (step / "metadata" / "metadata").write_text(json.dumps({"config": stored}))
-    weights = resolve_weights(configure(load_parameters_path=str(tmp_path / "run")))
-    small = with_stored_zoom(configure(**tiny), weights.metadata)
+    weights = resolve_weights(load_config(load_parameters_path=str(tmp_path / "run")))
+    small = with_stored_zoom(load_config(**tiny), weights.metadata)
     assert small.model.pattention.zoom("ffn", 16) == 32
-    typed = with_stored_zoom(configure(**tiny, zoom_dim=6), weights.metadata)
+    typed = with_stored_zoom(load_config(**tiny, zoom_dim=6), weights.metadata)
     assert typed.model.pattention.zoom("qkv", 16) == 6

@@ -2,13 +2,13 @@
 
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.inference.text_files import read_prompts
 
 
 def read(**keys):
-    return read_prompts(configure(**keys).decoding)
+    return read_prompts(load_config(**keys).decoding)
 
 
 @pytest.mark.parametrize(

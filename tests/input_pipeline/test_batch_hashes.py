@@ -106,7 +106,7 @@ def _train(folder, name, hosts: int) -> tuple[str, dict]:
         for host in range(hosts)
     ]
     by_host = [take(reader, STEPS) for reader in readers]
-    return _digest(map(join, zip(*by_host, strict=True))), readers[0].position
+    return _digest(map(join, zip(*by_host, strict=True))), readers[0].get_state()
 
 
 @pytest.mark.parametrize("name", CASES)

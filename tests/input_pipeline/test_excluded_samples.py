@@ -72,21 +72,21 @@ def test_the_samples_that_are_left_are_read(folder):
 
 def test_the_position_holds_the_excluded_samples(folder):
     run = opened(folder)
-    early = json.loads(json.dumps(run.position))
+    early = json.loads(json.dumps(run.get_state()))
     whole = list(itertools.islice(run, 3))
     run.exclude(30, 44)
     assert not run.exclude(31, 40)
     whole += itertools.islice(run, 6)
-    position = json.loads(json.dumps(run.position))
+    position = json.loads(json.dumps(run.get_state()))
     assert position["excluded"] == [[30, 44]]
     whole += take(run, 8)
     lines = []
     again = opened(folder, log=lines.append)
     lines.clear()
-    again.resume(position)
+    again.set_state(position)
     assert_same(take(again, 8), whole[9:])
     assert lines == []
-    again.resume(early)
+    again.set_state(early)
     assert "30 to 43" in lines[0]
     assert_same(take(again, 17), whole)
 
@@ -95,36 +95,36 @@ def test_excluded_samples_of_key_and_checkpoint_add_up(folder):
     run = opened(folder)
     next(run)
     run.exclude(100, 120)
-    position = run.position
+    position = run.get_state()
     run.close()
     expected = opened(folder, excluded_samples=((90, 120),))
     expected.seek(1)
     lines = []
     resumed = opened(folder, excluded_samples=((0, 3), (90, 105)), log=lines.append)
-    resumed.resume(position)
+    resumed.set_state(position)
     assert "90 to 119" in lines[-1]
     assert_same(take(resumed, 16), take(expected, 16))
     # What was read before it was excluded is not excluded.
-    assert resumed.position["excluded"] == [[90, 120]]
+    assert resumed.get_state()["excluded"] == [[90, 120]]
 
 
 @pytest.mark.parametrize("exclude_first", [True, False])
 def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
     run = opened(folder)
     batches = list(itertools.islice(run, 4))
-    saved = run.position
+    saved = run.get_state()
     list(itertools.islice(run, 6))
     # Steps 5 and 6 of the ten are suspected, and one sample that was read before the checkpoint.
     first, end = run.source.sample_range(5)[0], run.source.sample_range(6)[1]
     if not exclude_first:
-        run.resume(saved)
+        run.set_state(saved)
     run.exclude(15, 16)
     run.exclude(first, end)
     if exclude_first:
-        assert run.position["excluded"] == []  # nothing was excluded so far
-        run.resume(saved)
-    assert run.position["samples"] == 16
-    assert run.position["excluded"] == [[first, end]]
+        assert run.get_state()["excluded"] == []  # nothing was excluded so far
+        run.set_state(saved)
+    assert run.get_state()["samples"] == 16
+    assert run.get_state()["excluded"] == [[first, end]]
     expected = take(opened(folder, excluded_samples=((first, end),)), 12)
     assert_same([*batches, *take(run, 8)], expected)
 
@@ -142,7 +142,7 @@ def test_the_data_end_earlier(tmp_path):
     assert len(batches) == 7
     one_by_one = opened(tmp_path / "d", schedule=BatchSchedule.constant(1, LENGTH), num_epoch=1)
     plain = list(one_by_one)
-    one_by_one.resume(run.position)
+    one_by_one.set_state(run.get_state())
     assert take(one_by_one, 10) == []
     left = [*range(8), *range(17, 36)]
     read, expected = join(batches), join([plain[sample] for sample in left])

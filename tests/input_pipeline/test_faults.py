@@ -169,8 +169,8 @@ def test_any_failed_look_while_opening_is_retried(kept, monkeypatch):
         storage.fail([failing])
         lines = []
         iterator = opened(folder, keys | cache, lines.append)
-        position = position or (iterator.position, iterator.tokenizer_folder)
-        assert (iterator.position, iterator.tokenizer_folder) == position
+        position = position or (iterator.get_state(), iterator.tokenizer_folder)
+        assert (iterator.get_state(), iterator.tokenizer_folder) == position
         if messages := iterator.retries.drain():
             retried += 1
             assert [str(folder) in line for line in messages] == [True]

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.input_pipeline import inspect_dataset
 from MaxText.input_pipeline.inspect_dataset import (
     Inspection,
@@ -93,7 +93,7 @@ def text_set(folder: Path) -> list[np.ndarray]:
 
 def inspection(log, has_model=False, num_devices=1, **keys) -> Inspection:
     keys = {"max_target_length": 8, "per_device_batch_size": 2} | keys
-    return Inspection(configure(**keys), num_devices, has_model, log)
+    return Inspection(load_config(**keys), num_devices, has_model, log)
 
 
 def shown_batch(step=0, **keys) -> str:

@@ -97,16 +97,16 @@ def test_num_steps_after_a_change_of_the_batch_size(tmp_path, folder):
     take(small, 2)
     large = open_train(data, batch=8)
     assert large.num_steps == 5
-    large.resume(small.position)
+    large.set_state(small.get_state())
     assert large.num_steps == 6  # 8 samples in 2 steps, 30 in 4
     assert len(take(large, 100)) == 4
-    assert large.position["samples"] == 40
+    assert large.get_state()["samples"] == 40
     smallest = open_train(data, batch=1)
-    smallest.resume(large.position)
+    smallest.set_state(large.get_state())
     assert take(smallest, 100) == []
     few_steps = open_train(data, batch=32)
     take(few_steps, 2)
-    smallest.resume(few_steps.position)
+    smallest.set_state(few_steps.get_state())
     assert smallest.num_steps == 0
     assert take(smallest, 100) == []
 
@@ -129,21 +129,21 @@ def test_resume_of_other_data_is_refused(folder, keys, options, named):
     if "mix" in keys:
         keys = {"data_mixture_weights": ((str(folder), 1.0), (str(folder), 0.25))}
     plain, other = open_train(data_keys(folder)), open_train(data_keys(folder, **keys), **options)
-    refused(named, other.resume, plain.position)
-    refused(named.split()[0], plain.resume, other.position)
-    other.resume(other.position)
+    refused(named, other.set_state, plain.get_state())
+    refused(named.split()[0], plain.set_state, other.get_state())
+    other.set_state(other.get_state())
 
 
 def test_resume_of_other_contents_or_weights_is_refused(folder, tmp_path):
     write_data_set(tmp_path / "d", {"train": random_documents(9, 200, 50)})
     for locations in ((folder, tmp_path / "d"), (tmp_path / "d", folder)):
         first, second = (open_train(data_keys(location)) for location in locations)
-        refused(first.position["data_set"], second.resume, first.position)
+        refused(first.get_state()["data_set"], second.set_state, first.get_state())
     first, second = (
         open_train(data_keys("", data_mixture_weights=((str(folder), 1.0), (str(folder), weight))))
         for weight in (0.12345678, 0.12345679)
     )
-    refused(r"'1\.0 0\.12345678'", second.resume, first.position)
+    refused(r"'1\.0 0\.12345678'", second.set_state, first.get_state())
 
 
 def test_gpt_neox_order_depends_on_the_number_of_epochs(tmp_path):
@@ -162,9 +162,9 @@ def test_gpt_neox_order_depends_on_the_number_of_epochs(tmp_path):
             assert len(take(iterator, 100)) == 10 * epochs
         assert "Input/output error" in iterator.retries.drain()[0]
     # 31 to 40 samples take four epochs, the 41st a fifth.
-    position = opened(35).position
-    opened(40).resume(position)
-    refused("packing", opened(41).resume, position)
+    position = opened(35).get_state()
+    opened(40).set_state(position)
+    refused("packing", opened(41).set_state, position)
 
 
 def test_shares_of_a_mixture(tmp_path):
@@ -250,7 +250,7 @@ def test_a_far_step_reads_no_more_than_the_first(folder, monkeypatch):
     take(iterator, 1)
     # The one that was taken, and those that are ready or in flight.
     assert spy.call_count <= 1 + prefetch.BATCHES_READY
-    assert iterator.position["step"] == 10**6 + 1
+    assert iterator.get_state()["step"] == 10**6 + 1
 
 
 def test_reused_batch_is_the_first_at_any_step(folder):
@@ -258,7 +258,7 @@ def test_reused_batch_is_the_first_at_any_step(folder):
     iterator = open_train(data_keys(folder, reuse_example_batch=True))
     iterator.seek(7)
     assert_same(take(iterator, 3), first * 3)
-    assert iterator.position["step"] == 10
+    assert iterator.get_state()["step"] == 10
 
 
 def test_synthetic_tokens_are_a_function_of_seed_and_step():

@@ -149,14 +149,14 @@ def test_stopping_ends_the_wait_before_another_try(kept):
     with pytest.raises(WaitCancelledError):
         read.extend(iterator)
     # The position is that of the step which was not read.
-    assert iterator.position["step"] == len(read)
+    assert iterator.get_state()["step"] == len(read)
     assert f"Step {len(read)}" in "".join(iterator.retries.drain())
     restore()
     with pytest.raises(WaitCancelledError):  # whatever is ready
         next(iterator)
     stop.clear()
     expected = opened(folder, keys)
-    expected.resume(iterator.position)
+    expected.set_state(iterator.get_state())
     assert_same(take(iterator, 1), take(expected, 1))
     evaluation = open_eval(data_keys(folder, grain_eval_files=str(folder), **keys), batch=2)
     evaluation.stop_waiting(lambda: True)

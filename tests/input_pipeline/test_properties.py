@@ -98,12 +98,12 @@ def test_position_gives_the_same_batches_on_any_hosts(
     # Host 1 of 2 wrote the position; any number of hosts resumes from it.
     before = open_train(data, host=1, hosts=2, **options)
     before.seek(stop)
-    position = json.loads(json.dumps(before.position))
+    position = json.loads(json.dumps(before.get_state()))
     assert position["step"] == stop
     parts = []
     for host in range(hosts):
         part = open_train(data, host=host, hosts=hosts, **options)
-        part.resume(position)
+        part.set_state(position)
         # Every reader of files can be opened again.
         failures = int("dataset_type" not in run[0])
         with failing_reads(failures, from_step=stop):
@@ -123,7 +123,7 @@ def test_resume_with_another_batch_size_reads_the_next_samples(
     samples = open_train(data, batch=1, masking=run[1])
     samples.seek(stop * before)
     resumed = open_train(data, batch=after, masking=run[1])
-    resumed.resume(first.position)
+    resumed.set_state(first.get_state())
     assert_same([join(take(resumed, 3))], [join(take(samples, 3 * after))])
 
 

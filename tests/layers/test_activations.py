@@ -8,7 +8,7 @@ import numpy as np
 
 from MaxText.config.layer_sections import Activation, NotElementwise
 from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, rrelu
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.model import Model
 from tests.small_models import tiny_config
 
@@ -135,7 +135,7 @@ def test_random_slopes_in_training_only():
     x = jnp.full((1, 4, 32), -1.0)
     one, other = jax.random.split(jax.random.key(0))
     fixed, first, second = (
-        np.asarray(mlp(x, Context(dropout_key=key, training=training).for_layer(0))[0])
+        np.asarray(mlp(x, ForwardContext(dropout_key=key, training=training).for_layer(0))[0])
         for key, training in ((one, False), (one, True), (other, True))
     )
     assert np.unique(fixed).size == 1

@@ -98,8 +98,8 @@ def test_memories_are_keys_that_all_see():
         np.concatenate([np.broadcast_to(m, (B, *m.shape)), x], 1)
         for m, x in zip(kept, (k, v), strict=True)
     ]
-    memory = tuple(map(jnp.float32, kept))
-    actual = softmax(q, k, v, AttentionSpec(), segments_BT=segments, memory=memory, block_size=8)
+    own = {"persistent_kv": tuple(map(jnp.float32, kept)), "block_size": 8}
+    actual = softmax(q, k, v, AttentionSpec(), segments_BT=segments, **own)
     np.testing.assert_allclose(actual, dense(q, *whole, mask), atol=2e-6)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.model import Model
 from MaxText.layers.part import LayerInputs
 from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
@@ -37,7 +37,7 @@ def check_first_layer(model, params, by_hand):
 
     @jax.jit
     def run(params, x):
-        layer, context = first_layer(model, params), Context().for_layer(0)
+        layer, context = first_layer(model, params), ForwardContext().for_layer(0)
         return layer(LayerInputs.all(x), context)[0], by_hand(layer, x, context)
 
     x = hidden_states()
@@ -194,10 +194,10 @@ def test_static_sgu_has_half_the_channels_and_no_gradient():
         mixer, rest = first_layer(model, params).self_attention, x[..., 16:]
 
         def mixed(x):
-            return mixer((x, x, x), Context())[0]
+            return mixer((x, x, x), ForwardContext())[0]
 
         gradient = jax.grad(lambda x: jnp.sum(mixed(x) ** 2))(x)
-        alone = super(BesideStaticSGU, mixer).__call__((rest, rest, rest), Context())[0]
+        alone = super(BesideStaticSGU, mixer).__call__((rest, rest, rest), ForwardContext())[0]
         return mixed(x), static_sgu(x[..., :16], 4), alone, gradient
 
     got, sums, others, gradient = map(np.asarray, run(params, x))

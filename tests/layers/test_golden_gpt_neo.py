@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.conversion.families.gpt import GPT_NEO
 from MaxText.conversion.family import row
 from MaxText.conversion.tensor_map import TensorMap
@@ -95,7 +95,7 @@ def test_mesh_tensorflow(case):
     with np.load(path.with_suffix(".npz")) as file:
         arrays = dict(file)
     options = json.loads(path.with_suffix(".json").read_text())["params"]
-    config = configure(
+    config = load_config(
         decoder_block="gpt_neo", dtype="float32", matmul_precision="highest", scan_layers=True,
         remat_policy="full", dataset_type="synthetic", z_loss_multiplier=1e-4, **keys_of(options),
     )  # fmt: skip

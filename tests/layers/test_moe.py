@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, random_params, tiny_config
@@ -26,7 +26,7 @@ def experts(**keys):
 
     @functools.partial(jax.jit, static_argnames=("drops_tokens", "training"))
     def run(x, segments_BT=None, dropout_key=None, **flags):
-        context = Context(segments_BT=segments_BT, dropout_key=dropout_key, **flags)
+        context = ForwardContext(segments_BT=segments_BT, dropout_key=dropout_key, **flags)
         with jax.default_matmul_precision("highest"):
             return model.merge({**params, "layers": first}).layers.mlp(x, context)
 

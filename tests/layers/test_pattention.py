@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.layer_sections import PattentionConfig, ZoomDims
-from MaxText.layers.context import Context
+from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path
 from MaxText.layers.model import Model
 from MaxText.layers.part import LayerInputs
@@ -122,9 +122,9 @@ def test_drop_path_over_depth(schedule, rates):
     @jax.jit
     def run(x_BTD):
         layer, inputs = model.merge({**params, "layers": first}).layers, LayerInputs.all(x_BTD)
-        dropped = Context(dropout_key=jax.random.key(2))
+        dropped = ForwardContext(dropout_key=jax.random.key(2))
         contexts = [dropped.for_layer(index) for index in range(3)]
-        contexts += [Context(), Context().for_layer(1)]
+        contexts += [ForwardContext(), ForwardContext().for_layer(1)]
         return [layer(inputs, context)[0] for context in contexts]
 
     *outputs, plain, other = run(x_BTD)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
 from MaxText.experiments import conformance
@@ -86,7 +86,7 @@ def model_and_weights(**keys):
 
 
 def logits(model, params, batch=None):
-    batch = batch or random_batch(configure(**{"vocab_size": 64, "max_target_length": 16}), 2)
+    batch = batch or random_batch(load_config(**{"vocab_size": 64, "max_target_length": 16}), 2)
     return jax.jit(lambda params: model.merge(params)(batch))(params)
 
 
@@ -113,7 +113,7 @@ def test_values_of_the_first_layer_alone():
 def test_what_is_carried_goes_through_scan_decoding_and_gradients(parts):
     """By the suite of check_part.py; tests/multi_device has pipelines."""
     keys = conformance.TRAINED | conformance.SIZES | parts | {"connection_type": "two_streams"}
-    subject = conformance.Subject(lambda **more: configure(**keys | more))
+    subject = conformance.Subject(lambda **more: load_config(**keys | more))
     for check in conformance.CHECKS:
         if check.name in ("causality", "gradients", "scan and remat", "decode state", "FLOPs"):
             assert check.problem(subject) is None

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.serialization import flatten
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.event_stream import open_stream
@@ -186,7 +186,7 @@ def test_metrics_have_the_time_and_the_validation_loss(tmp_path):
 
 
 def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
-    config = flatten(configure("quickstart.yml", log_layer_norms=True))
+    config = flatten(load_config("quickstart.yml", log_layer_norms=True))
     stream = record(tmp_path, [], config=config, enable_tensorboard=True)
     metrics = {"loss": 3.5, "lm_loss": 3.5, "total_weights": 64.0, "grad_norm/layer_10": 0.5}
     stream.emit("step", step=0, **step_row(metrics, 0.5, 64, 0.25), **memory_row())

@@ -120,7 +120,7 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     run = save(tmp_path / "small", config, trained(config))
     # 40 slots in the feed-forward: 8 devices divide these, and not the other.
     keys = {"load_parameters_path": str(run), "slot_num": 10, "growth.mode": "random",
-            "growth.moments": "warmed"}  # fmt: skip
+            "growth.opt_state": "warmed"}  # fmt: skip
     resolved = resolve_growth(config_of(**keys, **MIXED), [])
     config = resolved.config
     sharding = make_sharding_plan(config.mesh, jax.devices())

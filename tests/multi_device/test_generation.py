@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.evaluation.data_set import score_data_set
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.engine import Engine
@@ -43,7 +43,7 @@ EXPERTS_AND_KINDS = {
 
 
 def texts(devices, **keys):
-    config = configure(**KEYS, **keys)
+    config = load_config(**KEYS, **keys)
     model = Model(config.model)
     sharding = make_sharding_plan(config.mesh, devices)
     choice = SamplingParams(temperature=0.7, top_k=10, repetition_penalty=1.1)
@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
 def score(folder, devices, stride, per_device, **mesh):
     keys = {"vocab_size": 256, "max_target_length": 16, **mesh}
     trained = tiny_trained(devices=devices, base_num_kv_heads=4, **keys)
-    config = configure(
+    config = load_config(
         **keys, dataset_path=str(folder), eval_split="train", eval_stride=stride,
         per_device_batch_size=per_device,
     )  # fmt: skip

@@ -39,11 +39,11 @@ def test_the_same_outputs_and_gradients(name):
     drawn = lambda *shape: generator.normal(size=shape).astype(np.float32)  # noqa: E731
     q_BTNH, k_BTKH, v_BTKH = (drawn(B, T, heads, H) for heads in (N, num_kv_heads, num_kv_heads))
     spec = AttentionSpec(causal=other["causal"], **scores)
-    segments_BT = memory = None
+    segments_BT = kept = None
     if other["documents"]:
         segments_BT = jnp.asarray(np.sort(generator.integers(0, 4, (B, T)), axis=1))
     if count := other["memories"]:
-        memory = (drawn(count, num_kv_heads, H), drawn(count, num_kv_heads, H))
+        kept = (drawn(count, num_kv_heads, H), drawn(count, num_kv_heads, H))
     weights_BTNH = drawn(B, T, N, H)
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("context", "tensor"))
     heads = PartitionSpec(None, "context", "tensor", None)
@@ -52,18 +52,16 @@ def test_the_same_outputs_and_gradients(name):
     key_sharding = NamedSharding(mesh, heads if num_kv_heads % 2 == 0 else whole)
     given = {"segments_BT": segments_BT, "block_size": other.get("block_size")}
 
-    def ring(q, k, v, memory):
-        balanced = other["balanced"]
-        return ring_attention(
-            q, k, v, spec, query_sharding, key_sharding, memory=memory, balanced=balanced, **given
-        )
+    def ring(q, k, v, kept):
+        own = {"persistent_kv": kept, "balanced": other["balanced"]}
+        return ring_attention(q, k, v, spec, query_sharding, key_sharding, **own, **given)
 
-    def in_parts(q, k, v, memory):
+    def in_parts(q, k, v, kept):
         q = jax.lax.with_sharding_constraint(q, query_sharding)
-        return dot_product_attention(q, k, v, spec, memory=memory, parts=4, **given)
+        return dot_product_attention(q, k, v, spec, persistent_kv=kept, parts=4, **given)
 
-    def whole_sequences(q, k, v, memory):
-        return dot_product_attention(q, k, v, spec, memory=memory, segments_BT=segments_BT)
+    def whole_sequences(q, k, v, kept):
+        return dot_product_attention(q, k, v, spec, persistent_kv=kept, segments_BT=segments_BT)
 
     def numbers(function):
         def weighted(*arrays):
@@ -71,7 +69,7 @@ def test_the_same_outputs_and_gradients(name):
             return (o_BTNH * weights_BTNH).sum(), o_BTNH
 
         graded = jax.jit(jax.grad(weighted, argnums=(0, 1, 2, 3), has_aux=True))
-        return jax.block_until_ready(graded(q_BTNH, k_BTKH, v_BTKH, memory))
+        return jax.block_until_ready(graded(q_BTNH, k_BTKH, v_BTKH, kept))
 
     expected = numbers(whole_sequences)
     for function in (ring, in_parts):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training import backend_defaults
@@ -58,7 +58,7 @@ def check(name, text):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
-    text, model = shardings(configure(model_name=name), MESHES)
+    text, model = shardings(load_config(model_name=name), MESHES)
     check(name, text)
     # The first line of the preset states its size.
     first = (config_files.MODELS / f"{name}.yml").read_text().splitlines()[0]
@@ -68,7 +68,7 @@ def test_presets(name):
 
 
 def test_experts():
-    text, _ = shardings(configure(f"gpt_neo/{EXPERTS}.yml"), [*MESHES, OF_EXPERTS])
+    text, _ = shardings(load_config(f"gpt_neo/{EXPERTS}.yml"), [*MESHES, OF_EXPERTS])
     check(EXPERTS, text)
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.config.loading import configure
+from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import flatten
 from MaxText.conversion.hf_import import HFWeights
@@ -59,7 +59,7 @@ def test_the_run_that_is_written(small, tmp_path):
     assert (parent["how"], parent["tokens"], parent["flops"]) == ("growth", 70.0, 7e3)
     assert weights.metadata["spent"] == {"tokens": 0, "flops": 0.0}
     # The same function, by the keys that were written and by those of the checkpoint.
-    written = configure(target / "config.yml", dataset_type="synthetic")
+    written = load_config(target / "config.yml", dataset_type="synthetic")
     assert written.model.pattention == weights.config.model.pattention
     batch = random_batch(config, 4)
     before = logits_of(program(config).model, state.params, batch)
@@ -81,8 +81,8 @@ def test_the_run_that_is_written(small, tmp_path):
     [
         ([], "slot_num"),
         (["slot_num=6"], "slots"),
-        (["slot_num=4"], "growth.allow_shrinking=true"),
-        (["slot_num=10", "growth.moments=reused"], "growth.moments"),
+        (["slot_num=4"], "growth.allow_truncation=true"),
+        (["slot_num=10", "growth.opt_state=reused"], "growth.opt_state"),
         (["slot_num=10", "--verify"], "--verify"),
         (["slot_num=10", "dtype=float32", "max_shard_size=1GB"], "dtype=float32"),
         (["slot_num=10", "growth_mod=zero"], "growth.mode"),
@@ -115,10 +115,10 @@ def test_a_folder_of_hugging_face_becomes_deeper(tmp_path):
     # A run of the same keys grows to the same parameters.
     keys = weights.keys | {"base_num_decoder_layers": 2 * depth, "growth.mode": "random"}
     keys |= {"dataset_type": "synthetic", "steps": 10, "load_parameters_path": f"hf:{folder}"}
-    config = configure(dtype="float32", scan_layers=True, remat_policy="none", **keys)
+    config = load_config(dtype="float32", scan_layers=True, remat_policy="none", **keys)
     grown = grow_by(tmp_path / "run", config)
     for name, array in grown.params.items():
         np.testing.assert_array_equal(array, deep[name].astype(array.dtype), err_msg=name)
     assert grown.start.source == f"parameters grown from {folder}"
-    wider = configure(**{**flatten(config), "base_mlp_dim": 48})
+    wider = load_config(**{**flatten(config), "base_mlp_dim": 48})
     refused(r"(?s)other shape layers/mlp.*config\.yml", grow_by, tmp_path / "wider", wider)

@@ -60,7 +60,7 @@ class Batches:
 
     def __init__(self):
         self.source = self
-        self.position = {"step": 0, "excluded": [[4, 8]]}
+        self.get_state = lambda: {"step": 0, "excluded": [[4, 8]]}
         self.identity = {"seed": 7}
         self.calls = []
 
@@ -70,8 +70,8 @@ class Batches:
     def sample_range(self, step):
         return 4 * step, 4 * step + 4
 
-    def resume(self, position):
-        self.calls.append(("resume", position["step"]))
+    def set_state(self, position):
+        self.calls.append(("set_state", position["step"]))
 
     def exclude(self, first, end):
         self.calls.append(("exclude", first, end))
@@ -132,7 +132,7 @@ def test_rollback_to_the_newest_healthy_checkpoint_before_the_divergence():
     assert int(state.step) == 51
     assert checkpoints.abandoned == [50]
     # From two updates before the first suspicious one; what was excluded before stays so.
-    assert batches.calls == [("resume", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
+    assert batches.calls == [("set_state", 51), ("exclude", 4, 8), ("exclude", 4 * 55, 4 * 61)]
     row = rows[-1]
     assert (row.kind, row.step) == ("rollback", 51)
     assert "log_z by 50%" in row.fields["reason"]
@@ -168,7 +168,7 @@ def test_the_nearest_good_state(good, damaged, period, to, first):
     state = rollback.roll_back()
     assert int(state.step) == to
     np.testing.assert_array_equal(state.params["w"], np.full(3, to - 1))
-    assert batches.calls[0] == ("resume", to)
+    assert batches.calls[0] == ("set_state", to)
     assert batches.calls[-1] == ("exclude", 4 * first, 4 * 61)
     assert len(checkpoints.lines) == len(damaged)
 

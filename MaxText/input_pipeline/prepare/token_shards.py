@@ -164,7 +164,7 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
 def tokenize_again(
     tokenization: Tokenization, job: ShardJob, earlier: TokenizedShard
 ) -> TokenizedShard:
-    """Replaces the result of a shard, for another threshold."""
+    """Replaces a shard's result by another threshold's."""
     (tokenization.ledger / f"{job.number:06d}.json").unlink()
     for split in earlier.splits:
         _tokens_path(tokenization.staging, split, job.number).unlink()

@@ -63,7 +63,7 @@ class ImportedRecords(NamedTuple):
     dtype: str
     num_tokens: list[int]
     has_labels: bool
-    largest_id: int  # -1 without ids
+    max_token_id: int  # -1 without ids
     skipped: list[str]
     files: list[str]  # sources
 
@@ -246,14 +246,13 @@ class RecordImport:
             paths = [self.path(name, number) for number in range(len(entries))]
             write_arrays(self.folder, ({name: np.load(path)} for path in paths))
             sync_file(self.folder / f"{name}.npy")
-        names = [file.path.rsplit("/", 1)[-1] for file in self.files]
-        origins = [[first, name] for first, name in zip(firsts, names, strict=False)]
+        origins = [[n, Path(file.path).name] for n, file in zip(firsts, self.files, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
             "dtype": self.dtype,
             "num_tokens": [entry["num_tokens"] for entry in entries],
             "has_labels": self.has_labels,
-            "largest_id": max((entry["largest_id"] for entry in entries), default=-1),
+            "max_token_id": max((entry["max_token_id"] for entry in entries), default=-1),
             "skipped": bad,
             "files": [file.path for file in self.files],
         }
@@ -325,7 +324,7 @@ def _write_file(
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
-    entry.update(num_tokens=ids.count, largest_id=ids.largest, bad=bad)
+    entry.update(num_tokens=ids.count, max_token_id=ids.largest, bad=bad)
     yield {name: np.array(sizes, np.int64)}
 
 
@@ -346,4 +345,5 @@ def _name(kind: str, number: int) -> str:
 
 def _load(folder: Path, place: str) -> ImportedRecords:
     header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
+    header.setdefault("max_token_id", header.pop("largest_id", None))  # its earlier name
     return ImportedRecords(folder, place, **header)

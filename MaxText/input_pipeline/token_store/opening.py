@@ -307,7 +307,7 @@ def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSp
         file_access.fingerprint(files, [job.identity, eos_id, boundaries]),
         pad_id=max(eos_id, 0),
         eos_id=eos_id if eos_id >= 0 else None,
-        max_token_id=imported.largest_id,
+        max_token_id=imported.max_token_id,
         labels=labels,
         skipped=tuple(imported.skipped),
     )
