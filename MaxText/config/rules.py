@@ -133,6 +133,12 @@ def _one_data_set(grain_train_files, data_mixture_weights, dataset_path):
 
 
 @rule()
+def _cache_is_writable(data_cache_dir):
+    if data_cache_dir.startswith(("http://", "https://", "hf://")):
+        return f"{data_cache_dir=} is read-only\na local folder, or a bucket (gs://)"
+
+
+@rule()
 def _mixture(data_mixture_weights, num_epoch):
     for part in data_mixture_weights:
         location, stitch, sampling, weight = mix_part(part)

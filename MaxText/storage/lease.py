@@ -1,6 +1,6 @@
-"""Locks in a bucket: objects with a heartbeat.
+"""Leases in a bucket: objects with a heartbeat.
 
-Clocks are never compared; a lease unchanged for half a minute belongs to a dead owner.
+Clocks are never compared; a lease unchanged for `timeout_seconds` belongs to a dead owner.
 """
 
 import atexit
@@ -30,8 +30,13 @@ class Lease:
         renewal_seconds: float = 5.0,
         timeout_seconds: float = 30.0,
         takeover_seconds: float = 2.0,
+        is_advisory: bool = False,
     ):
-        """Waits `takeover_seconds` after a takeover for a competing one."""
+        """Waits `takeover_seconds` after a takeover for a competing one.
+
+        An advisory lease is silent, and its loss does not end the process.
+        """
+        self._is_advisory = is_advisory
         self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
         self._takeover_seconds = takeover_seconds
         self._url, self._holder = url, holder
@@ -64,7 +69,7 @@ class Lease:
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
         """Watches a lease; False once it expires, InUseError if renewed."""
-        if (who := describe_holder(found)) != self._watched:
+        if not self._is_advisory and (who := describe_holder(found)) != self._watched:
             seconds, self._watched = f"{self._timeout_seconds:g} s", who
             sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who} ({self._url})\n")
         until = time.monotonic() + self._timeout_seconds
@@ -113,7 +118,7 @@ class Lease:
                 self._write()
             except Exception:  # storage fails for a while: try again next time
                 continue
-        if not self._over.is_set():
+        if not (self._is_advisory or self._over.is_set()):
             sys.stderr.write(
                 f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(found)} "
                 "while this process sent no heartbeat. Exiting, so that only one process writes "

@@ -104,23 +104,27 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
 
 @pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
 def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
-    read = []
+    read, lines = [], []
 
     def counted(path):
         read.append(path)
         time.sleep(2 * QUICK["renewal_seconds"])
         return read_ids(path, "tfrecord")
 
-    lease = import_records.Lease
-    monkeypatch.setattr(import_records, "Lease", lambda *place, **_: lease(*place, **QUICK))
+    lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # nobody dies
+    monkeypatch.setattr(import_records, "Lease", lambda *of, **asked: lease(*of, **asked | quick))
     hosts = [
         import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")
         for name in "abc"
     ]
     with emulator.failing(Fault(403, "POST /upload")):
         refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
+    with emulator.failing(Fault(403, "GET /download.*set")):
+        refused(f"^{bucket}/set/ids0.* cannot be read", hosts[0].run, quiet)
+    read.clear()
     with ThreadPoolExecutor() as threads:
-        found = [*threads.map(lambda host: host.run(quiet), hosts)]
+        found = [*threads.map(lambda host: host.run(lines.append), hosts)]
+    assert sum(line.startswith("Waiting for another host, which") for line in lines) == 2
     assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
     one, _ = (each.store(Arrays(each.folder)) for each in found if each.place.startswith("gs://"))
     system = fsspec.filesystem("gs")

@@ -96,6 +96,8 @@ class TokenizationJob:
         """Creates the folder, deleting results of another request."""
         staging = self.tokenization.staging
         request = staging / "build_spec.json"
+        if (earlier := staging / "request.json").exists():  # the name of earlier versions
+            earlier.rename(request)
         contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()

@@ -324,6 +324,9 @@ def export_records(
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
     sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
     ledger = output.with_name(f"{output.name}.finished")
+    for record in ledger.glob("*.json"):
+        if not (output / json.loads(record.read_bytes())["file"]).exists():
+            record.unlink()
     files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log, ledger)
     contents = {
         "schema_version": 1,

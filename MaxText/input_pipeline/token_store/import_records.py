@@ -41,8 +41,8 @@ from MaxText.input_pipeline.token_store.store import (
 )
 from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
-from MaxText.storage.atomic import atomic_write_text, lock, sync_file
-from MaxText.storage.errors import BadRecordError, FileReadError, is_permission_denied, is_transient
+from MaxText.storage.atomic import atomic_write_text, lock
+from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 from MaxText.storage.lease import InUseError, Lease, this_process
 
@@ -132,25 +132,22 @@ class RecordImport:
 
     def _shared(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the import in the bucket; uploads it if none is there."""
-        header = f"{self.url}/{_HEADER_NAME}"
-        try:
-            # An upload may delay a heartbeat.
-            lease = Lease(
-                f"{self.url}.lock", this_process(), renewal_seconds=20, timeout_seconds=300
-            )
-            while not file_access.path_type(header):
-                with contextlib.suppress(InUseError):  # looks again while another one works
-                    lease.acquire()
-                    try:
-                        if not file_access.path_type(header):
-                            self._upload(self._local(log))
-                            log(f"Uploaded it to {self.url}")
-                    finally:
-                        lease.release()
-        except OSError as error:
-            if is_transient(error, remote=True) and not is_permission_denied(error):
-                raise
-            raise local_cache.cache_write_error(self.cache_url, error) from error
+        header, lock_url = f"{self.url}/{_HEADER_NAME}", f"{self.url}.lock"
+        # An upload may delay a heartbeat, and hosts take over at about the same time.
+        seconds = {"renewal_seconds": 20.0, "timeout_seconds": 300.0, "takeover_seconds": 60.0}
+        lease, waits = Lease(lock_url, this_process(), is_advisory=True, **seconds), False
+        ask = functools.partial(_ask, self.cache_url)
+        while not ask(file_access.path_type, header):
+            if not waits and (waits := bool(ask(file_access.path_type, lock_url))):
+                log(f"Waiting for another host, which imports the same records into {self.url}")
+            with contextlib.suppress(InUseError):  # looks again while another one works
+                ask(lease.acquire)
+                try:
+                    if not ask(file_access.path_type, header):
+                        ask(self._upload, self._local(log))
+                        log(f"Uploaded it to {self.url}")
+                finally:
+                    ask(lease.release)
         if (self.folder / _HEADER_NAME).exists():  # this host imported it
             return self._local(log)
         folder = local_cache.copy_folder(self.url, self.cache_dir)
@@ -173,7 +170,14 @@ class RecordImport:
                 if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
-        return _load(folder, str(folder))
+        imported = _load(folder, str(folder))
+        filled = (number for number, count in enumerate(imported.num_tokens) if count)
+        # Not so in an import of an earlier version.
+        if imported.has_labels and not all(self.path("labels", i).exists() for i in filled):
+            raise UserError(
+                f"{folder}: only some files have labels. Delete it, and match files of one kind."
+            )
+        return imported
 
     def _upload(self, imported: ImportedRecords) -> None:
         small = [OFFSETS_NAME, SOURCE_FILES_NAME, _HEADER_NAME]
@@ -241,11 +245,9 @@ class RecordImport:
                 firsts.append(firsts[-1] + sizes.size)
 
         write_arrays(self.folder, offsets())
-        sync_file(self.folder / OFFSETS_NAME)
         for name in map(checksums_name, self.kinds):
             paths = [self.path(name, number) for number in range(len(entries))]
             write_arrays(self.folder, ({name: np.load(path)} for path in paths))
-            sync_file(self.folder / f"{name}.npy")
         origins = [[n, Path(file.path).name] for n, file in zip(firsts, self.files, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
@@ -271,11 +273,9 @@ class RecordImport:
 def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
     entry: dict[str, Any] = {}
     write_arrays(job.folder, _write_file(job, number, entry))
-    sync_file(job.path("sizes", number))
     for kind in job.kinds:
-        path = job.path(checksums_name(kind), number)
-        np.save(path, file_checksums(job.path(kind, number)))
-        sync_file(path)
+        name = job.path(checksums_name(kind), number).stem
+        write_arrays(job.folder, [{name: file_checksums(job.path(kind, number))}])
     return entry
 
 
@@ -341,6 +341,17 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
 def _name(kind: str, number: int) -> str:
     suffix = "bin" if kind in ("tokens", "labels") else "npy"
     return f"{kind}-{number:05d}.{suffix}"
+
+
+def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls what uses a cache in a bucket; UserError if that fails for good."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # fsspec backends raise their own errors
+        is_mistake = isinstance(error, UserError) and not isinstance(error, OSError)
+        if is_mistake or is_transient(error, remote=True):
+            raise
+        raise local_cache.cache_write_error(url, error) from None
 
 
 def _load(folder: Path, place: str) -> ImportedRecords:

@@ -32,7 +32,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     damaged,
 )
 from MaxText.storage import file_access
-from MaxText.storage.atomic import atomic_rename, sync_file, temporary_name
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
@@ -222,7 +222,6 @@ class TokenWriter:
             self._file.close()
         if kind is None:
             atomic_rename(self._writing, self._path)
-            sync_file(self._path.parent)
         else:
             self._writing.unlink()
 
