@@ -189,9 +189,8 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
         options = json.dumps(_options(request.preparation)).encode()
         records = staging / f"records-{hashlib.sha256(options).hexdigest()[:16]}"
         export_records(complete, request.preparation, records, request.log)
-        shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
-        atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
-        atomic.sync_file(records)
+        manifest = (complete / MANIFEST_NAME).read_bytes()
+        atomic.atomic_write_bytes(records / _RECORDS_MANIFEST_NAME, manifest)
         complete = records
     complete.rename(folder)
     atomic.sync_file(folder.parent)
@@ -374,7 +373,7 @@ def _upload(folder: Path, url: str, last: str) -> None:
             )
         local_cache.upload({file: folder / file for file in files}, url, last)
     except Exception as error:  # fsspec backends raise their own errors
-        if isinstance(error, UserError) and not isinstance(error, OSError):
+        if file_access.is_mistake(error):
             raise
         raise UserError(
             f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "

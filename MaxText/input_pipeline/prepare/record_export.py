@@ -43,13 +43,7 @@ from MaxText.input_pipeline.sequences.windows import expand
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
-from MaxText.storage.atomic import (
-    WRITING_SUFFIX,
-    atomic_rename,
-    atomic_write_text,
-    sync_file,
-    temporary_name,
-)
+from MaxText.storage import atomic
 
 FILE_LISTS = {
     **dict.fromkeys(("tfrecord", "parquet"), "records.json"),
@@ -186,12 +180,12 @@ class RecordExport:
         store = open_flat(self.prepared, manifest, job.split)
         ranges = self._ranges(job, store)
         path = self.output / self._file_name(job, ranges.starts_W.size)
-        writing = temporary_name(path)
+        writing = atomic.temporary_name(path)
         if self.file_format == "parquet":
             self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
         else:
             self._write_examples(writing, _batches(ranges, store))
-        atomic_rename(writing, path)
+        atomic.atomic_rename(writing, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = ranges.stops_W - ranges.starts_W
@@ -314,12 +308,12 @@ def export_records(
     output_format = preparation.prepare_output_format
     manifest = read_manifest(str(prepared))
     output.mkdir(exist_ok=True)
-    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
+    for leftover in output.glob(f"*{atomic.WRITING_SUFFIX}"):
         leftover.unlink()
     if export.kind != "text":
         for file in prepared.iterdir():
             if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-                sync_file(Path(shutil.copyfile(file, output / file.name)))
+                atomic.sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = export.plan(manifest)
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
     sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
@@ -337,7 +331,7 @@ def export_records(
         "files": files,
     }
     text = json.dumps(contents, indent=1, sort_keys=True) + "\n"
-    atomic_write_text(output / FILE_LISTS[output_format], text)
+    atomic.atomic_write_text(output / FILE_LISTS[output_format], text)
     for split, of_split in itertools.groupby(files, lambda file: file["split"]):
         _report(split, [*of_split], export, log)
 

@@ -34,7 +34,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenWriter, checksums_name, file_checksums
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
-from MaxText.storage.atomic import WRITING_SUFFIX, sync_file
+from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
 
@@ -245,11 +245,9 @@ def write_documents(
 
     write_arrays(folder, blocks())
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
-    (folder / SOURCE_FILES_NAME).write_text(f"[{lines}]\n", encoding="utf-8")
     for leftover in folder.glob(f"*{WRITING_SUFFIX}"):
         leftover.unlink()
-    for path in (*folder.iterdir(), folder):
-        sync_file(path)
+    atomic_write_text(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
     return Split(
         files=tuple(files),
         num_tokens=sum(part.num_tokens for _, part in shards),

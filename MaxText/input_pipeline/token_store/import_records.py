@@ -75,16 +75,12 @@ class ImportedRecords(NamedTuple):
         return TokenStore(paths, self.num_tokens, dtype, documents, checksums)
 
 
-Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]
-"""Reads a file in order, as read_ids; sent to other processes."""
-
-
 @dataclasses.dataclass(frozen=True)
 class RecordImport:
     """An import of record files, cached until one of them changes."""
 
     files: Sequence[FileInfo]
-    read: Read
+    read: Callable[[str], Iterator[TokenDocument | BadRecordError]]  # sent to other processes
     identity: str  # everything besides the file that determines what `read` returns
     cache_dir: Path
     cache_url: str = ""  # a bucket to share the import of files in buckets
@@ -348,8 +344,7 @@ def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:  # fsspec backends raise their own errors
-        is_mistake = isinstance(error, UserError) and not isinstance(error, OSError)
-        if is_mistake or is_transient(error, remote=True):
+        if file_access.is_mistake(error) or is_transient(error, remote=True):
             raise
         raise local_cache.cache_write_error(url, error) from None
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources import tables
 from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
     holds_text,
@@ -23,11 +24,6 @@ from MaxText.input_pipeline.document_sources.records import (
     read_ids,
 )
 from MaxText.input_pipeline.document_sources.source_files import FileRange
-from MaxText.input_pipeline.document_sources.tables import (
-    has_mask_and_labels,
-    id_column,
-    open_table,
-)
 from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
@@ -280,9 +276,9 @@ def _find(request: OpenRequest) -> list[FileInfo]:
 
 def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> tuple[str, bool]:
     """Returns the identity of a table's documents, and whether it has labels."""
-    with open_table(FileRange.whole(path)) as table:
-        column = id_column(table, path, fields)
-        has_mask, has_labels = has_mask_and_labels(table)
+    with tables.open_table(FileRange.whole(path)) as table:
+        column = tables.id_column(table, path, fields)
+        has_mask, has_labels = tables.has_mask_and_labels(table)
     eos_id = request.data.token_records.eos_id
     if has_labels and eos_id >= 0:
         raise UserError(
