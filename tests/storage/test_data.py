@@ -109,7 +109,7 @@ def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator
         time.sleep(2 * QUICK["renewal_seconds"])
         return read_ids(path, "tfrecord")
 
-    lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # nobody dies
+    lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # no host dies
     monkeypatch.setattr(import_records, "Lease", lambda *of, **asked: lease(*of, **asked | quick))
     hosts = [
         import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")

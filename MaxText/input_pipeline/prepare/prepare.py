@@ -194,6 +194,7 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
         complete = records
     complete.rename(folder)
     atomic.sync_file(folder.parent)
+    (staging / "build_spec.json").unlink()  # half of the folder must not be resumed
     shutil.rmtree(staging, ignore_errors=True)
 
 

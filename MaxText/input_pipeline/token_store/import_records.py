@@ -340,7 +340,7 @@ def _name(kind: str, number: int) -> str:
 
 
 def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls what uses a cache in a bucket; UserError if that fails for good."""
+    """Returns the function's result; UserError if a bucket fails for good."""
     try:
         return function(*arguments)
     except Exception as error:  # fsspec backends raise their own errors
