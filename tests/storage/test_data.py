@@ -115,10 +115,10 @@ def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator
         import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")
         for name in "abc"
     ]
-    with emulator.failing(Fault(403, "POST /upload")):
-        refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
     with emulator.failing(Fault(403, "GET /download.*set")):
         refused(f"^{bucket}/set/ids0.* cannot be read", hosts[0].run, quiet)
+    with emulator.failing(Fault(403, "POST /upload")):
+        refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
     read.clear()
     with ThreadPoolExecutor() as threads:
         found = [*threads.map(lambda host: host.run(lines.append), hosts)]
