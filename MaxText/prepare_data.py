@@ -41,7 +41,7 @@ def main() -> int:
         data = config.data
         preparation, path = config.preparation, data.dataset_path
         most = data.bad_records.maximum
-        manifest = prepare(preparation, path, cache_dir=data.data_cache_dir, max_bad_records=most)
+        manifest = prepare(preparation, path, cache_dir=data.local_cache_dir, max_bad_records=most)
         if not preparation.exports_text:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):

@@ -1,11 +1,8 @@
 """Creates a run folder and locks it for one process at a time."""
 
 import contextlib
-import datetime
 import errno
 import json
-import os
-import socket
 import sys
 import threading
 import uuid
@@ -15,7 +12,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from MaxText.errors import UserError
 from MaxText.storage.errors import is_unavailable
-from MaxText.storage.lease import Lease, in_use
+from MaxText.storage.lease import InUseError, Lease, this_process
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 _SECONDS_BEFORE_NOTICE = 3.0
@@ -67,10 +64,8 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
     File systems without locks stay unlocked. Waits `timeout` seconds for a killed owner to end.
     Raises UserError if another process holds it.
     """
-    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    holder = {"host": socket.gethostname(), "process": os.getpid(), "started": started}
     if is_object_store_path(run_folder):
-        lease = Lease(f"{run_folder}/{_LOCK_FILE}", holder)
+        lease = Lease(f"{run_folder}/{_LOCK_FILE}", this_process())
         lease.acquire()
         _locks.append(lease)
         return
@@ -82,13 +77,13 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
         owner = None  # unless the file says
         with contextlib.suppress(ValueError):
             owner = json.loads(path.read_bytes())
-        raise in_use(run_folder, owner) from None
+        raise InUseError(run_folder, owner) from None
     except PermissionError:
         raise
     except OSError:
         return  # the file system has no locks
     _locks.append(lock)
-    path.write_text(json.dumps(holder))
+    path.write_text(json.dumps(this_process()))
 
 
 def unlock_run_folder() -> None:

@@ -1,5 +1,6 @@
 """Keys of datasets, masking and data preparation."""
 
+from pathlib import Path
 from typing import Literal
 
 from MaxText.config.keys import (
@@ -93,8 +94,9 @@ class DataConfig(Section):
     """Above 0, mixture weights are multiplied by (tokens of the source)^(1/temperature): 1 is
     proportional to size, larger is more even. 0 uses the weights unchanged."""
     data_cache_dir: str = key("~/maxtext_data_cache")
-    """Local folder for imports of record files, text tokenized while reading, and packing plans. If
-    hosts share it, one works and the others wait; without, each needs the space. Entries unused for
+    """Folder for imports of record files, text tokenized while reading, and packing plans. If hosts
+    share it, one works and the others wait. With a URL such as gs://, records of a bucket are
+    imported there and read in place; all else is in ~/maxtext_data_cache. Local entries unused for
     half a year are deleted."""
     train_split: str = key("train", "Split to train on.")
     eval_split: str = key("validation")
@@ -128,6 +130,17 @@ class DataConfig(Section):
     grain_worker_count: Natural = key(0)
     """Reader processes; 0 reads in a thread of the main process."""
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
+
+    @property
+    def cache_url(self) -> str:
+        """Folder of imports in a bucket, or ""."""
+        place = self.data_cache_dir.removeprefix("file://")
+        return place if "://" in place else ""
+
+    @property
+    def local_cache_dir(self) -> Path:
+        place = DataConfig() if self.cache_url else self
+        return Path(place.data_cache_dir.removeprefix("file://")).expanduser()
 
 
 class MaskedTokens(Options):

@@ -133,10 +133,9 @@ def _one_data_set(grain_train_files, data_mixture_weights, dataset_path):
 
 
 @rule()
-def _cache_is_local(data_cache_dir, config):
-    if "://" in data_cache_dir and config.data.dataset_type == "grain":
-        share = "a local folder, which hosts may share (NFS): then one imports and the others wait"
-        return f"{data_cache_dir=} is a URL, and the cache is read from a local disk\n{share}"
+def _cache_is_writable(data_cache_dir):
+    if data_cache_dir.startswith(("http://", "https://", "hf://")):
+        return f"{data_cache_dir=} is read-only\na local folder, or a bucket (gs://)"
 
 
 @rule()

@@ -179,7 +179,7 @@ def _find(config: Config, weights: str) -> Path | None:
 
 
 def _copied(url: str, config: Config) -> Path | None:
-    return copy_folder(url, Path(config.data.data_cache_dir).expanduser())
+    return copy_folder(url, config.data.local_cache_dir)
 
 
 def _adds_bos(folder: Path) -> bool | None:

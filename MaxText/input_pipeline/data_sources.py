@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 
@@ -118,12 +117,8 @@ def prepare_sources(config: Config) -> None:
     if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.prepare.prepare import prepare
 
-        prepare(
-            config.preparation,
-            data.dataset_path,
-            cache_dir=data.data_cache_dir,
-            max_bad_records=data.bad_records.maximum,
-        )
+        cache_dir, most = data.local_cache_dir, data.bad_records.maximum
+        prepare(config.preparation, data.dataset_path, cache_dir=cache_dir, max_bad_records=most)
     check_sources(config)
 
 
@@ -220,7 +215,7 @@ def _slice(
     num_samples: int | None,
 ) -> Windows:
     data, has_order = request.data, request.data.megatron.order == "gpt_neox"
-    cache_dir = Path(data.data_cache_dir).expanduser()
+    cache_dir = data.local_cache_dir
     if tokens.labels is not None and (has_order or entry.sampling != CHUNKS):
         raise UserError(
             f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "

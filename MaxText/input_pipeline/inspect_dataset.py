@@ -161,7 +161,6 @@ class Inspection:
         self._check_ids(max(max_token_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
-        """Shows one dataset; returns the largest id."""
         store, windows = source.data.store, source.rows.windows
         num_bytes = _ID_BYTES * min(max_tokens, len(store))
         progress = progress_in_bytes("Reading tokens", num_bytes, self._log)

@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from MaxText.config.data_sections import DataConfig
 from MaxText.errors import UserError
 from MaxText.storage import file_access
 from MaxText.storage.atomic import sync_file
@@ -103,8 +104,6 @@ def cached_arrays(
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
-            for file in staging.iterdir():
-                sync_file(file)
             with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
         finally:
@@ -115,7 +114,7 @@ def cached_arrays(
 
 
 def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> None:
-    """Appends blocks to .npy files, and fills in headers.
+    """Appends blocks to .npy files, fills in headers, and syncs them.
 
     Sequentially, so that a full disk is an error; with a memory map it would kill the process.
     """
@@ -138,12 +137,17 @@ def write_arrays(folder: Path, blocks: Iterable[dict[str, np.ndarray]]) -> None:
         for name, file in files.items():
             file.seek(0)
             write_header(file, block[name].dtype, counts[name])
+            file.flush()
+            os.fsync(file.fileno())
+    sync_file(folder)
 
 
-def cache_write_error(cache_dir: Path, error: OSError) -> UserError:
+def cache_write_error(cache_dir: Path | str, error: Exception) -> UserError:
+    # Next to a URL, the default folder is used.
+    key = "data_cache_dir=" * (cache_dir != DataConfig().local_cache_dir)
     return UserError(
-        f"data_cache_dir={cache_dir} cannot be written ({error.strerror or error}). Set "
-        "data_cache_dir to a folder on a disk with free space."
+        f"{key}{cache_dir} cannot be written ({file_access.reason(error)}). Correct that, or set "
+        "data_cache_dir to a local folder with free space where this host may write."
     )
 
 
@@ -216,6 +220,14 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
         raise
     except OSError as error:
         raise cache_write_error(folder.parent.parent, error) from error
+
+
+def upload(files: Mapping[str, Path], url: str, last: str) -> None:
+    """Uploads files under their names, and `last` when all others are there."""
+    system, path = file_access.file_system(url)
+    for names in ([name for name in files if name != last], [last]):
+        copies = [f"{path}/{name}" for name in names]
+        system.put([str(files[name]) for name in names], copies, batch_size=8)
 
 
 def _name(file: FileInfo) -> str:

@@ -145,7 +145,6 @@ def _read(source: "GlobalBatch", step: int) -> dict[str, Any]:
 
 
 def _received(workers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields batches of worker processes, or raises their errors."""
     while True:
         try:
             batch = next(workers)

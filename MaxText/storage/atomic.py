@@ -37,9 +37,10 @@ def temporary_name(path: Path) -> Path:
 
 
 def atomic_rename(writing: Path, path: Path) -> None:
-    """Renames a complete file once its contents are on disk."""
+    """Renames a complete file, durably, once its contents are on disk."""
     sync_file(writing)
     writing.replace(path)
+    sync_file(path.parent)
 
 
 def atomic_write_text(path: Path | epath.Path, contents: str) -> None:
@@ -60,7 +61,6 @@ def atomic_write_bytes(path: Path | epath.Path, contents: bytes) -> None:
     except OSError:
         writing.unlink(missing_ok=True)
         raise
-    sync_file(path.parent)
 
 
 def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:

@@ -103,7 +103,10 @@ def is_transient(error: BaseException, remote: bool) -> bool:
 
     Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
     """
-    return any(_is_transient(cause, remote) for cause in causes(error))
+    for cause in causes(error):
+        if isinstance(cause, ObjectStoreError) or _is_transient(cause, remote):
+            return _is_transient(cause, remote)
+    return False
 
 
 def is_client_error(error: Exception) -> bool:

@@ -235,7 +235,7 @@ def file_info(path: str) -> FileInfo:
         entry = system.info(name)
     except Exception as error:
         # fsspec clients raise errors without a common base class.
-        if _is_mistake(error) or not (is_url(path) or isinstance(error, OSError)):
+        if is_mistake(error) or not (is_url(path) or isinstance(error, OSError)):
             raise
         raise _unreadable(path, error) from error
     if entry["type"] == "directory":
@@ -257,7 +257,7 @@ def open_stream(path: str) -> BinaryIO:
     return cast(BinaryIO, system.open(name, "rb")) if is_url(path) else open(name, "rb")
 
 
-def _is_mistake(error: Exception) -> bool:
+def is_mistake(error: Exception) -> bool:
     """Returns whether an error is a UserError but no ObjectStoreError."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
@@ -337,7 +337,7 @@ def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
         names = [*map(system._strip_protocol, paths)]
         contents = system.cat_ranges(names, begins, ends, on_error="return")
     except Exception as error:
-        if _is_mistake(error):
+        if is_mistake(error):
             raise
         raise _unreadable(paths[0], error) from error
     for (path, offset, size), content in zip(ranges, contents, strict=True):

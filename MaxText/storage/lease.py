@@ -1,9 +1,10 @@
-"""Lock of a run folder in a bucket: an object with a heartbeat.
+"""Leases in a bucket: objects with a heartbeat.
 
-Clocks are never compared; a lease unchanged for half a minute belongs to a dead owner.
+Clocks are never compared; a lease unchanged for `timeout_seconds` belongs to a dead owner.
 """
 
 import atexit
+import datetime
 import json
 import os
 import socket
@@ -13,10 +14,9 @@ import time
 import uuid
 from typing import Any
 
-import fsspec
-
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
+from MaxText.storage.file_access import file_system
 
 
 class Lease:
@@ -30,18 +30,23 @@ class Lease:
         renewal_seconds: float = 5.0,
         timeout_seconds: float = 30.0,
         takeover_seconds: float = 2.0,
+        is_advisory: bool = False,
     ):
-        """Waits `takeover_seconds` after a takeover for a competing one."""
+        """Waits `takeover_seconds` after a takeover for a competing one.
+
+        An advisory lease is silent, and its loss does not end the process.
+        """
+        self._is_advisory = is_advisory
         self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
         self._takeover_seconds = takeover_seconds
         self._url, self._holder = url, holder
         self._token = uuid.uuid4().hex
-        self._renewals = 0
+        self._renewals, self._watched = 0, ""
         self._over = threading.Event()
-        self._storage, self._path = fsspec.core.url_to_fs(url)
+        self._storage, self._path = file_system(url)
 
     def acquire(self) -> None:
-        """Acquires and keeps the lease; UserError if its owner is alive."""
+        """Acquires and keeps the lease; InUseError if its owner is alive."""
         while not self._create():
             found = self._read()
             if found is None:
@@ -63,10 +68,10 @@ class Lease:
                 self._storage.rm_file(self._path)
 
     def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Watches a lease; False once it expires, UserError if renewed."""
-        who = describe_holder(found)
-        seconds = f"{self._timeout_seconds:g} s"
-        sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who}\n")
+        """Watches a lease; False once it expires, InUseError if renewed."""
+        if not self._is_advisory and (who := describe_holder(found)) != self._watched:
+            seconds, self._watched = f"{self._timeout_seconds:g} s", who
+            sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who} ({self._url})\n")
         until = time.monotonic() + self._timeout_seconds
         while time.monotonic() < until:
             self._over.wait(self._renewal_seconds / 5)
@@ -74,14 +79,16 @@ class Lease:
             if now is None:
                 return True  # released: try to create it
             if now != found:
-                raise in_use(os.path.dirname(self._url), now)
+                raise InUseError(os.path.dirname(self._url), now)
         return False
 
     def _create(self) -> bool:
         try:
             self._storage.pipe_file(self._path, self._content(), mode="create")
-        except OSError:
+        except OSError as error:
             found = self._read()
+            if found is None and not isinstance(error, FileExistsError):
+                raise  # nothing is there, and it cannot be written
             # Also true if the response to a successful first try was lost.
             return found is not None and found.get("token") == self._token
         return True
@@ -111,7 +118,7 @@ class Lease:
                 self._write()
             except Exception:  # storage fails for a while: try again next time
                 continue
-        if not self._over.is_set():
+        if not (self._is_advisory or self._over.is_set()):
             sys.stderr.write(
                 f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(found)} "
                 "while this process sent no heartbeat. Exiting, so that only one process writes "
@@ -128,11 +135,20 @@ def describe_holder(holder: Any) -> str:
         return "another process"
 
 
-def in_use(run_folder: object, holder: Any) -> UserError:
-    return UserError(
-        f"the run folder {run_folder} is in use by {describe_holder(holder)}. Wait for it, stop "
-        "it, or choose another run_name."
-    )
+def this_process() -> dict[str, Any]:
+    """Returns the facts of a holder."""
+    started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"host": socket.gethostname(), "process": os.getpid(), "started": started}
+
+
+class InUseError(UserError):
+    """A run folder is in use by another process."""
+
+    def __init__(self, run_folder: object, holder: Any):
+        super().__init__(
+            f"the run folder {run_folder} is in use by {describe_holder(holder)}. Wait for it, "
+            "stop it, or choose another run_name."
+        )
 
 
 def _is_dead_here(holder: dict[str, Any]) -> bool:

@@ -8,11 +8,7 @@ import socket
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.run_folder import (
-    create_run_folder,
-    lock_run_folder,
-    unlock_run_folder,
-)
+from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder, unlock_run_folder
 from MaxText.errors import UserError
 from MaxText.storage.atomic import atomic_write_text
 from tests.programs import ended, started, wait_for

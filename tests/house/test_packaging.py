@@ -94,10 +94,7 @@ def test_setup_refuses_what_it_does_not_know(arguments, message, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k not in ("DEVICE", "PYTHON")}
     (tmp_path / "setup.sh").write_bytes((REPOSITORY / "setup.sh").read_bytes())
     done = subprocess.run(
-        ["bash", tmp_path / "setup.sh", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
+        ["bash", tmp_path / "setup.sh", *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert message in done.stderr

@@ -91,8 +91,7 @@ def test_greedy_takes_the_lowest_of_equal_maxima_and_knows_only_the_penalty():
 
 
 @pytest.mark.parametrize(
-    "params",
-    [Params(temperature=1.3), Params(top_k=12, nucleus_p=0.95, entmax_alpha=1.3)],
+    "params", [Params(temperature=1.3), Params(top_k=12, nucleus_p=0.95, entmax_alpha=1.3)]
 )
 def test_draws_have_the_frequencies_of_the_distribution(params):
     num_draws = 20_000

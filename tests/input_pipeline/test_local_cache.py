@@ -32,7 +32,7 @@ def use(kind, cache, number):
         "imported": lambda: token_files.open_data(records, cache),
         "text": lambda: tokenize_to_cache([str(text)], asked, cache, quiet),
         "packing2": lambda: local_cache.cached_arrays(cache, kind, remote, lambda: [block]),
-    }.get(kind, lambda: prepare(asked, target, quiet, cache_dir=str(cache)))()
+    }.get(kind, lambda: prepare(asked, target, quiet, cache_dir=cache))()
 
 
 @pytest.mark.parametrize("adds", [*KINDS, "prepared"])

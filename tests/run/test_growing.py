@@ -15,15 +15,7 @@ from MaxText.errors import UserError
 from MaxText.run.lineage import Lineage
 from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import random, write
-from tests.growth.growing import (
-    by_name,
-    config_of,
-    grow_by,
-    logits_of,
-    program,
-    save,
-    stored_in,
-)
+from tests.growth.growing import by_name, config_of, grow_by, logits_of, program, save, stored_in
 from tests.refusals import refused
 from tests.small_models import random_batch
 

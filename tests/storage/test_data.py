@@ -1,16 +1,25 @@
 """Every kind of data set read from a bucket, also one that fails for a while, and written there."""
 
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import fsspec
+import numpy as np
 import pytest
 
 from MaxText.config.data_sections import PreparationConfig
+from MaxText.input_pipeline.document_sources.records import read_ids
+from MaxText.input_pipeline.local_cache import Arrays
 from MaxText.input_pipeline.prepare.prepare import prepare
+from MaxText.input_pipeline.token_store import import_records
 from MaxText.input_pipeline.token_store.manifest import read_manifest
-from MaxText.storage.errors import BadRecordError
+from MaxText.storage.file_access import files_in
 from tests.input_pipeline.faults import IN_PLACE, opened, undisturbed, write
 from tests.input_pipeline.small_data import assert_same, contents, quiet, take
 from tests.refusals import refused
 from tests.storage.emulator import Fault
+from tests.storage.test_lease import QUICK
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")
 
@@ -31,19 +40,25 @@ def upload(emulator, folder, url):
         emulator.write(f"{url}/{name}", content)
 
 
-def test_the_same_batches_as_from_a_disk(kept, emulator):
+def test_the_same_batches_as_from_a_disk(kept, tmp_path, bucket, emulator, monkeypatch):
     kind, folder, url, keys = kept
     expected = undisturbed(folder, keys)
-    lines = []
-    assert_same(take(opened(url, keys, lines.append), 20), expected)
-    in_place = kind in IN_PLACE
-    assert any("Importing" in line for line in lines) != in_place
-    # A second start imports nothing, and resumes anywhere.
-    lines.clear()
-    iterator = opened(url, keys, lines.append)
-    iterator.seek(7)
-    assert_same(take(iterator, 5), expected[7:12])
-    assert not any("Importing" in line for line in lines)
+    keys["data_cache_dir"] = f"{bucket}/cache/"
+    # Hosts without a common disk.
+    for host, step in (("a", 0), ("a", 7), ("b", 0), ("b", 7)):
+        monkeypatch.setenv("HOME", str(tmp_path / host))
+        before, lines = set(emulator.requests.items()), []
+        iterator = opened(url, keys, lines.append)
+        asked = dict(emulator.requests.items() - before)
+        iterator.seek(step)
+        assert_same(take(iterator, 20 - step), expected[step:])
+        imports = (host, step) == ("a", 0) and kind not in IN_PLACE
+        assert any(f"and {bucket}/cache/imported/" in line for line in lines) == imports
+        if kind not in IN_PLACE and host == "b":
+            read = rf"GET /download.*\.{kind.removeprefix('prepared_')}"
+            assert sum(bool(re.fullmatch(read, name)) for name in asked) <= 1  # ids or text?
+            assert sum(name.startswith("LIST") for name in asked) <= 4
+    assert not [*(tmp_path / "b").rglob("*.bin")]
 
 
 def test_a_bucket_that_fails_for_a_while(kept, emulator):
@@ -82,8 +97,38 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
     for file in folder.iterdir():
         file.write_bytes(file.read_bytes()[:-100])
     upload(emulator, folder, url)
-    with pytest.raises(BadRecordError, match="ids0"):
-        opened(url, keys | {"data_retry.attempts": 0})
+    refused("ids0.* at ", opened, url, keys | {"data_retry.attempts": 0})
+
+
+@pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
+def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
+    read, lines = [], []
+
+    def counted(path):
+        read.append(path)
+        time.sleep(2 * QUICK["renewal_seconds"])
+        return read_ids(path, "tfrecord")
+
+    lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # no host dies
+    monkeypatch.setattr(import_records, "Lease", lambda *of, **asked: lease(*of, **asked | quick))
+    hosts = [
+        import_records.RecordImport(files_in(kept[2]), counted, "", tmp_path / name, f"{bucket}/c")
+        for name in "abc"
+    ]
+    with emulator.failing(Fault(403, "GET /download.*set")):
+        refused(f"^{bucket}/set/ids0.* cannot be read", hosts[0].run, quiet)
+    with emulator.failing(Fault(403, "POST /upload")):
+        refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
+    read.clear()
+    with ThreadPoolExecutor() as threads:
+        found = [*threads.map(lambda host: host.run(lines.append), hosts)]
+    assert sum(line.startswith("Waiting for another host, which") for line in lines) == 2
+    assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
+    one, _ = (each.store(Arrays(each.folder)) for each in found if each.place.startswith("gs://"))
+    system = fsspec.filesystem("gs")
+    content = system.cat(one.files[1])
+    system.pipe(one.files[1], bytes([content[0] ^ 64]) + content[1:])
+    refused(r"tokens-00001\.bin is damaged", one.read, np.array([0]), np.array([len(one)]))
 
 
 @pytest.fixture
@@ -97,10 +142,10 @@ def text(tmp_path):
 @pytest.mark.parametrize(
     "form", ["bin", pytest.param("parquet", marks=pytest.mark.slow), "text_tfrecord"]
 )
-def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
+def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form, monkeypatch):
     asked = text.model_copy(update={"prepare_output_format": form})
     prepare(asked, str(tmp_path / "here"), quiet)
-    lines, cache = [], str(tmp_path / "cache")
+    lines, cache = [], tmp_path / "cache"
     with emulator.failing(Fault(503, "POST /upload", times=4)):
         prepare(asked, f"{bucket}/there", lines.append, cache_dir=cache)
     system, path = fsspec.core.url_to_fs(f"{bucket}/there")
@@ -115,10 +160,12 @@ def test_prepared_there_as_here(text, tmp_path, bucket, emulator, form):
     refused(message, prepare, other, f"{bucket}/there", quiet, cache_dir=cache)
     emulator.write(f"{bucket}/with_others/holiday.jpg", b"x")
     refused(r"holiday\.jpg", prepare, asked, f"{bucket}/with_others", quiet, cache_dir=cache)
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    refused("^/proc/nowhere/maxtext_data_cache cannot be ", prepare, asked, f"{bucket}/a", quiet)
 
 
 def test_an_upload_that_fails_goes_on(text, tmp_path, bucket, emulator):
-    cache = str(tmp_path / "cache")
+    cache = tmp_path / "cache"
     with emulator.failing(Fault(503, "POST /upload.*", skip=3)):
         refused("/there", prepare, text, f"{bucket}/there", quiet, cache_dir=cache)
     assert (names := emulator.names(bucket))

@@ -10,7 +10,7 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.storage import atomic
 from MaxText.storage.atomic import atomic_rename, temporary_name
-from MaxText.storage.errors import BadRecordError, is_transient
+from MaxText.storage.errors import BadRecordError, ObjectStoreError, is_transient
 
 
 def test_a_lock_says_who_holds_it(tmp_path):
@@ -28,13 +28,14 @@ def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):
 
     def fsync(descriptor):
         inode = os.fstat(descriptor).st_ino
-        synced.extend(path.name for path in tmp_path.iterdir() if path.stat().st_ino == inode)
+        found = (tmp_path, *tmp_path.iterdir())
+        synced.extend(path.name for path in found if path.stat().st_ino == inode)
 
     monkeypatch.setattr(os, "fsync", fsync)
     writing = temporary_name(tmp_path / "a")
     writing.write_text("contents")
     atomic_rename(writing, tmp_path / "a")
-    assert synced == [writing.name]
+    assert synced == [writing.name, tmp_path.name]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
@@ -61,6 +62,7 @@ def caused(error, cause):
         (OfALibrary(503), False, True), (OfALibrary(403), False, False),
         (KeyError("a bug"), False, False), (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
+        (caused(ObjectStoreError("refused", False), OSError("no number")), False, False),
         (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],
 )  # fmt: skip

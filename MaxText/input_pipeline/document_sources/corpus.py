@@ -36,7 +36,6 @@ _SMALLEST_SHARD_BYTES = 2**22
 
 _SPLITTABLE = {*TABLE_LAYOUTS, *JSON_LAYOUTS, Layout.ARRAY_RECORD, Layout.TEXT}
 
-# Prefixes of file and folder names.
 _SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),

@@ -150,12 +150,10 @@ def _source_file(file: FileInfo, name: str) -> SourceFile:
 
 
 def _is_made(folder: Path) -> bool:
-    """Returns whether prepare_data.py wrote a folder."""
     return any(fields <= _fields(folder / name).keys() for name, fields in _MADE.items())
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or nothing."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -38,6 +38,18 @@ class Table(NamedTuple):
             yield row, selected
 
 
+def require_pyarrow(what: str) -> tuple[Any, Any]:
+    """Returns pyarrow and pyarrow.parquet; UserError if not installed."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs pyarrow, which is not installed. Run: pip install 'MaxText[data]'"
+        ) from error
+    return pyarrow, parquet
+
+
 @contextmanager
 def open_table(part: FileRange) -> Iterator[Table]:
     """Opens a parquet file, an Arrow file, or an Arrow stream.
@@ -46,19 +58,13 @@ def open_table(part: FileRange) -> Iterator[Table]:
     OSError. Raises UserError if pyarrow is not installed.
     """
     path = part.file.path
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"{path} is read with pyarrow, which is not installed. Run: pip install 'MaxText[data]'"
-        ) from error
+    pyarrow, parquet = require_pyarrow(path)
     try:
         with open_stream(path) as file:
             magic = file.read(6)
             file.seek(0)
             if magic.startswith(b"PAR1"):
-                reader = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+                reader = parquet.ParquetFile(file, page_checksum_verification=True)
                 yield _table(reader.schema_arrow, _parquet_batches, reader, part)
                 return
             # With a memory map, skipped batches are not read.

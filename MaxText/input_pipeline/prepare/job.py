@@ -96,6 +96,8 @@ class TokenizationJob:
         """Creates the folder, deleting results of another request."""
         staging = self.tokenization.staging
         request = staging / "build_spec.json"
+        if (earlier := staging / "request.json").exists():  # the name of earlier versions
+            earlier.rename(request)
         contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()
@@ -118,14 +120,14 @@ class TokenizationJob:
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
         num_kept = sum(1 for _ in tokenization.ledger.glob("*.json"))
         if tokenization.keys.prepare.runner == "beam":
-            results = _tokenize_with_beam(tokenization, jobs)
+            found = _tokenize_with_beam(tokenization, jobs)
         else:
             sizes = [shard.num_bytes for shard in corpus.shards]
             most, ledger = tokenization.keys.prepare_num_workers, tokenization.ledger
-            results = run_jobs(
+            found = run_jobs(
                 "Encoding", tokenize_shard, tokenization, jobs, sizes, most, log, ledger
             )
-        return [TokenizedShard.model_validate(result) for result in results], num_kept
+        return [TokenizedShard.model_validate(shard) for shard in found], num_kept
 
     def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
         """Holds out the document with the lowest hash if no other is.

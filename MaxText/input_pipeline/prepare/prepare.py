@@ -93,7 +93,7 @@ def prepare(
     dataset_path: str,
     log: Callable[[str], None] = print,
     *,
-    cache_dir: str | None = None,
+    cache_dir: Path | None = None,
     max_bad_records: int = 0,
 ) -> Manifest:
     """Prepares the dataset `dataset_path`, unless it matches already.
@@ -107,10 +107,9 @@ def prepare(
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
-    cache = Path(cache_dir).expanduser() if cache_dir else None
-    request = _Request(preparation, corpus, log, _digest_path(corpus, cache))
+    request = _Request(preparation, corpus, log, _digest_path(corpus, cache_dir))
     if is_url(dataset_path):
-        staging = cache or Path(DataConfig().data_cache_dir).expanduser()
+        staging = cache_dir or DataConfig().local_cache_dir
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
     return _prepare_folder(request, Path(local_path(dataset_path)))
 
@@ -190,12 +189,12 @@ def _finish(request: _Request, staging: Path, folder: Path) -> None:
         options = json.dumps(_options(request.preparation)).encode()
         records = staging / f"records-{hashlib.sha256(options).hexdigest()[:16]}"
         export_records(complete, request.preparation, records, request.log)
-        shutil.copyfile(complete / MANIFEST_NAME, records / _RECORDS_MANIFEST_NAME)
-        atomic.sync_file(records / _RECORDS_MANIFEST_NAME)
-        atomic.sync_file(records)
+        manifest = (complete / MANIFEST_NAME).read_bytes()
+        atomic.atomic_write_bytes(records / _RECORDS_MANIFEST_NAME, manifest)
         complete = records
     complete.rename(folder)
     atomic.sync_file(folder.parent)
+    (staging / "build_spec.json").unlink()  # half of the folder must not be resumed
     shutil.rmtree(staging, ignore_errors=True)
 
 
@@ -373,10 +372,9 @@ def _upload(folder: Path, url: str, last: str) -> None:
             raise UserError(
                 f"dataset_path={url} has other files ({min(others)}). Choose another folder."
             )
-        for file in sorted(files, key=lambda file: (file == last, file)):
-            system.put_file(str(folder / file), f"{path}/{file}")
+        local_cache.upload({file: folder / file for file in files}, url, last)
     except Exception as error:  # fsspec backends raise their own errors
-        if isinstance(error, UserError) and not isinstance(error, OSError):
+        if file_access.is_mistake(error):
             raise
         raise UserError(
             f"dataset_path={url} cannot be written ({error}). The data set is kept in {folder}: "

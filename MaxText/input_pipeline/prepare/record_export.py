@@ -34,20 +34,16 @@ import numpy as np
 
 from MaxText.config.data_sections import ExportedRecords, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources.tables import require_pyarrow
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
+from MaxText.input_pipeline.sequences.windows import expand
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
-from MaxText.storage.atomic import (
-    WRITING_SUFFIX,
-    atomic_rename,
-    atomic_write_text,
-    sync_file,
-    temporary_name,
-)
+from MaxText.storage import atomic
 
 FILE_LISTS = {
     **dict.fromkeys(("tfrecord", "parquet"), "records.json"),
@@ -67,6 +63,8 @@ OPTIONS_OF_RECORDS = {
     "prep_stride": "stride",
     "prep_ignore_label": "ignore_label",
 }
+
+_PARQUET = "prepare_output_format=parquet"
 
 # For records.num_shards=0: large enough for fast reads, small enough to distribute over hosts.
 _TEXT_BYTES_PER_FILE = 256_000_000
@@ -112,8 +110,7 @@ def strided_windows(
     # The first window that reaches the end is the last: later ones would be inside it.
     counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
     document_W = np.repeat(np.arange(sizes_D.size), counts_D)
-    first_W = np.cumsum(counts_D) - counts_D
-    number_W = np.arange(document_W.size) - first_W[document_W]
+    number_W = expand(np.zeros_like(counts_D), counts_D)
     starts_W = begins_D[document_W] + number_W * stride
     stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
     kept_W = stops_W - starts_W > min_length
@@ -183,12 +180,12 @@ class RecordExport:
         store = open_flat(self.prepared, manifest, job.split)
         ranges = self._ranges(job, store)
         path = self.output / self._file_name(job, ranges.starts_W.size)
-        writing = temporary_name(path)
+        writing = atomic.temporary_name(path)
         if self.file_format == "parquet":
             self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
         else:
             self._write_examples(writing, _batches(ranges, store))
-        atomic_rename(writing, path)
+        atomic.atomic_rename(writing, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = ranges.stops_W - ranges.starts_W
@@ -233,7 +230,7 @@ class RecordExport:
                 writer.write(tf_example.encode({self.field: value}))
 
     def _write_parquet(self, path: Path, pad_id: int, batches: Iterable[list[np.ndarray]]) -> None:
-        pyarrow, parquet = require_pyarrow()
+        pyarrow, parquet = require_pyarrow(_PARQUET)
         ids, length = pyarrow.list_(pyarrow.int32()), self.keys.max_length
         columns = {self.field: ids}
         if self.kind == "strided":
@@ -282,18 +279,6 @@ def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarra
         first = stop
 
 
-def require_pyarrow() -> tuple[Any, Any]:
-    """Returns pyarrow and pyarrow.parquet, or raises a UserError."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise UserError(
-            "prepare_output_format=parquet needs pyarrow. Install it: pip install 'MaxText[data]'"
-        ) from error
-    return pyarrow, parquet
-
-
 def make_export(prepared: Path, preparation: PreparationConfig, output: Path) -> RecordExport:
     """Returns the export; UserError for conflicts, missing pyarrow."""
     keys, output_format = preparation.records, preparation.prepare_output_format
@@ -304,7 +289,7 @@ def make_export(prepared: Path, preparation: PreparationConfig, output: Path) ->
         )
     file_format: Any = output_format.removeprefix("text_")
     if file_format == "parquet":
-        require_pyarrow()
+        require_pyarrow(_PARQUET)
     if preparation.exports_text:
         return RecordExport(prepared, output, file_format, "text", "text", keys)
     # GPT-Neo's readers expect ids in `text`, Hugging Face's trainers in `input_ids`.
@@ -323,16 +308,19 @@ def export_records(
     output_format = preparation.prepare_output_format
     manifest = read_manifest(str(prepared))
     output.mkdir(exist_ok=True)
-    for leftover in output.glob(f"*{WRITING_SUFFIX}"):
+    for leftover in output.glob(f"*{atomic.WRITING_SUFFIX}"):
         leftover.unlink()
     if export.kind != "text":
         for file in prepared.iterdir():
             if file.is_file() and file.name != MANIFEST_NAME and not file.name.startswith("."):
-                sync_file(Path(shutil.copyfile(file, output / file.name)))
+                atomic.sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = export.plan(manifest)
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
     sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
     ledger = output.with_name(f"{output.name}.finished")
+    for record in ledger.glob("*.json"):
+        if not (output / json.loads(record.read_bytes())["file"]).exists():
+            record.unlink()
     files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log, ledger)
     contents = {
         "schema_version": 1,
@@ -343,7 +331,7 @@ def export_records(
         "files": files,
     }
     text = json.dumps(contents, indent=1, sort_keys=True) + "\n"
-    atomic_write_text(output / FILE_LISTS[output_format], text)
+    atomic.atomic_write_text(output / FILE_LISTS[output_format], text)
     for split, of_split in itertools.groupby(files, lambda file: file["split"]):
         _report(split, [*of_split], export, log)
 

@@ -34,7 +34,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenWriter, checksums_name, file_checksums
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
-from MaxText.storage.atomic import WRITING_SUFFIX, sync_file
+from MaxText.storage.atomic import WRITING_SUFFIX, atomic_write_text, sync_file
 
 _BLOCK_BYTES = 2**24
 
@@ -221,49 +221,37 @@ def write_documents(
     source_files: list[tuple[int, str]] = []
 
     def blocks() -> Iterator[dict[str, np.ndarray]]:
-        num_tokens = 0
+        num_tokens = num_documents = 0
         empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}
         yield {"document_offsets": np.zeros(1, "<i8"), **empty}
         for number, part in shards:
+            path, size = _tokens_path(staging, split, number), part.num_tokens
             with np.load(_documents_path(staging, split, number)) as of_shard:
                 ends, rows = num_tokens + np.cumsum(of_shard["lengths"]), of_shard["rows"]
             offsets_digest.update(ends.data)
-            checksums = file_checksums(_tokens_path(staging, split, number))
-            yield {
-                "document_offsets": ends,
-                "document_rows": rows.astype("<i4"),
-                checksums_name(): checksums,
-            }
-            num_tokens += part.num_tokens
+            checksums = {checksums_name(): file_checksums(path)}
+            yield {"document_offsets": ends, "document_rows": rows.astype("<i4"), **checksums}
+            with path.open("rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    tokens_digest.update(block)
+                    counts_V[:] += np.bincount(np.frombuffer(block, dtype), minlength=counts_V.size)
+            for document, name in part.source_files:
+                if not source_files or source_files[-1][1] != name:
+                    source_files.append((num_documents + document, name))
+            sizes = {"num_bytes": size * dtype.itemsize, "num_records": size, "num_tokens": size}
+            files.append(RecordFile(name=path.name, **sizes))
+            num_tokens += size
+            num_documents += part.num_documents
 
     write_arrays(folder, blocks())
-    first_document = 0
-    for number, part in shards:
-        path = _tokens_path(staging, split, number)
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                tokens_digest.update(block)
-                counts_V += np.bincount(np.frombuffer(block, dtype), minlength=counts_V.size)
-        for document, name in part.source_files:
-            if not source_files or source_files[-1][1] != name:
-                source_files.append((first_document + document, name))
-        first_document += part.num_documents
-        size = part.num_tokens
-        files.append(
-            RecordFile(
-                name=path.name, num_bytes=size * dtype.itemsize, num_records=size, num_tokens=size
-            )
-        )
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
-    (folder / SOURCE_FILES_NAME).write_text(f"[{lines}]\n", encoding="utf-8")
     for leftover in folder.glob(f"*{WRITING_SUFFIX}"):
         leftover.unlink()
-    for path in (*folder.iterdir(), folder):
-        sync_file(path)
+    atomic_write_text(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
     return Split(
         files=tuple(files),
         num_tokens=sum(part.num_tokens for _, part in shards),
-        num_documents=first_document,
+        num_documents=sum(part.num_documents for _, part in shards),
         num_text_bytes=sum(part.num_text_bytes for _, part in shards),
         unigram_entropy_nats=round(unigram_entropy(counts_V), 6),
         max_token_id=int(np.flatnonzero(counts_V)[-1]),

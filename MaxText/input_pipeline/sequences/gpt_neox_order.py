@@ -3,6 +3,8 @@
 Documents of all epochs are concatenated in random order and split into samples of T + 1 tokens that
 share one token with their neighbors; the samples are visited in another random order. Both come
 from one numpy RandomState, documents first.
+
+Legend: B samples of a batch, P ranges.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows
+from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows, expand
 from MaxText.input_pipeline.token_store.store import TokenSplit
 
 
@@ -90,28 +92,19 @@ class GptNeoxSamples(Windows):
         return self._num_samples
 
     def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        parts = []
-        for row, window in enumerate(windows.tolist()):
-            position = 0
-            for start, stop in self.token_ranges(window):
-                parts.append((row, position, start, stop))
-                position += stop - start
-        return TokenRanges(*np.array(parts, np.int64).reshape(-1, 4).T)
+        offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
+        first_B = self._arrays["samples"][windows].astype(np.int64) * self.length
+        document_B = np.searchsorted(ends, first_B, side="right")
+        counts_B = np.searchsorted(ends, first_B + self.length, side="right") - document_B + 1
+        row_P, visit_P = np.repeat(np.arange(len(windows)), counts_B), expand(document_B, counts_B)
+        document_P, end_P, first_P = self._arrays["order"][visit_P], ends[visit_P], first_B[row_P]
+        stop_P = offsets[document_P + 1]
+        begin_P = np.maximum(first_P, end_P - (stop_P - offsets[document_P]))
+        shift_P = stop_P - end_P  # from places in the shuffled order to places in the store
+        end_P = np.minimum(first_P + self.length + 1, end_P)
+        ranges = row_P, begin_P - first_P, begin_P + shift_P, end_P + shift_P
+        return TokenRanges(*(values_P[begin_P < end_P] for values_P in ranges))
 
     def first_window(self, documents: np.ndarray) -> np.ndarray:
         # The order crosses files, so all windows form one group.
         return np.where(documents == 0, 0, len(self))
-
-    def token_ranges(self, sample: int) -> list[tuple[int, int]]:
-        """Returns the token ranges (start, stop) of a sample, by document."""
-        offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
-        start = int(self._arrays["samples"][sample]) * self.length
-        stop = start + self.length + 1
-        first, last = np.searchsorted(ends, [start, stop - 1], side="right").tolist()
-        documents, ends = self._arrays["order"][first : last + 1], ends[first : last + 1]
-        stops = np.asarray(offsets[documents + 1])
-        shifts = stops - ends  # from places in the shuffled order to places in the store
-        lows = np.maximum(start, ends - (stops - offsets[documents])) + shifts
-        highs = np.minimum(stop, ends) + shifts
-        pairs = zip(lows.tolist(), highs.tolist(), strict=True)
-        return [(low, high) for low, high in pairs if low < high]

@@ -63,11 +63,9 @@ class FirstFitPacking(Windows):
         super().__init__(data, options)
         self.description = f"whole documents by {'best' if best_fit else 'first'} fit"
         offsets = data.store.document_offsets
+        key = f"{data.fingerprint} {self.length} {best_fit} {GROUP}"
         self._plan = cached_arrays(
-            cache_dir,
-            "packing2",
-            f"{data.fingerprint} {self.length} {best_fit} {GROUP}",
-            lambda: plan_rows(offsets, self.length, best_fit),
+            cache_dir, "packing2", key, lambda: plan_rows(offsets, self.length, best_fit)
         )
 
     def __len__(self) -> int:

@@ -117,7 +117,6 @@ def ranges_in_rows(row_P: np.ndarray, starts_P: np.ndarray, stops_P: np.ndarray)
     """Returns consecutive ranges in their rows; n tokens fill n - 1."""
     sizes_P = stops_P - starts_P - 1
     before_P = np.cumsum(sizes_P) - sizes_P
-    # Tokens before the first range of the row.
     first_P = before_P[np.searchsorted(row_P, row_P)]
     return TokenRanges(row_P, before_P - first_P, starts_P, stops_P)
 
@@ -158,12 +157,8 @@ class DocumentWindows(Windows):
         self.description = f"one document per row, {end}"
         # With labels every token has a target.
         self._ahead = 0 if data.labels is not None else 1
-        self._arrays = cached_arrays(
-            cache_dir,
-            "windows1",
-            f"{data.fingerprint} {self.length} {options.truncate} {self._ahead}",
-            self._plan,
-        )
+        key = f"{data.fingerprint} {self.length} {options.truncate} {self._ahead}"
+        self._arrays = cached_arrays(cache_dir, "windows1", key, self._plan)
         num_positions = max(len(self) * self.length, 1)
         self.padding_share = 1 - float(self._arrays["num_targets"][0]) / num_positions
 
@@ -279,7 +274,6 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
         tokens_BT, targets_BT = rows[:, :-1], rows[:, 1:]
         weights_BT = (np.arange(length) < used_B[:, None] - 1).astype(np.float32)
     else:
-        # A range of n tokens fills n - 1 positions.
         ends_P = np.cumsum(sizes_P)
         used_B -= np.bincount(row_P, minlength=num_rows)
         tokens_BT = _spread(np.delete(ids, ends_P - 1), used_B, pad_B, length)
@@ -335,7 +329,6 @@ def _add_documents(
     for part, ranges in zip(parts, spans, strict=True):
         if part.windows.options.cross_document_attention:
             continue  # a whole sequence is one document
-        # Documents start at ranges, and inside them.
         offsets = part.windows.data.store.document_offsets
         first_P = np.searchsorted(offsets, ranges.start_P, side="right")
         counts_P = np.searchsorted(offsets, ranges.stop_P, side="left") - first_P

@@ -10,7 +10,8 @@
       import.json            overall summary; written last, marks completeness
 
 Checking such files means reading every byte anyway. Batches are then read from flat files, whatever
-the original format.
+the original format. Hosts without a common disk share the import of files in a bucket: one uploads
+it, with ids and labels in the subfolder `tokens`, where the others read them.
 """
 
 import contextlib
@@ -40,9 +41,10 @@ from MaxText.input_pipeline.token_store.store import (
 )
 from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
-from MaxText.storage.atomic import atomic_write_text, lock, sync_file
+from MaxText.storage.atomic import atomic_write_text, lock
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
+from MaxText.storage.lease import InUseError, Lease, this_process
 
 _LAYOUT = 1
 _BLOCK = 2**13  # records whose sizes are kept in memory
@@ -54,9 +56,10 @@ class _LargeId(Exception):
 
 
 class ImportedRecords(NamedTuple):
-    """An import on disk."""
+    """An import on disk, perhaps with ids and labels in a bucket."""
 
     folder: Path
+    place: str  # folder or URL of ids and labels
     dtype: str
     num_tokens: list[int]
     has_labels: bool
@@ -65,14 +68,11 @@ class ImportedRecords(NamedTuple):
     files: list[str]  # sources
 
     def store(self, documents: Arrays, kind: str = "tokens") -> TokenStore:
-        paths = [str(_path(self.folder, kind, number)) for number in range(len(self.num_tokens))]
+        numbers = range(len(self.num_tokens))
+        paths = [f"{self.place}/{_name(kind, number)}" for number in numbers]
         dtype = np.dtype("int32" if kind == "labels" else self.dtype)
         checksums = self.folder / f"{checksums_name(kind)}.npy"
         return TokenStore(paths, self.num_tokens, dtype, documents, checksums)
-
-
-Read = Callable[[str], Iterator[TokenDocument | BadRecordError]]
-"""Reads a file in order, as read_ids; sent to other processes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +80,10 @@ class RecordImport:
     """An import of record files, cached until one of them changes."""
 
     files: Sequence[FileInfo]
-    read: Read
+    read: Callable[[str], Iterator[TokenDocument | BadRecordError]]  # sent to other processes
     identity: str  # everything besides the file that determines what `read` returns
     cache_dir: Path
+    cache_url: str = ""  # a bucket to share the import of files in buckets
     eos_id: int = -1  # appended to every record unless negative
     skip: bool = False  # skip bad records, up to `bad_records.maximum`
     max_bad_records: int = 0
@@ -95,19 +96,61 @@ class RecordImport:
         name = json.dumps([_LAYOUT, self.identity, self.eos_id, self.skip, found])
         return self.cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
 
+    @functools.cached_property
+    def url(self) -> str:
+        """Folder in a bucket to share the import through, or ""."""
+        is_shared = self.cache_url and all(file_access.is_url(file.path) for file in self.files)
+        return f"{self.cache_url.rstrip('/')}/imported/{self.folder.name}" if is_shared else ""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return ("tokens", "labels") if self.has_labels else ("tokens",)
+
     def path(self, kind: str, number: int) -> Path:
-        return _path(self.folder, kind, number)
+        return self.folder / _name(kind, number)
 
     def run(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the imported records, importing them at the first call.
 
-        If several processes call it, one works and the others wait.
+        If several processes call it, one works and the others wait: those that share `cache_dir`,
+        and for files in a bucket also `cache_url`.
 
         Raises:
           BadRecordError: A record is damaged, or the rest of a file is not found, without `skip`.
           FileReadError: A file cannot be read.
-          UserError: Too many bad records, or `cache_dir` cannot be written.
+          UserError: Too many bad records, or a cache cannot be written.
         """
+        imported = self._shared(log) if self.url else self._local(log)
+        self.check_bad(imported.skipped)
+        for message in imported.skipped:
+            log(message)
+        return imported
+
+    def _shared(self, log: Callable[[str], None]) -> ImportedRecords:
+        """Returns the import in the bucket; uploads it if none is there."""
+        header, lock_url = f"{self.url}/{_HEADER_NAME}", f"{self.url}.lock"
+        # An upload may delay a heartbeat, and hosts take over at about the same time.
+        seconds = {"renewal_seconds": 20.0, "timeout_seconds": 300.0, "takeover_seconds": 60.0}
+        lease, waits = Lease(lock_url, this_process(), is_advisory=True, **seconds), False
+        ask = functools.partial(_ask, self.cache_url)
+        while not ask(file_access.path_type, header):
+            if not waits and (waits := bool(ask(file_access.path_type, lock_url))):
+                log(f"Waiting for another host, which imports the same records into {self.url}")
+            with contextlib.suppress(InUseError):  # looks again while another one works
+                ask(lease.acquire)
+                try:
+                    if not ask(file_access.path_type, header):
+                        ask(self._upload, self._local(log))
+                        log(f"Uploaded it to {self.url}")
+                finally:
+                    ask(lease.release)
+        if (self.folder / _HEADER_NAME).exists():  # this host imported it
+            return self._local(log)
+        folder = local_cache.copy_folder(self.url, self.cache_dir)
+        assert folder is not None, self.url
+        return _load(folder, f"{self.url}/tokens")
+
+    def _local(self, log: Callable[[str], None]) -> ImportedRecords:
         folder, header = self.folder, self.folder / _HEADER_NAME
         local_cache.mark_used(folder)
         if not header.exists():
@@ -123,19 +166,24 @@ class RecordImport:
                 if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
-        fields = json.loads(header.read_text(encoding="utf-8"))
-        fields.setdefault("max_token_id", fields.pop("largest_id", None))  # its earlier name
-        imported = ImportedRecords(folder, **fields)
+        imported = _load(folder, str(folder))
         filled = (number for number, count in enumerate(imported.num_tokens) if count)
         # Not so in an import of an earlier version.
         if imported.has_labels and not all(self.path("labels", i).exists() for i in filled):
             raise UserError(
                 f"{folder}: only some files have labels. Delete it, and match files of one kind."
             )
-        self.check_bad(imported.skipped)
-        for message in imported.skipped:
-            log(message)
         return imported
+
+    def _upload(self, imported: ImportedRecords) -> None:
+        small = [OFFSETS_NAME, SOURCE_FILES_NAME, _HEADER_NAME]
+        files = {name: self.folder / name for name in small}
+        for kind in self.kinds:
+            if (checksums := self.folder / f"{checksums_name(kind)}.npy").exists():
+                files[checksums.name] = checksums
+            paths = [self.path(kind, number) for number in range(len(imported.num_tokens))]
+            files |= {f"tokens/{path.name}": path for path in paths if path.exists()}
+        local_cache.upload(files, self.url, _HEADER_NAME)
 
     def _import(self, log: Callable[[str], None], density: tuple[float, float]) -> None:
         if self.dtype == "uint16" and (self.folder / "uint32").exists():
@@ -144,9 +192,10 @@ class RecordImport:
         began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
         width = np.dtype(self.dtype).itemsize + 4 * self.has_labels
         about = total * (density[0] * width + density[1] * 16)  # a size and an offset of 8 bytes
+        places = " and ".join(filter(None, (str(self.folder.parent), self.url)))
         log(
             f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
-            f"once, into {self.folder.parent}: about {about:,.1f} MB, {width} bytes a token."
+            f"once, into {places}: about {about:,.1f} MB, {width} bytes a token."
         )
         numbers, sizes = range(len(self.files)), [file.size for file in self.files]
         try:
@@ -161,18 +210,15 @@ class RecordImport:
 
     def _density(self) -> tuple[float, float]:
         """Estimates tokens and records a byte from the first file's beginning."""
-        file, ids, records, size = self.files[0], 0, 0, 0
-        for size in sorted({min(size, file.size) for size in (2**18, 2**22)}):
-            ids = records = 0
-            with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
-                sample = Path(folder, file.path.rsplit("/", 1)[-1])
-                with file_access.open_stream(file.path) as stream:
-                    sample.write_bytes(stream.read(size))
-                for record in self.read(str(sample)):  # an error at the end, where it is cut
-                    if isinstance(record, TokenDocument):
-                        ids, records = ids + record.ids.size, records + 1
-            if records > 9:  # else the one that is cut matters
-                break
+        file, ids, records = self.files[0], 0, 0
+        size = min(2**22, file.size)
+        with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
+            sample = Path(folder, file.path.rsplit("/", 1)[-1])
+            with file_access.open_stream(file.path) as stream:
+                sample.write_bytes(stream.read(size))
+            for record in self.read(str(sample)):  # an error at the end, where it is cut
+                if isinstance(record, TokenDocument):
+                    ids, records = ids + record.ids.size, records + 1
         ids += records * (self.eos_id >= 0)
         # Formats without a readable beginning are compressed to about two bytes a token.
         return (ids / size, records / size) if records else (0.5, 0.0)
@@ -195,30 +241,21 @@ class RecordImport:
                 firsts.append(firsts[-1] + sizes.size)
 
         write_arrays(self.folder, offsets())
-        sync_file(self.folder / OFFSETS_NAME)
-        self._merge_checksums("tokens")
-        if any(entry["has_labels"] for entry in entries):
-            self._merge_checksums("labels")
+        for name in map(checksums_name, self.kinds):
+            paths = [self.path(name, number) for number in range(len(entries))]
+            write_arrays(self.folder, ({name: np.load(path)} for path in paths))
         origins = [[n, Path(file.path).name] for n, file in zip(firsts, self.files, strict=False)]
         atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
         header = {
             "dtype": self.dtype,
             "num_tokens": [entry["num_tokens"] for entry in entries],
-            "has_labels": any(entry["has_labels"] for entry in entries),
+            "has_labels": self.has_labels,
             "max_token_id": max((entry["max_token_id"] for entry in entries), default=-1),
             "skipped": bad,
             "files": [file.path for file in self.files],
         }
         atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
         return firsts[-1], num_tokens
-
-    def _merge_checksums(self, kind: str) -> None:
-        """Joins the checksums of files; none if an earlier version imported one."""
-        name = checksums_name(kind)
-        paths = [self.path(name, number) for number in range(len(self.files))]
-        if all(path.exists() for path in paths):
-            write_arrays(self.folder, ({name: np.load(path)} for path in paths))
-            sync_file(self.folder / f"{name}.npy")
 
     def check_bad(self, bad: list[str]) -> None:
         limit = self.max_bad_records
@@ -230,14 +267,11 @@ class RecordImport:
 
 
 def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
-    """Imports a file; returns its summary."""
     entry: dict[str, Any] = {}
     write_arrays(job.folder, _write_file(job, number, entry))
-    sync_file(job.path("sizes", number))
-    for kind in ("tokens", "labels") if entry["has_labels"] else ("tokens",):
-        path = job.path(checksums_name(kind), number)
-        np.save(path, file_checksums(job.path(kind, number)))
-        sync_file(path)
+    for kind in job.kinds:
+        name = job.path(checksums_name(kind), number).stem
+        write_arrays(job.folder, [{name: file_checksums(job.path(kind, number))}])
     return entry
 
 
@@ -245,8 +279,8 @@ def _write_file(
     job: RecordImport, number: int, entry: dict[str, Any]
 ) -> Iterator[dict[str, np.ndarray]]:
     """Writes ids and labels; yields record sizes, then fills `entry`."""
-    dtype, labels = np.dtype(job.dtype), None
-    largest, name = np.iinfo(dtype).max, job.path("sizes", number).stem
+    dtypes = np.dtype(job.dtype), np.dtype(np.int32)
+    largest, name = np.iinfo(dtypes[0]).max, job.path("sizes", number).stem
     sizes: list[int] = []
     bad: list[str] = []
 
@@ -257,7 +291,10 @@ def _write_file(
         job.check_bad(bad)
 
     with contextlib.ExitStack() as stack:
-        ids = stack.enter_context(TokenWriter(job.path("tokens", number), dtype))
+        ids, *labels = (
+            stack.enter_context(TokenWriter(job.path(kind, number), dtype))
+            for kind, dtype in zip(job.kinds, dtypes, strict=False)
+        )
         try:
             for record in job.read(job.files[number].path):
                 if isinstance(record, BadRecordError):
@@ -271,10 +308,7 @@ def _write_file(
                 before = ids.count
                 ids.write(record.ids)
                 if record.labels is not None:
-                    if labels is None:
-                        writer = TokenWriter(job.path("labels", number), np.dtype(np.int32))
-                        labels = stack.enter_context(writer)
-                    labels.write(record.labels)
+                    labels[0].write(record.labels)
                 elif job.eos_id >= 0:
                     ids.write(np.array([job.eos_id]))
                 if ids.largest > largest:
@@ -286,8 +320,7 @@ def _write_file(
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
             note(problem, "; the rest of the file is skipped")
-    entry["num_tokens"], entry["max_token_id"] = ids.count, ids.largest
-    entry["has_labels"], entry["bad"] = labels is not None, bad
+    entry.update(num_tokens=ids.count, max_token_id=ids.largest, bad=bad)
     yield {name: np.array(sizes, np.int64)}
 
 
@@ -301,6 +334,22 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
             raise FileReadError(str(problem), problem.path) from problem
 
 
-def _path(folder: Path, kind: str, number: int) -> Path:
+def _name(kind: str, number: int) -> str:
     suffix = "bin" if kind in ("tokens", "labels") else "npy"
-    return folder / f"{kind}-{number:05d}.{suffix}"
+    return f"{kind}-{number:05d}.{suffix}"
+
+
+def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the function's result; UserError if a bucket fails for good."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # fsspec backends raise their own errors
+        if file_access.is_mistake(error) or is_transient(error, remote=True):
+            raise
+        raise local_cache.cache_write_error(url, error) from None
+
+
+def _load(folder: Path, place: str) -> ImportedRecords:
+    header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
+    header.setdefault("max_token_id", header.pop("largest_id", None))  # its earlier name
+    return ImportedRecords(folder, place, **header)

@@ -16,6 +16,7 @@ import numpy as np
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.input_pipeline.document_sources import tables
 from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
     holds_text,
@@ -23,11 +24,6 @@ from MaxText.input_pipeline.document_sources.records import (
     read_ids,
 )
 from MaxText.input_pipeline.document_sources.source_files import FileRange
-from MaxText.input_pipeline.document_sources.tables import (
-    has_mask_and_labels,
-    id_column,
-    open_table,
-)
 from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
@@ -87,10 +83,6 @@ class OpenRequest:
     @property
     def split(self) -> str:
         return self.data.train_split if self.for_training else self.data.eval_split
-
-    @property
-    def cache_dir(self) -> Path:
-        return Path(self.data.data_cache_dir).expanduser()
 
 
 def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, list[FileInfo]]:
@@ -170,15 +162,16 @@ def open_token_data(request: OpenRequest) -> TokenSplit:
 
 
 def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
+    data, cache_dir = request.data, request.data.local_cache_dir
     if kind == "megatron":
-        return open_megatron(files, request.key, request.location, request.cache_dir)
-    field = request.data.token_records.field
+        return open_megatron(files, request.key, request.location, cache_dir)
+    field = data.token_records.field
     fields = (field,) if field else ()
     paths = [file.path for file in files]
     if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
         from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 
-        folder = tokenize_to_cache(paths, request.preparation, request.cache_dir, request.log)
+        folder = tokenize_to_cache(paths, request.preparation, cache_dir, request.log)
         return _open_prepared(request, str(folder), "train")
     has_labels = False
     # Names from earlier versions, so that their runs can be resumed.
@@ -190,9 +183,9 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
         name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    eos_id, bad = request.data.token_records.eos_id, request.data.bad_records
-    skip, cache_dir = bad.action == "skip", request.cache_dir
-    job = RecordImport(files, read, identity, cache_dir, eos_id, skip, bad.maximum, has_labels)
+    eos_id, bad = data.token_records.eos_id, data.bad_records
+    caches, skip = (cache_dir, data.cache_url), bad.action == "skip"
+    job = RecordImport(files, read, identity, *caches, eos_id, skip, bad.maximum, has_labels)
     return _open_records(request, kind, job)
 
 
@@ -217,7 +210,7 @@ def _exists(request: OpenRequest, path: str) -> bool:
 def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
     url, folder = location.rstrip("/"), Path(local_path(location))
     if is_url(location):
-        copy = copy_folder(url, request.cache_dir)
+        copy = copy_folder(url, request.data.local_cache_dir)
         if copy is None:
             raise UserError(f"{request.where}: no such folder.")
         folder = copy
@@ -233,7 +226,8 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
     else:
         read = functools.partial(read_chunks, dtype=manifest.dtype)
         identity = f"chunks of {manifest.dtype}"
-        imported = RecordImport(files, read, identity, request.cache_dir).run(request.log)
+        caches = request.data.local_cache_dir, request.data.cache_url
+        imported = RecordImport(files, read, identity, *caches).run(request.log)
         store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
         if len(store) != entry.num_tokens:
             raise UserError(
@@ -282,9 +276,9 @@ def _find(request: OpenRequest) -> list[FileInfo]:
 
 def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) -> tuple[str, bool]:
     """Returns the identity of a table's documents, and whether it has labels."""
-    with open_table(FileRange.whole(path)) as table:
-        column = id_column(table, path, fields)
-        has_mask, has_labels = has_mask_and_labels(table)
+    with tables.open_table(FileRange.whole(path)) as table:
+        column = tables.id_column(table, path, fields)
+        has_mask, has_labels = tables.has_mask_and_labels(table)
     eos_id = request.data.token_records.eos_id
     if has_labels and eos_id >= 0:
         raise UserError(

@@ -32,7 +32,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     damaged,
 )
 from MaxText.storage import file_access
-from MaxText.storage.atomic import atomic_rename, sync_file, temporary_name
+from MaxText.storage.atomic import atomic_rename, temporary_name
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
@@ -93,12 +93,12 @@ class TokenStore:
     @property
     def file_of_document(self) -> np.ndarray | None:
         """int64 [files + 1]: first document of each file and the end, or None."""
-        firsts, _ = self._source_files()
+        firsts, _ = _read_source_files(self._documents.folder)
         return np.array([*firsts, len(self.document_offsets) - 1], np.int64) if firsts else None
 
     def document_name(self, document: int) -> str:
         """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
-        firsts, names = self._source_files()
+        firsts, names = _read_source_files(self._documents.folder)
         if not names:
             return f"document {document}"
         file = bisect.bisect_right(firsts, document) - 1
@@ -106,11 +106,6 @@ class TokenStore:
         if (self._documents.folder / ROWS_NAME).exists():
             return f"{names[file]}, row {self._documents['document_rows'][document]}"
         return f"{names[file]}, record {document - firsts[file]}"
-
-    def _source_files(self) -> tuple[list[int], list[str]]:
-        """Returns the first document and the name of each source file, if known."""
-        folder = self._documents.folder
-        return ([], []) if folder is None else _read_source_files(folder)
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
@@ -130,7 +125,6 @@ class TokenStore:
         total = int(sizes_P.sum())
         if total >= _SMALL_PIECE * len(starts_P):
             return self._read(starts_P, stops_P).astype(np.int32)
-        # Read neighbors together, then gather the requested tokens.
         order = np.argsort(starts_P, kind="stable")
         starts, ends = starts_P[order], np.maximum.accumulate(stops_P[order])
         is_new = np.append(True, starts[1:] > ends[:-1] + _MAX_GAP)
@@ -161,7 +155,6 @@ class TokenStore:
         return np.frombuffer(b"".join(read(files, lows, highs)), self.dtype)
 
     def _read_plain(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
-        """Reads byte ranges of files by number."""
         paths = [self.files[file] for file in files.tolist()]
         return file_access.read_ranges(paths, lows.tolist(), (highs - lows).tolist())
 
@@ -178,8 +171,8 @@ class TokenStore:
             path = self.files[files[at]]
             raise FileReadError(
                 f"{path} is damaged: checksums of the {len(blocks[at])} bytes from byte "
-                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete its "
-                "folder to import it again.",
+                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete that "
+                "import, and start again to repeat it.",
                 path,
             )
         crops = zip(blocks, (lows - begins).tolist(), (highs - begins).tolist(), strict=True)
@@ -187,8 +180,9 @@ class TokenStore:
 
 
 @functools.lru_cache(maxsize=8)
-def _read_source_files(folder: Path) -> tuple[list[int], list[str]]:
-    if not (folder / SOURCE_FILES_NAME).exists():
+def _read_source_files(folder: Path | None) -> tuple[list[int], list[str]]:
+    """Returns the first document and the name of each source file, if known."""
+    if folder is None or not (folder / SOURCE_FILES_NAME).exists():
         return [], []
     entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
     return [first for first, _ in entries], [name for _, name in entries]
@@ -228,7 +222,6 @@ class TokenWriter:
             self._file.close()
         if kind is None:
             atomic_rename(self._writing, self._path)
-            sync_file(self._path.parent)
         else:
             self._writing.unlink()
 

@@ -146,7 +146,6 @@ def _find_file(folder: Path, tokenizer_type: str = "auto") -> Path | None:
 
 
 def _is_byte(folder: Path) -> bool:
-    """Returns whether a folder configures the byte tokenizer."""
     return _settings(folder).get("tokenizer_type") == "byte"
 
 
@@ -164,7 +163,6 @@ def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> To
 
 
 def _kind(path: Path) -> str:
-    """Returns the kind of a tokenizer file by its name and contents."""
     if path.suffix == ".json" or path.name == "merges.txt":
         return "huggingface"
     is_tiktoken = path.suffix == ".tiktoken" or is_tiktoken_file(read_bytes(path))
@@ -172,7 +170,6 @@ def _kind(path: Path) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns tokenizer_config.json, with special_tokens_map.json."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
 
 

@@ -202,7 +202,6 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
 
 
 def _find_published(name: str, num_ranks: int) -> _Published | None:
-    """Finds a published vocabulary by its name or size."""
     for known, published in _PUBLISHED.items():
         if name.lower().replace("-", "").startswith(known):
             return published

@@ -333,11 +333,11 @@ def test_unusable_targets(corpus, tmp_path, told):
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
     read = mock.Mock(side_effect=prepare_module.sampling.read_shard)
     monkeypatch.setattr(prepare_module.sampling, "read_shard", read)
-    asked, out, cache = byte_options(corpus), tmp_path / "out", str(tmp_path / "cache")
+    asked, out, cache = byte_options(corpus), tmp_path / "out", tmp_path / "cache"
     for _ in range(2):
         made(asked, out, cache_dir=cache)
     assert not read.called
-    made(asked, out, cache_dir=str(tmp_path / "other"))
+    made(asked, out, cache_dir=tmp_path / "other")
     assert read.called
     swap_case(corpus / "003.txt")
     refused("different source text", made, asked, out, cache_dir=cache)

@@ -55,7 +55,8 @@ def test_samples_are_those_of_the_definition(seed, num_samples, length, part):
     expected = defined_samples(documents[first:end], length, seed, num_samples)
     assert len(order) == len(expected)
     for sample, ids in enumerate(expected):
-        pieces = order.token_ranges(sample)
+        spans = order.spans(np.array([sample]), np.zeros(1, np.uint64))
+        pieces = [*zip(spans.start_P, spans.stop_P, strict=True)]
         assert all(start < stop for start, stop in pieces)
         assert [int(t) for start, stop in pieces for t in tokens[start:stop]] == ids
 
