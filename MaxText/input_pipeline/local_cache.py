@@ -219,7 +219,8 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
     except UserError:
         raise
     except OSError as error:
-        raise cache_write_error(folder.parent.parent, error) from error
+        depth = 1 if folder.parent.name == "copies" else 2  # of a data set or of its split
+        raise cache_write_error(folder.parents[depth], error) from error
 
 
 def upload(files: Mapping[str, Path], url: str, last: str) -> None:

@@ -6,6 +6,7 @@ Clocks are never compared; a lease unchanged for `timeout_seconds` belongs to a 
 import atexit
 import datetime
 import json
+import math
 import os
 import socket
 import sys
@@ -17,6 +18,8 @@ from typing import Any
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
 from MaxText.storage.file_access import file_system
+
+_ended: set[str] = set()  # tokens of this process without a heartbeat, maybe still in a bucket
 
 
 class Lease:
@@ -51,9 +54,11 @@ class Lease:
             found = self._read()
             if found is None:
                 continue  # released just now
-            if _is_dead_here(found) or not self._is_renewed(found):
+            is_dead = found.get("token") in _ended or _is_dead_here(found)
+            if is_dead or not self._is_renewed(found):
                 self._write()
-                self._over.wait(self._takeover_seconds)
+                # Only other hosts take so long to see that a lease has expired.
+                self._over.wait(min(self._takeover_seconds, 2.0 if is_dead else math.inf))
             current = self._read() or {}
             if current.get("token") == self._token:
                 break
@@ -63,6 +68,7 @@ class Lease:
     def release(self) -> None:
         if not self._over.is_set():
             self._over.set()
+            _ended.add(self._token)
             found = self._read()
             if found is not None and found.get("token") == self._token:
                 self._storage.rm_file(self._path)

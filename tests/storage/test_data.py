@@ -1,7 +1,7 @@
 """Every kind of data set read from a bucket, also one that fails for a while, and written there."""
 
+import queue
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
@@ -102,11 +102,12 @@ def test_a_copy_is_that_of_the_file_that_is_there(kept, emulator):
 
 @pytest.mark.parametrize("kept", ["tfrecord"], indirect=True)
 def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator, monkeypatch):
-    read, lines = [], []
+    read, others, lines = [], [], queue.Queue()
 
     def counted(path):
         read.append(path)
-        time.sleep(2 * QUICK["renewal_seconds"])
+        while others:  # the import lasts until each of them waits
+            assert others.pop() in lines.get(timeout=60)
         return read_ids(path, "tfrecord")
 
     lease, quick = import_records.Lease, QUICK | {"timeout_seconds": 60.0}  # no host dies
@@ -120,9 +121,11 @@ def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator
     with emulator.failing(Fault(403, "POST /upload")):
         refused(f"data_cache_dir={bucket}/c cannot be written", hosts[0].run, quiet)
     read.clear()
+    others += [f"Waiting for another host to import the records into {hosts[0].url}"] * 2
     with ThreadPoolExecutor() as threads:
-        found = [*threads.map(lambda host: host.run(lines.append), hosts)]
-    assert sum(line.startswith("Waiting for another host, which") for line in lines) == 2
+        log = lambda line: "Waiting" in line and lines.put(line)  # noqa: E731
+        found = [*threads.map(lambda host: host.run(log), hosts)]
+    assert lines.empty()
     assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
     one, _ = (each.store(Arrays(each.folder)) for each in found if each.place.startswith("gs://"))
     system = fsspec.filesystem("gs")

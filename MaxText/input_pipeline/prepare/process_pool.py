@@ -113,9 +113,9 @@ def _end_with_parent() -> None:
 
 def run_jobs(
     title: str,
-    function: Callable[[Shared, Job], Result],
+    function: Callable[[Shared, Any], Result],
     shared: Shared,
-    jobs: Sequence[Job],
+    jobs: Sequence[Any],
     sizes: Sequence[int],
     max_processes: int,
     log: Callable[[str], None],
@@ -126,17 +126,15 @@ def run_jobs(
     `sizes` are the bytes of each job. At `max_processes` 0 the limit is the number of cores. With a
     `ledger` only jobs without a result in it run, see run_once.
     """
-    run: Callable[[Shared, Any], Result] = function
-    inputs: Sequence[Any] = jobs
     if ledger is not None:
         ledger.mkdir(exist_ok=True)
         if num_finished := sum(1 for _ in ledger.glob("*.json")):
             log(f"Resuming: {num_finished:,} of {len(jobs):,} parts are finished")
-        run, inputs = functools.partial(run_once, function, ledger), [*enumerate(jobs)]
+        function, jobs = functools.partial(run_once, function, ledger), [*enumerate(jobs)]
     advance = progress_in_bytes(title, sum(sizes), log)
     results: dict[int, Result] = {}
     num_processes = min(max_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)
-    for number, result in map_in_processes(run, shared, inputs, num_processes):
+    for number, result in map_in_processes(function, shared, jobs, num_processes):
         results[number] = result
         advance(sizes[number])
     return [results[number] for number in range(len(jobs))]

@@ -135,7 +135,7 @@ class RecordImport:
         ask = functools.partial(_ask, self.cache_url)
         while not ask(file_access.path_type, header):
             if not waits and (waits := bool(ask(file_access.path_type, lock_url))):
-                log(f"Waiting for another host, which imports the same records into {self.url}")
+                log(f"Waiting for another host to import the records into {self.url}")
             with contextlib.suppress(InUseError):  # looks again while another one works
                 ask(lease.acquire)
                 try:
@@ -143,7 +143,8 @@ class RecordImport:
                         ask(self._upload, self._local(log))
                         log(f"Uploaded it to {self.url}")
                 finally:
-                    ask(lease.release)
+                    with contextlib.suppress(Exception):  # it expires without a heartbeat
+                        lease.release()
         if (self.folder / _HEADER_NAME).exists():  # this host imported it
             return self._local(log)
         folder = local_cache.copy_folder(self.url, self.cache_dir)
