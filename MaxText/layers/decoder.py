@@ -52,7 +52,6 @@ class Decoder(nnx.Module):
         )
         D, V = dimensions.emb_dim, dimensions.vocab_size
         self.config = config
-        self.dtype = init.dtype
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
