@@ -179,6 +179,7 @@ def test_a_slow_network_between_servers_counts():
     assert (slices.axis, slices.bandwidth) == ("data", 6e9)
 
 
+@pytest.mark.slow
 def test_long_contexts_on_gpus_write_no_scores():
     keys: dict[str, Any] = {"dtype": "bfloat16", "max_target_length": 4096}
     fused, blocked = plan_of("1xH100", **keys), plan_of("1xH100", attention="blocked", **keys)

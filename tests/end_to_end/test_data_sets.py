@@ -57,6 +57,7 @@ def test_masked_tokens_are_learned(runs, folder):
     assert np.isfinite([row["learning/lm_loss"] for row in runs.rows("masked")]).all()
 
 
+@pytest.mark.slow
 def test_pile_records_are_read_in_their_order(runs):
     draw = np.random.default_rng(0).integers
     names = ("b0", "b3", "b10", "valid")
