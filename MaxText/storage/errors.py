@@ -104,8 +104,8 @@ def is_transient(error: BaseException, remote: bool) -> bool:
     Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
     """
     for cause in causes(error):
-        if isinstance(cause, ObjectStoreError) or _is_transient(cause, remote):
-            return _is_transient(cause, remote)
+        if (found := _is_transient(cause, remote)) or isinstance(cause, ObjectStoreError):
+            return found
     return False
 
 
