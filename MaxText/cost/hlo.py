@@ -21,7 +21,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\(
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-_CONSTANT = re.compile(r"^s32\[\]\S* constant\((\d+)\)")
+_INTEGER = re.compile(r"^[su]32\[\]\S* constant\((\d+)\)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
@@ -110,14 +111,24 @@ class HloModule:
     def _trip_count(self, loop: Instruction) -> int:
         if match := _TRIP_COUNT.search(loop.rest):
             return int(match[1])
-        # On TPU, without an annotation, the only constant that the counter is compared with.
-        condition = dict(_called(loop)).get("condition", "")
-        texts = (f"{i.shape} {i.kind}({i.rest}" for i in self._computations.get(condition, ()))
-        bounds = [int(match[1]) for text in texts if (match := _CONSTANT.match(text))]
+        # On TPU, without an annotation: the only constant that the counter is compared with.
+        called = dict(_called(loop))
+        condition = self._computations.get(called.get("condition", ""), [])
+        bounds = [value for i in condition if (value := _integer(i)) is not None]
         if len(bounds) == 1:
-            return bounds[0]
+            return -(-bounds[0] // self._counter_step(condition, called.get("body", "")))
         self.has_unknown_loops = True
         return 1
+
+    def _counter_step(self, condition: Sequence[Instruction], body: str) -> int:
+        """Returns the constant added to the counter; products in windows take two at a time."""
+        index = [_INDEX.search(i.rest) for i in condition if i.kind == "get-tuple-element"]
+        lines = {i.name: i for i in self._computations.get(body, ())}
+        results = _operands([*lines.values()][-1]) if lines else []
+        at = int(index[0][1]) if len(index) == 1 and index[0] else len(results)
+        added = _operands(lines[results[at]]) if at < len(results) and results[at] in lines else ()
+        steps = (_integer(lines[name]) for name in added if name in lines)
+        return next(filter(None, steps), 1)
 
     @property
     def num_loops(self) -> int:
@@ -184,6 +195,15 @@ class HloModule:
         frame = _FRAME.search(instruction.rest)
         place = self._tables.get(frame[1], "") if frame else ""
         return f"{name} ({place})" if place else name
+
+
+def _integer(instruction: Instruction) -> int | None:
+    match = _INTEGER.match(f"{instruction.shape} {instruction.kind}({instruction.rest}")
+    return int(match[1]) if match else None
+
+
+def _operands(instruction: Instruction) -> list[str]:
+    return re.findall(r"%([\w.\-]+)", instruction.rest.partition(")")[0])
 
 
 def _called(instruction: Instruction) -> Iterator[tuple[str, str]]:

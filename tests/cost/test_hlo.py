@@ -69,6 +69,13 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
     # The count that a compiler notes wins, and an unknown one is said to be so.
     noted = TEXT.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"5"}}')
     assert HloModule(noted).collectives()[0].count == 5 + 1
+    # Products in windows take two windows at a time.
+    by_two = TEXT.replace("tuple(%p)", "tuple(%next, %p)\n").replace(
+        "  ROOT %t =", "  %two = u32[] constant(2)\n  %next = u32[] add(%n, %two)\n  ROOT %t ="
+    )
+    counter = "%g = u32[] get-tuple-element(%p.1), index=0\n  ROOT %lt"
+    by_two = HloModule(by_two.replace("ROOT %lt", counter).replace("s32[]", "u32[]"))
+    assert by_two.collectives()[0].count == 2 + 1
     bound = "%bound = s32[]{:T(128)} constant(3)"
     unknown = HloModule(TEXT.replace(bound, "%bound = s32[] copy(%n)"))
     assert unknown.has_unknown_loops
