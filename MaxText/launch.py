@@ -10,9 +10,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
 from MaxText.config.problems import ConfigIssue, ConfigurationError
@@ -20,7 +20,6 @@ from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, resolve_run_args, train_command
-from MaxText.launchers.local_processes import free_port, process_env
 from MaxText.launchers.options import PLACES, GcloudOptions, LocalOptions, SlurmOptions
 from MaxText.launchers.tpu_vm import TpuVm
 
@@ -94,9 +93,10 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     run, number = resolve_run_args(train_args), int(operands[0])
     command = [*train_command(), *run.arguments]
     if options.dry_run:
-        commands, port = Commands(log, dry_run=True), free_port()
+        commands, port = Commands(log, dry_run=True), supervision.free_port()
         for process in range(number):
-            environment = process_env({}, number, process, port, options.devices_per_process)
+            devices = options.devices_per_process
+            environment = supervision.process_env({}, number, process, port, devices)
             settings = [f"{name}={value}" for name, value in environment.items()]
             commands.run([*(["env", *settings] if settings else []), *command])
         return 0
