@@ -1,12 +1,18 @@
-"""Restores arrays from a checkpoint and verifies their checksums."""
+"""Restores arrays from a checkpoint and verifies their checksums.
+
+Older checkpoints have repeated layers one by one; they are stacked on load.
+"""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
@@ -19,13 +25,13 @@ from MaxText.checkpointing.compatibility import (
     leaf_path,
 )
 from MaxText.checkpointing.orbax_errors import retry, translate_errors
-from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
 from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError
 
 _GUARD = "guard"
+_CYCLE = "cycle"  # of layers, stacked by position
 # Fields of the guard's state under the names of earlier versions, read for one release.
 _EARLIER_GUARD = {"num_accepted": "num_sound", "last_stable_step": "calm_step"}
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
@@ -53,24 +59,21 @@ def restore_state(
     Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
     """
-    wanted, tree, fresh = as_dict(abstract_state), _verified_tree(stored), {}
-    stored_guard = tree.pop(_GUARD, None)
-    guard: Any = wanted.pop(_GUARD, None)
-    names: dict[str, str] = {}  # field of the guard -> stored name
-    if guard is not None:
-        is_earlier = "num_sound" in (stored_guard or ())
-        fields = as_dict(guard)
-        names = {name: _EARLIER_GUARD.get(name, name) if is_earlier else name for name in fields}
-        renamed = {names[name]: leaf for name, leaf in fields.items()}
-        if array_specs(stored_guard) == array_specs(renamed):
-            tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
-        else:
-            fresh = {_GUARD: guard.reset()}
+    wanted, tree = as_dict(abstract_state), _verified_tree(stored)
+    guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
+    if guard is None:
+        arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
+        return dataclasses.replace(abstract_state, **arrays)
+    names = _EARLIER_GUARD if "num_sound" in (stored_guard or ()) else {}
+    renamed = {names.get(name, name): leaf for name, leaf in as_dict(guard).items()}
+    if array_specs(stored_guard) == array_specs(renamed):
+        tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
     arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
-    if guard is not None and _GUARD in arrays:
-        restored = {name: arrays[_GUARD][stored_name] for name, stored_name in names.items()}
-        arrays[_GUARD] = dataclasses.replace(guard, **restored)
-    return dataclasses.replace(abstract_state, **arrays, **fresh)
+    guard = guard.reset()
+    if found := arrays.get(_GUARD):
+        fields = {name: found[names.get(name, name)] for name in as_dict(guard)}
+        guard = dataclasses.replace(guard, **fields)
+    return dataclasses.replace(abstract_state, **arrays | {_GUARD: guard})
 
 
 def restore_params(
@@ -120,9 +123,10 @@ def _plan(
 ) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
     """Returns the tree to request, the layers to stack or None, and the casts."""
     unstacked = None
-    if is_unstacked(tree.get("params", {}), wanted["params"]):
+    layers, wanted_layers = (of.get("params", {}).get("layers", {}) for of in (tree, wanted))
+    if _CYCLE in wanted_layers and _CYCLE not in layers and "0" in layers:
         unstacked = unflatten(dict(config_flat)).model.layer_plan
-        wanted = unstack(wanted, unstacked)
+        wanted = _unstack(wanted, unstacked)
     hint = ConfigDiff(stored.metadata.values.get("config"), config_flat, is_same_run)
     try:
         return wanted, unstacked, check_compatible(tree, wanted, hint)
@@ -145,7 +149,7 @@ def _restore_matching(
     if stored.metadata.checksums is None:
         log(f"WARNING: {stored} has no checksums; restored arrays were not verified")
     arrays = _restore_arrays(stored, requested, casts, storage, log)
-    return stack(arrays, wanted, unstacked) if unstacked else arrays
+    return _stack(arrays, wanted, unstacked) if unstacked else arrays
 
 
 def _restore_arrays(
@@ -179,9 +183,12 @@ def _restore_arrays(
     arrays: list[Any] = [None] * len(leaves)
     for group in _groups(names, leaves, dtypes):
         items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
-        restored = jax.tree.leaves(
-            _restore(stored, structure.unflatten(items), structure.unflatten(arguments), limits)
+        request = ocp.args.PyTreeRestore(
+            item=structure.unflatten(items),
+            restore_args=structure.unflatten(arguments),
+            partial_restore=True,
         )
+        restored = jax.tree.leaves(retry(functools.partial(_restore, stored, request, limits)))
         # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
         read = {
             names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
@@ -193,6 +200,15 @@ def _restore_arrays(
             arrays[i] = read[names[i]].astype(leaves[i].dtype)
         del restored, read
     return structure.unflatten(arrays)
+
+
+def _restore(stored: StoredCheckpoint, request: Any, limits: Mapping[str, Any]) -> Any:
+    import orbax.checkpoint as ocp
+
+    handler = ocp.PyTreeCheckpointHandler(**limits)
+    with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
+        # Restores are asynchronous; an error must surface here.
+        return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
 
 
 def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
@@ -232,17 +248,51 @@ def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
     )
 
 
-def _restore(
-    stored: StoredCheckpoint, items: Any, arguments: Any, options: Mapping[str, Any]
-) -> Any:
-    import orbax.checkpoint as ocp
+def _unstack(wanted: Any, plan: LayerPlan) -> Any:
+    """Returns the tree to request from an unstacked checkpoint."""
 
-    wanted = ocp.args.PyTreeRestore(item=items, restore_args=arguments, partial_restore=True)
+    def one(tree: Any) -> Any:
+        if not _has_cycle(tree):
+            return tree
+        layers = dict(tree["layers"])
+        for run, stacked in layers.pop(_CYCLE).items():
+            layer = jax.tree.map(_one_layer, stacked)
+            layers |= {str(index): layer for index in plan.layers_of(int(run))}
+        return {**tree, "layers": layers}
 
-    def read() -> Any:
-        handler = ocp.PyTreeCheckpointHandler(**options)
-        with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
-            # Restores are asynchronous; an error must surface here.
-            return jax.block_until_ready(checkpointer.restore(stored.items, args=wanted))
+    return jax.tree.map(one, wanted, is_leaf=_has_cycle)
 
-    return retry(read)
+
+def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
+    """Stacks arrays restored with `_unstack` into the tree of `wanted`."""
+
+    def one(layout: Any, tree: Any) -> Any:
+        if not _has_cycle(layout):
+            return tree
+        layers, cycle = tree["layers"], layout["layers"][_CYCLE]
+        found = {name: layers[name] for name in layout["layers"] if name != _CYCLE}
+        found[_CYCLE] = {
+            run: jax.tree.map(
+                _stacked, cycle[run], *(layers[str(i)] for i in plan.layers_of(int(run)))
+            )
+            for run in cycle
+        }
+        return {**tree, "layers": found}
+
+    return jax.tree.map(one, wanted, arrays, is_leaf=_has_cycle)
+
+
+def _has_cycle(tree: Any) -> bool:
+    layers = tree.get("layers") if isinstance(tree, dict) else None
+    return isinstance(layers, dict) and _CYCLE in layers
+
+
+def _one_layer(leaf: Any) -> Any:
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def _stacked(wanted: Any, *rows: Any) -> Any:
+    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=wanted.sharding)(rows)

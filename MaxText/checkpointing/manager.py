@@ -131,7 +131,7 @@ class CheckpointManager:
                 force=True,  # should_save already decided
             )
         except Exception as error:  # Orbax and storage clients raise anything
-            self._report(self._failed(error))
+            self._fail(error)
             return False
         # By now Orbax has decided which steps it deletes once this save completes.
         left = set(manager.all_steps())
@@ -143,8 +143,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Blocks until the background save completes; UserError if it failed."""
-        if failure := self._wait():
-            raise self._user_error(failure) from failure
+        self._finish(is_last=True)
 
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed."""
@@ -153,21 +152,17 @@ class CheckpointManager:
         finally:
             self._close_manager()
 
-    def _finish(self) -> None:
-        """Waits for the save in progress; `save` documents failures."""
-        if failure := self._wait():
-            self._report(failure)
-
-    def _wait(self) -> OSError | None:
-        """Waits for the save in progress; returns its failure."""
+    def _finish(self, *, is_last: bool = False) -> None:
+        """Waits for the save in progress; fails like `save`."""
         if self._saving is None:
-            return None
+            return
         try:
             with self._warnings_while_blocked():
                 self._manager().wait_until_finished()
         except Exception as error:
             if not self._is_finalized(self._saving):
-                return self._failed(error)
+                self._fail(error, is_last=is_last)
+                return
             if jax.process_count() == 1:
                 self._orbax_manager = None  # recreating it is collective
             self.log(
@@ -175,7 +170,6 @@ class CheckpointManager:
                 f"{error}. Retrying after the next save."
             )
         self._complete()
-        return None
 
     @contextlib.contextmanager
     def _warnings_while_blocked(self) -> Iterator[None]:
@@ -213,34 +207,28 @@ class CheckpointManager:
     def _ask_finalized(self, step: int) -> bool:
         return step in self._finalized or checkpoint_files.is_finalized(self.directory / str(step))
 
-    def _failed(self, error: Exception) -> OSError:
+    def _fail(self, error: Exception, *, is_last: bool = False) -> None:
+        """Logs a failed save, or raises UserError as `save` documents."""
         step, self._saving = self._saving, None
         self._failures += 1
         self._healthy.forget(lambda saved: saved == step)
         # Orbax already lists the failed step; a new manager rereads the disk.
         self._orbax_manager = None
         with contextlib.suppress(OSError):  # if storage fails, the last listing counts
-            self._remove_partial(f"{step}.")
+            self._remove_partial()
             self.steps()
         newest = max(self._finalized, default=None)
         kept = "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
-        failure = OSError(
+        failure = (
             f"the checkpoint of step {step} could not be written to {self.directory}: {error}\n"
             f"  {kept} is on disk"
         )
-        failure.__cause__ = error
-        return failure
-
-    def _report(self, failure: OSError) -> None:
-        if self._failures >= 2 or not self._finalized:
-            raise self._user_error(failure) from failure
+        if is_last or self._failures >= 2 or newest is None:
+            raise UserError(
+                f"{failure}. Free space or fix the folder (base_output_directory), then rerun the "
+                "command with the same run_name."
+            ) from error
         self.log(f"WARNING: {failure}. Training continues; retrying at the next save.")
-
-    def _user_error(self, failure: OSError) -> UserError:
-        return UserError(
-            f"{failure}. Free space or fix the folder (base_output_directory), then rerun the "
-            "command with the same run_name."
-        )
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
@@ -424,7 +412,7 @@ class CheckpointManager:
         self._write_healthy()
 
         def remove() -> None:
-            self._remove_partial("")
+            self._remove_partial()
             for step in newer if jax.process_index() == 0 else ():
                 checkpoint_files.unfinalize(
                     self.directory / str(step), f"{step}{_ABANDONED}"
@@ -435,8 +423,8 @@ class CheckpointManager:
         if newer:
             self._close_manager()  # Orbax would keep listing them
 
-    def _remove_partial(self, name: str) -> None:
-        """Deletes leftovers of killed or failed saves by folder name prefix."""
+    def _remove_partial(self) -> None:
+        """Deletes leftovers of killed or failed saves."""
         if jax.process_index() != 0:
             return
         for folder in checkpoint_files.list_dir(self.directory):
@@ -449,7 +437,7 @@ class CheckpointManager:
                     and not self._ask_finalized(int(folder.name))
                 )
             )
-            if is_partial and f"{folder.name}.".startswith(name):
+            if is_partial:
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()
 
@@ -459,7 +447,7 @@ class CheckpointManager:
 
             orbax_errors.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
-                self._remove_partial("")
+                self._remove_partial()
             storage = self._config.checkpoint_storage
             handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handlers.add(
