@@ -51,9 +51,9 @@ def test_the_printed_formula_gives_the_printed_number(mlm_training):
     count = run_stats.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
-    scores = 12 if mlm_training else 6
-    numbers = f"6 x {count.matmul_parameters} + {scores} x 3 x 4 x 8 x 16"
-    assert 6 * count.matmul_parameters + scores * 3 * 4 * 8 * 16 == count.per_token
+    attention = (12 if mlm_training else 6) * 3 * 4 * 8 * 16
+    numbers = f"6 x {count.matmul_parameters} + {attention} + 0"
+    assert 6 * count.matmul_parameters + attention == count.per_token
     assert f" = {numbers} = {count.per_token:,.0f}" in " ".join(run_stats.describe().split())
 
 
