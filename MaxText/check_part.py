@@ -5,7 +5,6 @@ import io
 import os
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
@@ -48,9 +47,9 @@ _FLAGS = (
 _SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Returns 0 if all checks pass, 1 if not."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = sys.argv[1:]
     if not arguments:
         print(USAGE.strip())
         return exit_codes.USER_ERROR

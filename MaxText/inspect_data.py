@@ -8,11 +8,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Count, key
 from MaxText.config.loading import LoadedConfig, Source
@@ -63,7 +62,7 @@ def run(loaded: LoadedConfig, options: InspectOptions) -> None:
         inspection.show_batch(options.step)
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or unusable data, 130 Ctrl-C."""
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,7 +71,6 @@ def main() -> int:
             "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
         )
         run(loaded, options)
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

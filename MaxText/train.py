@@ -13,14 +13,9 @@ from contextlib import ExitStack
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__, also_sigterm=True)  # before the slow imports
-
-from MaxText.runtime import process_start
-
-if early_signals.is_program(__name__):
-    process_start.reexec_with_malloc_tuning()
+program_start.install(__name__, also_sigterm=True, tune_malloc=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line

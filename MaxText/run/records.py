@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from etils import epath
 
+from MaxText import program_start
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
@@ -26,7 +27,6 @@ from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
 from MaxText.run.training_stats import TrainingStats
-from MaxText.runtime import process_start
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
@@ -84,10 +84,11 @@ def open_run_logger(
     lineage = Lineage.of(restored, stats)
     length = model.config.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=setup.abstract_state.opt_state)
+    summary = stats.summary(cost.training_bytes)
     if jax.process_index() == 0:
-        text = "\n".join([*details, stats.describe(), cost.describe()])
+        text = "\n".join([*details, summary, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    log(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    log(f"{summary}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
@@ -150,7 +151,7 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     events.emit(
         "resume" if restored.how == "resume" else "start",
         step=restored.first_step,
-        seconds=time.time() - process_start.launch_time(),
+        seconds=time.time() - program_start.launch_time(),
         source=restored.source,
         lost=events.lost,
         **fields,

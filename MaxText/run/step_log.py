@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from MaxText import program_start
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
 from MaxText.metrics.profiler import memory_row
 from MaxText.metrics.step_line import step_row
 from MaxText.run.records import RunLogger
-from MaxText.runtime import process_start
 
 _AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
@@ -94,7 +94,7 @@ class MetricLogger:
         fields: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
-            fields["seconds_since_launch"] = round(time.time() - process_start.launch_time(), 3)
+            fields["seconds_since_launch"] = round(time.time() - program_start.launch_time(), 3)
         self._run_logger.events.emit(
             "step",
             step=step,
