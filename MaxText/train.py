@@ -4,7 +4,6 @@ The whole program, top to bottom: configuration, text, devices, model, data, com
 starting point, loop, final outputs.
 """
 
-import dataclasses
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -60,9 +59,9 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Run folder and text, before anything slow ------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
-    from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.serialization import flatten
     from MaxText.input_pipeline.data_sources import prepare_sources
+    from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
@@ -207,7 +206,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         end = stack.enter_context(loop.recorded_end(run_logger, metric_logger, watchdog))
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as fields:
-            fields |= dataclasses.asdict(compiling.result())
+            fields |= compiling.result()
         reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
         is_healthy = rollback.is_healthy and not run_logger.trend.diverged
         if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:

@@ -20,11 +20,11 @@ from MaxText.checkpointing.history import (
     read_rollbacks,
     write_rollbacks,
 )
-from MaxText.checkpointing.run_folder import check_writable
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
+from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save

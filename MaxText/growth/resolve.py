@@ -9,8 +9,15 @@ from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.growth import zoom
-from MaxText.growth.growth_plan import GrowthPlan, Mode
-from MaxText.growth.record import Record, existing_slots, from_metadata, make_record, sizes
+from MaxText.growth.growth_plan import (
+    GrowthPlan,
+    Mode,
+    Record,
+    existing_slots,
+    from_metadata,
+    make_record,
+    sizes,
+)
 from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 

@@ -9,7 +9,7 @@ from MaxText import exit_codes
 from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands, Log, train_command
 from MaxText.launchers.options import SlurmOptions
-from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
 

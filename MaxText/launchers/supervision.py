@@ -17,7 +17,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.launchers.commands import Log
 from MaxText.launchers.options import LocalOptions
 from MaxText.program_start import handled
-from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 from MaxText.storage.paths import parse_path
 
 _LONGEST_WAIT = 60.0

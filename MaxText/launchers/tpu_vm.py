@@ -14,7 +14,7 @@ from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands
 from MaxText.launchers.options import GcloudOptions
-from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
 _LOGS = "logs"

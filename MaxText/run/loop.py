@@ -130,7 +130,7 @@ class Loop:
                 self.metric_logger.exclude_time(),
                 self.run_logger.events.timed("compile", step=self.step) as fields,
             ):
-                fields |= dataclasses.asdict(self.train_step.prepare(batch))
+                fields |= self.train_step.prepare(batch)
         self.watchdog.enter("step", self.step)
         with self.run_logger.profiler.step(self.step):
             self.state, metrics = self.train_step(self.state, batch)

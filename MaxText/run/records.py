@@ -15,7 +15,7 @@ from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.growth.record import event_fields, parent_folder, sizes
+from MaxText.growth.growth_plan import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -122,7 +122,7 @@ def open_run_logger(
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
         "cost": cost.fields(),
-        "lineage": lineage.fields(),
+        "lineage": [*lineage.ancestors],
         "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
         "unigram_entropy_nats": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.

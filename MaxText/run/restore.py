@@ -14,8 +14,8 @@ from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.initial_weights import open_pretrained
 from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
+from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
-from MaxText.growth.record import Record
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
 

@@ -39,7 +39,7 @@ class MetricLogger:
         self._period = config.monitoring.step_log_period
         self._last_step = last_step
         self._observe = observe
-        self._losses = MeanLoss()
+        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
         self._newest: Mapping[str, Any] | None = None
         self._newest_step = -1
         self._waiting = False  # whether the newest step is unreported
@@ -52,7 +52,7 @@ class MetricLogger:
         """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
             self._run_logger.trend.roll_back()
-        self._losses = MeanLoss()
+        self._losses = []
         self._newest, self._newest_step, self._waiting = None, -1, False
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
@@ -60,7 +60,8 @@ class MetricLogger:
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the scalars of a step; reports the previous one if pending."""
         self.flush()
-        self._losses.add(metrics)
+        names = (*_AVERAGED, "skipped")
+        self._losses.append({name: metrics[name] for name in names if name in metrics})
         self._newest, self._newest_step = metrics, step
         self._waiting = step % self._period == 0 or step == self._last_step
 
@@ -83,7 +84,7 @@ class MetricLogger:
         metrics = {
             name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
         }
-        shown = metrics | self._losses.take()
+        shown = metrics | self._mean_losses()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
         self._since, self._reported_step = now, step
@@ -115,6 +116,20 @@ class MetricLogger:
                     "abort_on_nan_loss=false to continue training."
                 )
         self._observe(step, metrics)
+
+    def _mean_losses(self) -> dict[str, float]:
+        """Blocks for the means since the last report, and resets.
+
+        Empty if those are of the last step. Skipped steps count only if all were skipped.
+        """
+        steps, self._losses = self._losses, []
+        if len(steps) < 2:
+            return {}
+        steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]
+        return {
+            name: float(sum((losses[name] for losses in steps), np.float32(0))) / len(steps)
+            for name in (steps[0] if steps else ())
+        }
 
     def complete(self) -> None:
         """Blocks on the newest step and reports it. Raises like `flush`.
@@ -148,28 +163,3 @@ class MetricLogger:
             yield
         finally:
             self._since += time.perf_counter() - began
-
-
-class MeanLoss:
-    """Mean losses since the last report.
-
-    Skipped steps count only if all were skipped.
-    """
-
-    def __init__(self):
-        self._steps: list[dict[str, Any]] = []  # on the device
-
-    def add(self, metrics: Mapping[str, Any]) -> None:
-        names = (*_AVERAGED, "skipped")
-        self._steps.append({name: metrics[name] for name in names if name in metrics})
-
-    def take(self) -> dict[str, float]:
-        """Blocks for the means and resets; empty if those of the last step."""
-        steps, self._steps = self._steps, []
-        if len(steps) < 2:
-            return {}
-        steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]
-        return {
-            name: float(sum((losses[name] for losses in steps), np.float32(0))) / len(steps)
-            for name in (steps[0] if steps else ())
-        }

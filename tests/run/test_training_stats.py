@@ -122,7 +122,7 @@ def test_what_a_run_has_spent(spending):
     resumed = Lineage.of(begun("resume", 10, kept), spending)
     assert resumed.spent_before(10) == (5, 7.0)
     assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
-    assert new.fields() == resumed.fields() == []
+    assert [*new.ancestors, *resumed.ancestors] == []
     # A checkpoint that does not say is counted by the plan.
     silent = Lineage.of(begun("resume", 10, {}), spending)
     assert silent.spent_before(10) == (10 * TOKENS, spending.flops_before(10))
@@ -134,18 +134,18 @@ def test_totals_are_cumulative_over_generations(spending, how, first_step):
     parent = Lineage.of(begun(how, first_step, grandparent), spending)
     assert parent.spent_before(first_step) == (0, 0.0)
     child = Lineage.of(begun(how, 0, saved(parent, first_step + 4, "parent"), 4), spending)
-    old, young = child.fields()
+    old, young = child.ancestors
     assert (old["run_name"], old["how"], old["tokens"]) == ("grandparent", how, 10 * TOKENS)
     assert (young["run_name"], young["step"], young["tokens"]) == ("parent", 4, 15 * TOKENS)
     assert young["flops"] == pytest.approx(spending.flops_before(15))
     # A restart of the child keeps them.
     again = Lineage.of(begun("resume", 3, saved(child, 2, "child")), spending)
-    assert again.fields() == child.fields()
+    assert again.ancestors == child.ancestors
 
 
 def test_weights_that_say_nothing_have_unknown_totals(spending):
     lineage = Lineage.of(begun("parameters", 0, {}, None), spending)
-    (parent,) = lineage.fields()
+    (parent,) = lineage.ancestors
     assert (parent["run_name"], parent["step"], parent["tokens"]) == (None, None, None)
-    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).fields()
+    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).ancestors
     assert parent["tokens"] is None

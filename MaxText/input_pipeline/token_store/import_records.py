@@ -44,7 +44,7 @@ from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.lease import InUseError, Lease, this_process
+from MaxText.storage.run_folder import InUseError, Lease, this_process
 
 _LAYOUT = 1
 _BLOCK = 2**13  # records whose sizes are kept in memory
