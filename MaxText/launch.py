@@ -20,8 +20,9 @@ from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, resolve_run_args, train_command
-from MaxText.launchers.options import PLACES, GcloudOptions, LocalOptions, SlurmOptions
-from MaxText.launchers.tpu_vm import TpuVm
+from MaxText.launchers.slurm import SlurmOptions
+from MaxText.launchers.supervision import LocalOptions
+from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
 
@@ -34,6 +35,7 @@ What follows -- are the arguments of train.py. --dry-run prints the commands and
 Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
 docs/reference/exit_codes.md."""
 
+PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
            "delete-queued")  # fmt: skip
 

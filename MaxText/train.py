@@ -175,7 +175,6 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
-    from MaxText.run.finish import write_final_artifacts
     from MaxText.run.records import open_run_logger
     from MaxText.run.rollback import RollbackController
     from MaxText.run.step_log import MetricLogger
@@ -218,7 +217,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            write_final_artifacts(
+            loop.write_final_artifacts(
                 run_folder, config, run_logger, train_batches, setup, training.state, sharding,
                 training.eval_loss,
             )  # fmt: skip

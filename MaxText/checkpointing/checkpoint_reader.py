@@ -3,18 +3,28 @@
 Older checkpoints have repeated layers one by one; they are stacked on load.
 """
 
+import contextlib
 import dataclasses
+import errno
 import functools
+import inspect
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
+from MaxText.checkpointing.checkpoint_files import (
+    CheckpointCorruptedError,
+    StoredCheckpoint,
+    unreadable_now,
+)
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
 from MaxText.checkpointing.compatibility import (
     Casts,
@@ -24,12 +34,15 @@ from MaxText.checkpointing.compatibility import (
     describe_casts,
     leaf_path,
 )
-from MaxText.checkpointing.orbax_errors import retry, translate_errors
 from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.training_sections import CheckpointStorage
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
+from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 
+_MAX_REASON_CHARS = 300
+_RETRY_SECONDS = (1.0, 2.0, 4.0)
+_LOOP_CLOSED = "Event loop is closed"
 _GUARD = "guard"
 _CYCLE = "cycle"  # of layers, stacked by position
 # Fields of the guard's state under the names of earlier versions, read for one release.
@@ -37,6 +50,8 @@ _EARLIER_GUARD = {"num_accepted": "num_sound", "last_stable_step": "calm_step"}
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
 _DEFAULT_STORAGE = CheckpointStorage()
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
+
+_T = TypeVar("_T")
 
 
 def as_dict(state: Any) -> dict[str, Any]:
@@ -296,3 +311,74 @@ def _one_layer(leaf: Any) -> Any:
 
 def _stacked(wanted: Any, *rows: Any) -> Any:
     return jax.jit(lambda rows: jnp.stack(rows), out_shardings=wanted.sharding)(rows)
+
+
+# --- Errors of Orbax and TensorStore: classified, retried, and printed once
+
+
+@functools.cache
+def silence_threads() -> None:
+    """Silences background threads' errors, raised in the main thread as well.
+
+    Orbax logs the traceback of each thread and raises the error again in the wait for the save. It
+    then closes its event loop, so TensorStore's callbacks complain, and drops the tasks of the
+    other arrays, whose errors asyncio logs when they are garbage-collected.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _filter_unraisable(lambda unraisable: _LOOP_CLOSED in str(unraisable.exc_value))
+
+
+def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
+    """Hides uncatchable errors; returns the previous sys.unraisablehook."""
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not is_expected(unraisable):
+            previous(unraisable)
+
+    sys.unraisablehook = hook
+    return previous
+
+
+def retry(read: Callable[[], _T]) -> _T:
+    """Retries `read` while storage fails; raises at once if access is denied."""
+    for seconds in _RETRY_SECONDS:
+        try:
+            return read()
+        except ObjectStoreError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(seconds)
+    return read()
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Converts Orbax's errors to CheckpointCorruptedError or storage errors."""
+    # When one array fails, Orbax closes its event loop and every array still in flight prints a
+    # traceback, which would bury the message below.
+    previous = _filter_unraisable(
+        lambda x: inspect.iscoroutine(x.object) or str(x.exc_value) == _LOOP_CLOSED
+    )
+    try:
+        yield
+    except (CheckpointCorruptedError, UserError):
+        raise
+    except (MemoryError, jax.errors.JaxRuntimeError, ImportError):
+        raise  # says nothing about the files
+    except Exception as error:  # Orbax raises plain Exception, and others from damaged JSON
+        time.sleep(0.3)  # for arrays in flight
+        if is_storage_error(error):
+            raise unreadable_now(
+                _root_cause(error), is_transient=not is_permission_denied(error)
+            ) from error
+        raise CheckpointCorruptedError(_root_cause(error)) from error
+    finally:
+        sys.unraisablehook = previous
+
+
+def _root_cause(error: BaseException) -> str:
+    """Returns the first line of the root cause, without TensorStore settings."""
+    *_, root = causes(error)
+    return first_line(root)[:_MAX_REASON_CHARS]

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
 from MaxText.checkpointing.history import (
@@ -445,7 +445,7 @@ class CheckpointManager:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
-            orbax_errors.silence_threads()
+            checkpoint_reader.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial()
             storage = self._config.checkpoint_storage

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.launchers.commands import Log
-from MaxText.launchers.options import LocalOptions
+from MaxText.config.keys import key
+from MaxText.launchers.commands import LaunchOptions, Log
 from MaxText.program_start import handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 from MaxText.storage.paths import parse_path
@@ -24,6 +24,16 @@ _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
 _DRAIN_SECONDS = 5.0
+
+
+class LocalOptions(LaunchOptions):
+    """local N: processes of this machine."""
+
+    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
+    supervise: bool = key(False, "Restart after a failure.")
+    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
+    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
+    log_dir: str = key("", "Log folder.")
 
 
 def supervise(

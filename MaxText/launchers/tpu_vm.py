@@ -1,6 +1,7 @@
 """Manages Cloud TPU VMs through gcloud."""
 
 import contextlib
+import os
 import shlex
 import subprocess
 import tarfile
@@ -10,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
+from MaxText.config.keys import Count, key
 from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands
-from MaxText.launchers.options import GcloudOptions
+from MaxText.launchers.commands import Commands, LaunchOptions, Repeated
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -22,6 +23,26 @@ _ARCHIVE = "maxtext.tar.gz"
 
 _QUEUED = "queued-resources"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
+
+
+class GcloudOptions(LaunchOptions):
+    """gcloud ACTION ...: Cloud TPU VMs."""
+
+    REQUIRED = ("name", "zone")
+
+    name: str = key("", "TPU VM name.")
+    zone: str = key("", "Zone of the TPU VM.")
+    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
+    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
+    version: str = key("", "Runtime version.")
+    spot: bool = key(False, "Preemptible, cheaper.")
+    gcloud: Repeated = key(())
+    """Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."""
+    max_attempts: Count = key(100, "Attempts while no capacity is available.")
+    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
+    tail: Count = key(50, "Number of log lines.")
+    follow: bool = key(False, "Stream new log lines.")
+    worker: str = key("all", "Worker to read logs from.")
 
 
 class TpuVm:

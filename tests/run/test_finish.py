@@ -9,7 +9,7 @@ from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.inference import decoding
 from MaxText.reports import report_writer
-from MaxText.run.finish import write_final_artifacts
+from MaxText.run.loop import write_final_artifacts
 
 
 @pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
