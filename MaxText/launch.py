@@ -1,6 +1,7 @@
 """Starts a run of several processes."""
 
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,13 @@ docs/reference/exit_codes.md."""
 PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
            "delete-queued")  # fmt: skip
-
+_ANY = "|".join(ACTIONS)
+# Place -> its operands, in words and as a pattern.
+OPERANDS = {
+    "local": ("the number of processes", r"[1-9]\d*"),
+    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})( ({_ANY}))*"),
+    "slurm": ("one of submit, status, stop", "submit|status|stop"),
+}
 
 log = functools.partial(print, flush=True)  # at once: other programs print between lines
 
@@ -55,24 +62,15 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
         raise ConfigurationError([ConfigIssue(what)])
     options, words = read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
-    if problem := _wrong_operands(place, operands):
-        words.problems.append(ConfigIssue(problem))
+    wanted, pattern = OPERANDS[place]
+    if not re.fullmatch(pattern, " ".join(operands)):
+        what = (
+            f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments "
+            "of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
+        )
+        words.problems.append(ConfigIssue(what))
     words.check()
     return place, options, operands
-
-
-def _wrong_operands(place: str, operands: Sequence[str]) -> str:
-    known = {"gcloud": ACTIONS, "slurm": ("submit", "status", "stop")}.get(place, ())
-    if place != "local" and operands and set(operands) <= set(known):
-        return "" if place == "gcloud" or len(operands) == 1 else "slurm does one thing at a time"
-    if place == "local" and len(operands) == 1:
-        is_count = operands[0].isdigit() and int(operands[0]) > 0
-        return "" if is_count else f"N must be an integer of at least 1, not {operands[0]}"
-    wanted = f"one or more of {', '.join(known)}" if known else "the number of processes"
-    return (
-        f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments of "
-        "train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
-    )
 
 
 def main() -> int:

@@ -5,7 +5,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -156,9 +156,10 @@ class CheckpointManager:
         """Waits for the save in progress; fails like `save`."""
         if self._saving is None:
             return
+        done = threading.Event()
+        threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
-            with self._warnings_while_blocked():
-                self._manager().wait_until_finished()
+            self._manager().wait_until_finished()
         except Exception as error:
             if not self._is_finalized(self._saving):
                 self._fail(error, is_last=is_last)
@@ -169,28 +170,18 @@ class CheckpointManager:
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
-        self._complete()
-
-    @contextlib.contextmanager
-    def _warnings_while_blocked(self) -> Iterator[None]:
-        began, done = time.monotonic(), threading.Event()
-
-        def warn() -> None:
-            while not done.wait(_WARNING_SECONDS):
-                self.log(
-                    f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the "
-                    f"checkpoint of step {self._saving} to {self.directory}; retrying. The process "
-                    "exits after heartbeat_timeout; rerun the command to resume from the newest "
-                    "checkpoint."
-                )
-
-        thread = threading.Thread(target=warn, daemon=True, name="slow-storage")
-        thread.start()
-        try:
-            yield
         finally:
             done.set()
-            thread.join()
+        self._complete()
+
+    def _warn_until(self, done: threading.Event) -> None:
+        began = time.monotonic()
+        while not done.wait(_WARNING_SECONDS):
+            self.log(
+                f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the checkpoint "
+                f"of step {self._saving} to {self.directory}; retrying. The process exits after "
+                "heartbeat_timeout; rerun the command to resume from the newest checkpoint."
+            )
 
     def _complete(self) -> None:
         if self._saving is not None:
@@ -315,10 +306,8 @@ class CheckpointManager:
         return next(iter(self.steps_to_resume()), None)
 
     def stored(self, step: int) -> StoredCheckpoint:
-        if step not in self._stored:
-            items = self.directory / str(step) / checkpoint_files.ITEMS
-            self._stored[step] = StoredCheckpoint(items, step)
-        return self._stored[step]
+        items = self.directory / str(step) / checkpoint_files.ITEMS
+        return self._stored.setdefault(step, StoredCheckpoint(items, step))
 
     def restore(
         self,

@@ -10,7 +10,6 @@ import jax
 from etils import epath
 
 from MaxText import program_start
-from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
@@ -108,6 +107,7 @@ def open_run_logger(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
+    given, chosen = flatten(config), flatten(config.model_copy(update={"model": model.config}))
     fields = {
         "run_name": run.run_name,
         "num_steps": num_steps,
@@ -128,19 +128,13 @@ def open_run_logger(
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
         "changed_keys": changed_keys(config),
-        "resolved_keys": _resolved_keys(config, model.config),
+        # What replaced `auto`, such as the dtype.
+        "resolved_keys": {key: value for key, value in chosen.items() if value != given[key]},
     }
     emit_start(events, restored, fields)
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
-
-
-def _resolved_keys(config: Config, resolved: ModelConfig) -> dict[str, Any]:
-    """Returns what replaced `auto`, such as the dtype, by key."""
-    given = flatten(config)
-    chosen = flatten(config.model_copy(update={"model": resolved}))
-    return {key: value for key, value in chosen.items() if value != given[key]}
 
 
 def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
-from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
+from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
 
 Log = Callable[[str], None]
@@ -72,10 +72,26 @@ def restore_or_initialize(
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
-        restored = _grow(resolved.growth, abstract_state, initialize)
+        growth, state = resolved.growth, initialize()
+        source, moments = growth.source, state.opt_state
+        if growth.opt_state != "zeroed":
+            moments = grow_opt_state(growth, abstract_state.opt_state, moments)
+        params = grow_params(growth, abstract_state.params, state.params)
+        state = dataclasses.replace(state, params=params, opt_state=moments)
+        words = f"parameters grown from {source.folder}"
+        restored = RestoreResult(
+            state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
+        )
     elif config.load_parameters_path:
-        restored = _load_parameters(
-            config.load_parameters_path, abstract_state, initialize, config_flat, log
+        given = open_pretrained(
+            config.load_parameters_path, "load_parameters_path", abstract_state.params,
+            config_flat, log,
+        )  # fmt: skip
+        # Drops the fresh parameters before reading the stored ones: one copy in memory.
+        state = dataclasses.replace(initialize(), params=None)
+        state = dataclasses.replace(state, params=given.read())
+        restored = RestoreResult(
+            state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
         )
     else:
         restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
@@ -163,37 +179,6 @@ def _load_full_state(
         state, int(state.step), position, f"full state of {stored}", "full_state",
         metadata, str(stored), stored.step,
     )  # fmt: skip
-
-
-def _load_parameters(
-    path: str,
-    abstract_state: Any,
-    initialize: Callable[[], Any],
-    config_flat: Mapping[str, Any],
-    log: Log,
-) -> RestoreResult:
-    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, log)
-    # Drops the fresh parameters before reading the stored ones: one copy in memory.
-    state = dataclasses.replace(initialize(), params=None)
-    state = dataclasses.replace(state, params=given.read())
-    return RestoreResult(
-        state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
-    )
-
-
-def _grow(
-    growth: PendingGrowth, abstract_state: Any, initialize: Callable[[], Any]
-) -> RestoreResult:
-    state, source = initialize(), growth.source
-    moments = state.opt_state
-    if growth.opt_state != "zeroed":
-        moments = grow_opt_state(growth, abstract_state.opt_state, moments)
-    params = grow_params(growth, abstract_state.params, state.params)
-    state = dataclasses.replace(state, params=params, opt_state=moments)
-    words = f"parameters grown from {source.folder}"
-    return RestoreResult(
-        state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
-    )
 
 
 def restore_data_position(

@@ -7,7 +7,6 @@ unchanged for `timeout_seconds` belongs to a dead owner.
 import atexit
 import contextlib
 import datetime
-import errno
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
-from MaxText.storage.errors import is_unavailable
 from MaxText.storage.file_access import file_system
 from MaxText.storage.paths import is_object_store_path, parse_path
 
@@ -46,13 +44,10 @@ def create_run_folder(path: epath.PathLike) -> epath.Path:
     try:
         check_writable(folder)
     except OSError as error:
-        remedy = "Choose another base_output_directory (or run_name)"
-        remedy += ", or free disk space there." if error.errno == errno.ENOSPC else "."
-        if is_object_store_path(path):
-            remedy += " Check the bucket's name and that this machine can reach it."
-        if is_unavailable(error):
-            remedy = "Rerun the command once it responds."
-        raise UserError(f"cannot write to the run folder {folder}: {error}. {remedy}") from error
+        raise UserError(
+            f"cannot write to the run folder {folder}: {error}. Check that its disk has space, or "
+            "that its bucket exists and responds; or choose another base_output_directory."
+        ) from error
     finally:
         waiting.cancel()
     return folder
