@@ -11,15 +11,10 @@ from typing import Any
 import jax
 from etils import epath
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader, history
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.history import (
-    HealthyCheckpoints,
-    Rollback,
-    read_rollbacks,
-    write_rollbacks,
-)
+from MaxText.checkpointing.history import HealthyCheckpoints, Rollback
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
@@ -257,7 +252,7 @@ class CheckpointManager:
         if not self._config.enable_checkpointing:
             return ()
         if self._rollbacks is None:
-            self._rollbacks = read_rollbacks(self.directory, self.log)
+            self._rollbacks = history.read_rollbacks(self.directory, self.log)
         return self._rollbacks
 
     def record_rollback(self, rollback: Rollback) -> None:
@@ -271,7 +266,7 @@ class CheckpointManager:
         if jax.process_index() != 0:
             return
         try:
-            write_rollbacks(self.directory, self._rollbacks)
+            history.write_rollbacks(self.directory, self._rollbacks)
         except OSError as error:
             self.log(
                 f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
@@ -326,15 +321,10 @@ class CheckpointManager:
             path = stored.json_path(checkpoint_files.METADATA)
             raise CheckpointCorruptedError(f"{path}: no metadata")
         position = stored.position()
-        state = checkpoint_reader.restore_state(
-            stored,
-            abstract_state,
-            config_flat or {},
-            log,
-            is_same_run=True,
-            storage=self._config.checkpoint_storage,
+        reader = checkpoint_reader.CheckpointReader(
+            stored, config_flat or {}, log, True, self._config.checkpoint_storage
         )
-        return state, position, metadata
+        return reader.restore_state(abstract_state), position, metadata
 
     def try_restore(
         self, step: int, *arguments: Any, **keywords: Any

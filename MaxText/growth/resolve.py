@@ -14,15 +14,8 @@ from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import (
-    GrowthPlan,
-    Mode,
-    Record,
-    existing_slots,
-    from_metadata,
-    make_record,
-    sizes,
-)
+from MaxText.growth import growth_plan
+from MaxText.growth.growth_plan import GrowthPlan, Mode, Record
 from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 
@@ -52,7 +45,7 @@ class ResolvedGrowth:
 
     @property
     def existing_slots(self) -> dict[str, int]:
-        return existing_slots(self.record)
+        return growth_plan.existing_slots(self.record)
 
     @property
     def existing_slots_lr_scale(self) -> float:
@@ -88,7 +81,7 @@ def _as_recorded(
     """Resolves a run with a restored full state, its own or another's."""
     newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
     metadata = next(filter(None, newest_first), {})
-    record = from_metadata(metadata)
+    record = growth_plan.from_metadata(metadata)
     # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
     keys = inherited_zoom(stored_config(metadata), config)
@@ -107,7 +100,7 @@ def _recorded_rate(
     is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth.existing_slots_lr_scale
-    if record is None or not existing_slots(record):
+    if record is None or not growth_plan.existing_slots(record):
         _refuse_rate(config, f"the run of {stored}")
         return record, {}
     recorded = record["existing_slots_lr_scale"]
@@ -149,12 +142,12 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
     if not growth.changes:
         return _resolve_without_change(config, source, keys, lines)
-    record = make_record(growth, checkpoint, keys)
+    record = growth_plan.make_record(growth, checkpoint, keys)
     position = None
     if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
     asked = PendingGrowth(source, growth, mode, checkpoint.growth.opt_state, position)
-    changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
+    changed = ", ".join(f"{name} {words}" for name, words in growth_plan.sizes(record).items())
     changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
         changed_lines.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
@@ -174,14 +167,17 @@ def _resolve_without_change(
             )
     # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
-    record = from_metadata(source.metadata) if grown_by_itself else None
+    record = growth_plan.from_metadata(source.metadata) if grown_by_itself else None
     if record:
         rate = checkpoint.growth.existing_slots_lr_scale
         record = {**record, "existing_slots_lr_scale": 1.0 if rate is None else rate}
-    if not existing_slots(record):
+    if not growth_plan.existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
     if keys:
-        record = {**(record or make_record(GrowthPlan({}), checkpoint, keys)), "zoom": dict(keys)}
+        record = {
+            **(record or growth_plan.make_record(GrowthPlan({}), checkpoint, keys)),
+            "zoom": dict(keys),
+        }
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 

@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import import_modules
@@ -172,9 +173,8 @@ def _load_full_state(
             position = stored.position()
         else:
             log(f"  {stored} has no data position: data begins at its step")
-        state = checkpoint_reader.restore_state(
-            stored, abstract_state, config_flat, log, storage=config.checkpoint_storage
-        )
+        reader = CheckpointReader(stored, config_flat, log, storage=config.checkpoint_storage)
+        state = reader.restore_state(abstract_state)
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
         metadata, str(stored), stored.step,
