@@ -39,9 +39,11 @@ _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = False) -> None:
     """Takes over Ctrl-C until `leave_to_python` or another handler.
 
-    Only if the module `importer` was started; `also_sigterm` exits with a preemption's code.
+    Only if the module with the __name__ `importer` was started, not imported; `also_sigterm` exits
+    with a preemption's code.
     """
-    if not is_program(importer):
+    command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
+    if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
@@ -99,12 +101,6 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
     finally:
         for number, old in before.items():
             signal.signal(number, old)
-
-
-def is_program(importer: str) -> bool:
-    """Returns whether the module of this __name__ was started, not imported."""
-    command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
-    return importer == "__main__" or os.path.basename(sys.argv[0]) == command
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

@@ -217,10 +217,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            loop.write_final_artifacts(
-                run_folder, config, run_logger, train_batches, setup, training.state, sharding,
-                training.eval_loss,
-            )  # fmt: skip
+            training.finish(run_folder, setup)
             end.reason = loop.COMPLETED
     if end.message:
         print(end.message, file=sys.stderr)

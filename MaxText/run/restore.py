@@ -59,7 +59,7 @@ def restore_or_initialize(
             "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
-    _log_order(checkpoints, config, steps, log)
+    _log_order(checkpoints, config, log)
     began = time.perf_counter()
     if steps:
         newest = checkpoints.stored(steps[0])
@@ -69,7 +69,7 @@ def restore_or_initialize(
                 "resumed. Start another run_name with "
                 f"load_parameters_path={newest.folder.parent.parent}."
             )
-        restored = _resume(checkpoints, steps, abstract_state, config_flat, log)
+        restored = _resume(checkpoints, abstract_state, config_flat, log)
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
@@ -113,16 +113,14 @@ def restore_or_initialize(
     )
 
 
-def _log_order(
-    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], log: Log
-) -> None:
+def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
-    own = f"step {steps[0]}" if steps else "none"
-    own += f" in {checkpoints.directory}"
+    newest = checkpoints.latest_step()
+    own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
     rows = [
-        ("checkpoint of this run", own, bool(steps)),
+        ("checkpoint of this run", own, newest is not None),
         ("load_full_state_path", full or "not set", bool(full)),
         ("load_parameters_path", params or "not set", bool(params)),
         ("scratch", "new parameters from init_weights_seed", True),
@@ -137,14 +135,10 @@ def _log_order(
 
 
 def _resume(
-    checkpoints: CheckpointManager,
-    steps: list[int],
-    abstract_state: Any,
-    config_flat: Mapping[str, Any],
-    log: Log,
+    checkpoints: CheckpointManager, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
 ) -> RestoreResult:
     failures = []
-    for step in steps:
+    for step in checkpoints.steps_to_resume():
         restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, log)
         if restored is not None:
             state, position, metadata = restored

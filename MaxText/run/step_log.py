@@ -41,7 +41,7 @@ class MetricLogger:
         self._observe = observe
         self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
         self._newest: Mapping[str, Any] | None = None
-        self._newest_step = -1
+        self.newest_step: int | None = None  # the last dispatched step
         self._waiting = False  # whether the newest step is unreported
         self._reported_step = -1
         self._has_reported = False
@@ -53,7 +53,7 @@ class MetricLogger:
         if self._has_reported:
             self._run_logger.trend.roll_back()
         self._losses = []
-        self._newest, self._newest_step, self._waiting = None, -1, False
+        self._newest, self.newest_step, self._waiting = None, None, False
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
 
@@ -62,13 +62,8 @@ class MetricLogger:
         self.flush()
         names = (*_AVERAGED, "skipped")
         self._losses.append({name: metrics[name] for name in names if name in metrics})
-        self._newest, self._newest_step = metrics, step
+        self._newest, self.newest_step = metrics, step
         self._waiting = step % self._period == 0 or step == self._last_step
-
-    @property
-    def newest_step(self) -> int | None:
-        """The last dispatched step, or None."""
-        return None if self._newest is None else self._newest_step
 
     @property
     def idle_seconds(self) -> float:
@@ -77,10 +72,10 @@ class MetricLogger:
 
     def flush(self) -> None:
         """Reports a pending step; raises TrainingDivergedError on a bad loss."""
-        if not self._waiting:
+        step = self.newest_step
+        if not self._waiting or step is None:
             return
         self._waiting = False
-        step = self._newest_step
         metrics = {
             name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
         }
@@ -137,7 +132,7 @@ class MetricLogger:
         Called before a checkpoint, so that no broken state is saved and the rows cover every step
         that a restart does not repeat, and at the end of the run.
         """
-        self._waiting = self._newest_step > self._reported_step
+        self._waiting = self.newest_step != self._reported_step
         self.flush()
 
     @contextlib.contextmanager

@@ -73,7 +73,7 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
     Raises UserError if another process holds it.
     """
     if is_object_store_path(run_folder):
-        lease = Lease(f"{run_folder}/{_LOCK_FILE}", this_process())
+        lease = Lease(f"{run_folder}/{_LOCK_FILE}")
         lease.acquire()
         _locks.append(lease)
         return
@@ -91,7 +91,7 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
     except OSError:
         return  # the file system has no locks
     _locks.append(lock)
-    path.write_text(json.dumps(this_process()))
+    path.write_text(json.dumps(_this_process()))
 
 
 def unlock_run_folder() -> None:
@@ -106,7 +106,6 @@ class Lease:
     def __init__(
         self,
         url: str,
-        holder: dict[str, Any],
         *,
         renewal_seconds: float = 5.0,
         timeout_seconds: float = 30.0,
@@ -120,8 +119,7 @@ class Lease:
         self._is_advisory = is_advisory
         self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
         self._takeover_seconds = takeover_seconds
-        self._url, self._holder = url, holder
-        self._token = uuid.uuid4().hex
+        self._url, self._holder, self._token = url, _this_process(), uuid.uuid4().hex
         self._renewals, self._watched = 0, ""
         self._over = threading.Event()
         self._storage, self._path = file_system(url)
@@ -219,8 +217,7 @@ def describe_holder(holder: Any) -> str:
         return "another process"
 
 
-def this_process() -> dict[str, Any]:
-    """Returns the facts of a holder."""
+def _this_process() -> dict[str, Any]:
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "process": os.getpid(), "started": started}
 

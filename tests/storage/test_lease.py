@@ -12,7 +12,7 @@ import pytest
 
 from MaxText.exit_codes import USER_ERROR
 from MaxText.storage import run_folder
-from MaxText.storage.run_folder import Lease, this_process
+from MaxText.storage.run_folder import Lease
 from tests.programs import ended, started, wait_for
 from tests.refusals import refused
 from tests.small_models import some_quick
@@ -23,10 +23,10 @@ QUICK = {"renewal_seconds": 0.2, "timeout_seconds": 1.0, "takeover_seconds": 0.1
 HOLDER = f"""
 import sys, time
 from MaxText.storage.paths import register_filesystems
-from MaxText.storage.run_folder import Lease, this_process
+from MaxText.storage.run_folder import Lease
 
 register_filesystems("a test")
-Lease(sys.argv[1], this_process(), is_advisory="advisory" in sys.argv, **{QUICK}).acquire()
+Lease(sys.argv[1], is_advisory="advisory" in sys.argv, **{QUICK}).acquire()
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -39,7 +39,7 @@ def lock(bucket):
 
 @pytest.fixture
 def hold(lock):
-    held = Lease(lock, this_process(), **QUICK)
+    held = Lease(lock, **QUICK)
     yield held.acquire
     held.release()
 
