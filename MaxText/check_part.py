@@ -3,7 +3,6 @@
 import contextlib
 import io
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,6 @@ _FLAGS = (
     f"--xla_force_host_platform_device_count={_DEVICES} --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
-_SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
 
 
 def main() -> int:
@@ -73,16 +71,15 @@ def main() -> int:
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     """Imports a module and returns its registered parts."""
-    found = _SPEC.fullmatch(spec)
-    assert found is not None
+    module, _, name = spec.partition(":")
     before = set(registry.registrations())
-    keys["import_modules"] = [found["module"]]
+    keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
     parts = [one for one in registry.registrations() if one not in before] or [
         one for one in registry.registrations() if not one.is_built_in
     ]
-    if found["name"]:
-        parts = [one for one in parts if found["name"] in (one.target.__name__, one.name)]
+    if name:
+        parts = [one for one in parts if name in (one.target.__name__, one.name)]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts

@@ -240,7 +240,10 @@ def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> 
         return inherited_zoom(stored, config)
     if not _places(config) or config.model.pattention.normalize_type not in ZOOMED:
         return {}
-    zooms = _source_zoom_dims(stored, growth, config)
+    zooms = _zooms(stored, config) if stored else _fixed_zooms(config)
+    for name, slots in growth.stored_slots.items():  # unless a configuration says otherwise
+        if place := slot_place(name):
+            zooms.setdefault(place, float(slots))
     wrong = [
         f"zoom_dims.{place} {zooms[place]:g}, not {own:g}"
         for place, own in _fixed_zooms(config).items()
@@ -302,17 +305,6 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     # A checkpoint of an earlier version may hold keys that were removed since.
     current = renamed(values)
     return unflatten({name: value for name, value in current.items() if name in all_keys()})
-
-
-def _source_zoom_dims(
-    stored: Config | None, growth: GrowthPlan, config: Config
-) -> dict[SlotPlace, float]:
-    """Returns place -> zoom in training, by slots if `stored` is unknown."""
-    if stored is not None:
-        return _zooms(stored, config)
-    slots = {slot_place(name): float(number) for name, number in growth.stored_slots.items()}
-    zooms: dict[SlotPlace, float] = {place: slots[place] for place in _places(config)}
-    return zooms | _fixed_zooms(config)
 
 
 def _zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:

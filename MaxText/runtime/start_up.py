@@ -97,14 +97,13 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_certain:
             return [f"single process: {found.source} lists no others ({first_line(error)})"]
-        which = f"{found.source} describes several processes, and connecting them failed"
+        which, over = "this process", ""
         if found.num_processes is not None:
-            which = (
-                f"process {found.process_id} of {found.num_processes} (by {found.source}) could "
-                f"not be connected with the others over {found.address}"
-            )
+            which = f"process {found.process_id} of {found.num_processes}"
+            over = f" over {found.address}"
         raise UserError(
-            f"{which}: {first_line(error)}\n"
+            f"{which} (by {found.source}) could not be connected with the others{over}: "
+            f"{first_line(error)}\n"
             f"  What to do: check that all {found.num_processes or ''} processes are started, with "
             "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
             "and that its port is free and open. Processes wait for each other for "
