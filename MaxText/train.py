@@ -175,9 +175,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
-    from MaxText.run.records import open_run_logger
+    from MaxText.run.records import MetricLogger, open_run_logger
     from MaxText.run.rollback import RollbackController
-    from MaxText.run.step_log import MetricLogger
 
     run_logger = open_run_logger(
         config, run_folder, restored, setup, batch_schedule, train_batches, devices, last_step,

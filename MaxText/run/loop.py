@@ -19,10 +19,9 @@ from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import ShardingPlan
-from MaxText.run.records import RunLogger
+from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
-from MaxText.run.step_log import MetricLogger
 from MaxText.runtime import processes
 from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 from MaxText.runtime.preemption import PreemptionHandler

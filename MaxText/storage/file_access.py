@@ -240,9 +240,7 @@ def file_info(path: str) -> FileInfo:
 
 
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
-    """Returns `file_info` of each path, remote ones concurrently."""
-    if not any(map(is_url, paths)):
-        return [file_info(path) for path in paths]
+    """Returns `file_info` of each path, concurrently."""
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
         return list(threads.map(file_info, paths))
 

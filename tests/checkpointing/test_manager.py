@@ -27,7 +27,7 @@ def save_steps(checkpoints, state, steps, metadata=None):
             checkpoints.save(
                 step, state, position, metadata or checkpoint_metadata(CONFIG, state.params)
             )
-    checkpoints.wait()
+    checkpoints.last_healthy()  # waits
     return state, kept
 
 
