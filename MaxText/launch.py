@@ -40,7 +40,7 @@ PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
            "delete-queued")  # fmt: skip
 _ANY = "|".join(ACTIONS)
-# Place -> its operands, in words and as a pattern.
+# Place -> its operands, for messages and as a pattern.
 OPERANDS = {
     "local": ("the number of processes", r"[1-9]\d*"),
     "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})( ({_ANY}))*"),

@@ -1,4 +1,4 @@
-"""Start of a program: signals during imports, malloc settings, launch time.
+"""Start of a program: signals during imports, malloc, launch time.
 
 Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
 exit without a traceback.

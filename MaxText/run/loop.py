@@ -1,4 +1,4 @@
-"""The training loop: batch, step, evaluation, checkpoint; the end of a run."""
+"""The training loop: batch, step, evaluation, checkpoint, end."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,6 @@
-"""Start-up: platform, processes and devices; importing it does not import JAX.
+"""Start-up: platform, processes and devices.
 
-The processes of a run are detected from environment variables.
+Importing it does not import JAX. The processes of a run are detected from environment variables.
 
   JAX_NUM_PROCESSES, JAX_PROCESS_ID                JAX's names; launch.py local
   NNODES, NODE_RANK                                MaxText's, of GPU nodes
