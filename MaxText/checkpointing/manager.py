@@ -136,10 +136,14 @@ class CheckpointManager:
             self._complete()
         return saved
 
+    def wait(self) -> None:
+        """Blocks until the background save completes; UserError if it failed."""
+        self._finish(is_last=True)
+
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed."""
         try:
-            self._finish(is_last=True)
+            self.wait()
         finally:
             self._close_manager()
 

@@ -27,7 +27,7 @@ def save_steps(checkpoints, state, steps, metadata=None):
             checkpoints.save(
                 step, state, position, metadata or checkpoint_metadata(CONFIG, state.params)
             )
-    checkpoints.last_healthy()  # waits
+    checkpoints.wait()
     return state, kept
 
 

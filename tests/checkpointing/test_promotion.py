@@ -56,7 +56,7 @@ def killed(tmp_path):
     """A run killed after update 11: checkpoints 0, 4 and 8 are good or not by what followed."""
     checkpoints = open_run(tmp_path)
     train(checkpoints, range(11), period=4)  # 4 was followed by 6 updates, 8 by 2
-    checkpoints.last_healthy()  # waits
+    checkpoints.wait()
     checkpoints.update_health(11, healthy=False)
     del checkpoints  # not closed: nothing more is written
     return tmp_path
@@ -113,7 +113,7 @@ def test_a_rollback_deletes_later_checkpoints(tmp_path):
 def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=5, max_to_keep=2)
     train(checkpoints, range(12), period=2)
-    checkpoints.last_healthy()  # waits
+    checkpoints.wait()
     assert checkpoints.steps() == [4, 6, 8, 10]  # 4 was good when 10 was saved, 6 the next
     checkpoints.promote(1_000)  # there is none
     assert checkpoints.last_healthy() == 6
