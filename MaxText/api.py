@@ -70,9 +70,9 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
       RuntimeError: the run diverged.
     """
     from MaxText import exit_codes
-    from MaxText.checkpointing.run_folder import unlock_run_folder
     from MaxText.runtime.preemption import PreemptionHandler
     from MaxText.storage.paths import parse_path
+    from MaxText.storage.run_folder import unlock_run_folder
     from MaxText.train import train as run
 
     try:

@@ -3,9 +3,7 @@
 import contextlib
 import io
 import os
-import re
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
@@ -45,12 +43,11 @@ _FLAGS = (
     f"--xla_force_host_platform_device_count={_DEVICES} --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
-_SPEC = re.compile(r"(?P<module>.+?)(?::(?P<name>\w+))?")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Returns 0 if all checks pass, 1 if not."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    arguments = sys.argv[1:]
     if not arguments:
         print(USAGE.strip())
         return exit_codes.USER_ERROR
@@ -74,16 +71,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     """Imports a module and returns its registered parts."""
-    found = _SPEC.fullmatch(spec)
-    assert found is not None
+    module, _, name = spec.partition(":")
     before = set(registry.registrations())
-    keys["import_modules"] = [found["module"]]
+    keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
     parts = [one for one in registry.registrations() if one not in before] or [
         one for one in registry.registrations() if not one.is_built_in
     ]
-    if found["name"]:
-        parts = [one for one in parts if found["name"] in (one.target.__name__, one.name)]
+    if name:
+        parts = [one for one in parts if name in (one.target.__name__, one.name)]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts

@@ -7,11 +7,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.sources import YAML_PATH
 from MaxText.experiments.compare_args import CompareOptions, parse_args
@@ -34,7 +33,7 @@ docs/how-to/compare_architectures.md says how budgets are solved and how differe
 _INTERRUPTED = "Interrupted. Run the same command to resume."
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or failed run, 130 Ctrl-C."""
     arguments = sys.argv[1:]
     # Questions are about one configuration: the first.
@@ -48,7 +47,6 @@ def main() -> int:
         except SystemExit:  # SIGTERM
             print(_INTERRUPTED, file=sys.stderr)
             raise
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -7,11 +7,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.conversion.request import GROW, ConvertOptions, parse_arguments
 
@@ -32,7 +31,7 @@ train_and_grow_tokenformer.md): growth.mode=..., slot_num=..., base_num_decoder_
 """
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or unfit weights, 130 Ctrl-C."""
     arguments = sys.argv[1:] or ["--help"]
     rest = [word for word in arguments if word != GROW]
@@ -44,7 +43,6 @@ def main() -> int:
         else:
             from MaxText.conversion.convert import convert
         convert(asked, lambda line: print(line, flush=True))
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

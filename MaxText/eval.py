@@ -7,16 +7,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
-from MaxText.runtime import process_start
-
-if early_signals.is_program(__name__):
-    process_start.reexec_with_malloc_tuning()
-
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.inference import checkpoint_config
 from MaxText.runtime import start_up
@@ -34,7 +28,7 @@ Without a config file the weights bring their own configuration, data and tokeni
 docs/reference/metrics.md."""
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error, 130 Ctrl-C."""
     loaded = command_line.parse("eval.py", sys.argv[1:], USAGE, load=checkpoint_config.load)
     start_up.choose_platform(loaded.config.run.hardware)
@@ -43,7 +37,6 @@ def main() -> int:
 
         write = command_line.stdout_writer()
         evaluate(loaded, lambda line: write(line + "\n"))
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Count, key
-from MaxText.config.loading import LoadedConfig, Source
+from MaxText.config.loading import Source
 from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import ARGUMENT, YAML_PATH
 
@@ -51,19 +50,7 @@ def with_dataset(arguments: Sequence[str]) -> list[str]:
     return list(arguments)
 
 
-def run(loaded: LoadedConfig, options: InspectOptions) -> None:
-    """Prints the requested information."""
-    from MaxText.input_pipeline.inspect_dataset import Inspection
-
-    has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT
-    inspection = Inspection(loaded.config, options.num_devices, has_model, print)
-    if options.step is None:
-        inspection.show_statistics(options.sample)
-    else:
-        inspection.show_batch(options.step)
-
-
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or unusable data, 130 Ctrl-C."""
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,8 +58,14 @@ def main() -> int:
         loaded, options, _ = command_line.parse_with_options(
             "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
         )
-        run(loaded, options)
-    return exit_codes.SUCCESS
+        from MaxText.input_pipeline.inspect_dataset import Inspection
+
+        has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT
+        inspection = Inspection(loaded.config, options.num_devices, has_model, print)
+        if options.step is None:
+            inspection.show_statistics(options.sample)
+        else:
+            inspection.show_batch(options.step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Starts a run of several processes."""
 
 import functools
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
 from MaxText.config.problems import ConfigIssue, ConfigurationError
@@ -20,9 +21,9 @@ from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, resolve_run_args, train_command
-from MaxText.launchers.local_processes import free_port, process_env
-from MaxText.launchers.options import PLACES, GcloudOptions, LocalOptions, SlurmOptions
-from MaxText.launchers.tpu_vm import TpuVm
+from MaxText.launchers.slurm import SlurmOptions
+from MaxText.launchers.supervision import LocalOptions
+from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
 
@@ -35,9 +36,16 @@ What follows -- are the arguments of train.py. --dry-run prints the commands and
 Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
 docs/reference/exit_codes.md."""
 
+PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
            "delete-queued")  # fmt: skip
-
+_ANY = "|".join(ACTIONS)
+# Place -> its operands, for messages and as a pattern.
+OPERANDS = {
+    "local": ("the number of processes", r"[1-9]\d*"),
+    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})( ({_ANY}))*"),
+    "slurm": ("one of submit, status, stop", "submit|status|stop"),
+}
 
 log = functools.partial(print, flush=True)  # at once: other programs print between lines
 
@@ -54,24 +62,15 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
         raise ConfigurationError([ConfigIssue(what)])
     options, words = read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
-    if problem := _wrong_operands(place, operands):
-        words.problems.append(ConfigIssue(problem))
+    wanted, pattern = OPERANDS[place]
+    if not re.fullmatch(pattern, " ".join(operands)):
+        what = (
+            f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments "
+            "of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
+        )
+        words.problems.append(ConfigIssue(what))
     words.check()
     return place, options, operands
-
-
-def _wrong_operands(place: str, operands: Sequence[str]) -> str:
-    known = {"gcloud": ACTIONS, "slurm": ("submit", "status", "stop")}.get(place, ())
-    if place != "local" and operands and set(operands) <= set(known):
-        return "" if place == "gcloud" or len(operands) == 1 else "slurm does one thing at a time"
-    if place == "local" and len(operands) == 1:
-        is_count = operands[0].isdigit() and int(operands[0]) > 0
-        return "" if is_count else f"N must be an integer of at least 1, not {operands[0]}"
-    wanted = f"one or more of {', '.join(known)}" if known else "the number of processes"
-    return (
-        f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments of "
-        "train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
-    )
 
 
 def main() -> int:
@@ -94,9 +93,10 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     run, number = resolve_run_args(train_args), int(operands[0])
     command = [*train_command(), *run.arguments]
     if options.dry_run:
-        commands, port = Commands(log, dry_run=True), free_port()
+        commands, port = Commands(log, dry_run=True), supervision.free_port()
         for process in range(number):
-            environment = process_env({}, number, process, port, options.devices_per_process)
+            devices = options.devices_per_process
+            environment = supervision.process_env({}, number, process, port, devices)
             settings = [f"{name}={value}" for name, value in environment.items()]
             commands.run([*(["env", *settings] if settings else []), *command])
         return 0

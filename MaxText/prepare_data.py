@@ -8,11 +8,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.input_pipeline.token_store.manifest import describe
@@ -34,7 +33,7 @@ More kinds of text, records and Apache Beam: docs/how-to/prepare_data.md.
 """
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error, 130 Ctrl-C."""
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
@@ -49,7 +48,6 @@ def main() -> int:
                 place = shlex.quote(f"dataset_path={path}")
                 size = f"vocab_size={manifest.tokenizer.vocab_size}"
                 print(f"Train on it:\n  {train} model_name=gpt2-124m {size} {place}")
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ from typing import Annotated
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue
@@ -106,7 +105,7 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
     return is_running
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or unreadable run, 130 Ctrl-C."""
     # A path may contain characters that the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +115,6 @@ def main() -> int:
         runs, options = parse(arguments)
         while report(runs, options) and options.watch:
             time.sleep(options.watch)
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

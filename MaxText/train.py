@@ -4,7 +4,6 @@ The whole program, top to bottom: configuration, text, devices, model, data, com
 starting point, loop, final outputs.
 """
 
-import dataclasses
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,9 @@ from contextlib import ExitStack
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__, also_sigterm=True)  # before the slow imports
-
-from MaxText.runtime import process_start
-
-if early_signals.is_program(__name__):
-    process_start.reexec_with_malloc_tuning()
+program_start.install(__name__, also_sigterm=True, tune_malloc=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
@@ -65,9 +59,9 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Run folder and text, before anything slow ------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
-    from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
     from MaxText.config.serialization import flatten
     from MaxText.input_pipeline.data_sources import prepare_sources
+    from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
     if run.log_config:
@@ -181,10 +175,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
-    from MaxText.run.finish import write_final_artifacts
-    from MaxText.run.records import open_run_logger
+    from MaxText.run.records import MetricLogger, open_run_logger
     from MaxText.run.rollback import RollbackController
-    from MaxText.run.step_log import MetricLogger
 
     run_logger = open_run_logger(
         config, run_folder, restored, setup, batch_schedule, train_batches, devices, last_step,
@@ -212,7 +204,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         end = stack.enter_context(loop.recorded_end(run_logger, metric_logger, watchdog))
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as fields:
-            fields |= dataclasses.asdict(compiling.result())
+            fields |= compiling.result()
         reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
         is_healthy = rollback.is_healthy and not run_logger.trend.diverged
         if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
@@ -224,10 +216,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            write_final_artifacts(
-                run_folder, config, run_logger, train_batches, setup, training.state, sharding,
-                training.eval_loss,
-            )  # fmt: skip
+            training.finish(run_folder, setup)
             end.reason = loop.COMPLETED
     if end.message:
         print(end.message, file=sys.stderr)

@@ -7,11 +7,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from MaxText import early_signals
+from MaxText import program_start
 
-early_signals.install(__name__)  # before the slow imports
+program_start.install(__name__)  # before the slow imports
 
-from MaxText import exit_codes
 from MaxText.config import command_line
 from MaxText.cost import targets
 
@@ -26,7 +25,7 @@ Prints memory by cause, FLOPs, bytes, communication, and the compiler's time est
 docs/how-to/compile_ahead_of_time.md has the machines and the rules."""
 
 
-def main() -> int:
+def main() -> None:
     """Exit codes: 0 done, 2 user error or too little memory, 130 Ctrl-C."""
     config = command_line.parse("train_compile.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Nothing was written."):
@@ -36,7 +35,6 @@ def main() -> int:
         from MaxText.cost.ahead_of_time import train_compile
 
         train_compile(config, target, lambda line: print(line, flush=True))
-    return exit_codes.SUCCESS
 
 
 if __name__ == "__main__":

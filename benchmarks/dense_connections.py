@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.runtime import process_start, start_up  # noqa: E402
+from MaxText import program_start  # noqa: E402
+from MaxText.runtime import start_up  # noqa: E402
 
 
 def shape(
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--topology", help="of a TPU to compile for, as v5p:2x2x1")
     parser.add_argument("--chips", type=int, default=1, help="of the topology, for fsdp")
     options = parser.parse_args()
-    process_start.reexec_with_malloc_tuning()
+    program_start.reexec_with_malloc_tuning()
     if options.topology:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Else libtpu asks the network what machine this is.

@@ -18,7 +18,8 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from MaxText.runtime import process_start, start_up  # noqa: E402
+from MaxText import program_start  # noqa: E402
+from MaxText.runtime import start_up  # noqa: E402
 
 JOBS = {"small": (6, 384, 6, 8192, 256, 16), "big": (12, 768, 12, 50304, 512, 4)}
 
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--no-first-step", action="store_true")
     options = parser.parse_args()
-    process_start.reexec_with_malloc_tuning()
+    program_start.reexec_with_malloc_tuning()
     print(*start_up.choose_platform("auto"), sep="\n")
     if not options.no_first_step:
         first_step()

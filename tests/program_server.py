@@ -92,7 +92,8 @@ def serve(control: socket.socket) -> dict | None:
 
 def become(request: dict) -> None:
     """Runs the program of a request in this process, as the interpreter would."""
-    from MaxText.runtime import compilation_cache, process_start
+    from MaxText import program_start
+    from MaxText.runtime import compilation_cache
 
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -107,7 +108,7 @@ def become(request: dict) -> None:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     ignored = request["ignores_ctrl_c"]  # by the caller; the server may have started otherwise
     signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
-    importlib.reload(process_start)  # reads the time
+    importlib.reload(program_start)  # reads the time
     compilation_cache._SHORTEST_KEPT = 0.0
     first, *rest = request["arguments"]
     if first == "-c":

@@ -129,20 +129,19 @@ def with_digests(
 
 
 def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointMetadata:
-    integrity = metadata.get(_INTEGRITY)
-    path = stored.json_path(METADATA)
-    parts = [value for value in metadata.values() if isinstance(value, dict)]
-    if integrity is None and any({"arrays", "metadata"} <= value.keys() for value in parts):
-        # A bit flip in the key's name.
-        raise CheckpointCorruptedError(f"{path}: its checksums have another name")
+    path, integrity = stored.json_path(METADATA), metadata.get(_INTEGRITY)
     if integrity is not None:
-        arrays = integrity.get("arrays") if isinstance(integrity, dict) else None
-        if not isinstance(arrays, dict) or not all(isinstance(x, str) for x in arrays.values()):
-            raise CheckpointCorruptedError(f"{path}: not what was saved")
-        kept = {name: value for name, value in integrity.items() if name != "metadata"}
-        if _digest({**metadata, _INTEGRITY: kept}) != integrity.get("metadata"):
+        saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
+        if _digest(metadata) != saved:
             raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
         del metadata[_INTEGRITY]
+    elif any(
+        {"arrays", "metadata"} <= set(value)
+        for value in metadata.values()
+        if isinstance(value, dict)
+    ):
+        # A bit flip in the key's name.
+        raise CheckpointCorruptedError(f"{path}: its checksums have another name")
     version = metadata.get("schema_version", SCHEMA_VERSION)
     if isinstance(version, int) and version > SCHEMA_VERSION:
         raise UserError(
@@ -151,7 +150,7 @@ def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointM
         )
     if integrity is None:
         return CheckpointMetadata(metadata, None, None)
-    return CheckpointMetadata(metadata, arrays, integrity.get("position", ""))
+    return CheckpointMetadata(metadata, integrity["arrays"], integrity.get("position", ""))
 
 
 def _digest(value: Any) -> str:

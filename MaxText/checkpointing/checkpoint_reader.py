@@ -1,36 +1,46 @@
-"""Restores arrays from a checkpoint and verifies their checksums."""
+"""Restores arrays from a checkpoint and verifies their checksums.
 
+Older checkpoints have repeated layers one by one; they are stacked on load.
+"""
+
+import contextlib
 import dataclasses
+import errno
+import functools
+import inspect
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
+from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
-from MaxText.checkpointing.compatibility import (
-    Casts,
-    ConfigDiff,
-    array_specs,
-    check_compatible,
-    describe_casts,
-    leaf_path,
-)
-from MaxText.checkpointing.orbax_errors import retry, translate_errors
-from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
+from MaxText.checkpointing.compatibility import Casts, ConfigDiff, array_specs, leaf_path
 from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.training_sections import CheckpointStorage
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
+from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
 
+_MAX_REASON_CHARS = 300
+_RETRY_SECONDS = (1.0, 2.0, 4.0)
+_LOOP_CLOSED = "Event loop is closed"
 _GUARD = "guard"
+_CYCLE = "cycle"  # of layers, stacked by position
 # Fields of the guard's state under the names of earlier versions, read for one release.
 _EARLIER_GUARD = {"num_accepted": "num_sound", "last_stable_step": "calm_step"}
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
-_DEFAULT_STORAGE = CheckpointStorage()
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
+
+_T = TypeVar("_T")
 
 
 def as_dict(state: Any) -> dict[str, Any]:
@@ -39,160 +49,146 @@ def as_dict(state: Any) -> dict[str, Any]:
     return {name: value for name, value in fields if value is not None}
 
 
-def restore_state(
-    stored: StoredCheckpoint,
-    abstract_state: Any,
-    config_flat: Mapping[str, Any],
-    log: Callable[[str], None],
-    *,
-    is_same_run: bool = False,
-    storage: CheckpointStorage = _DEFAULT_STORAGE,
-) -> Any:
-    """Restores a train state onto the shardings of `abstract_state`.
+@dataclasses.dataclass(frozen=True)
+class CheckpointReader:
+    """Restores arrays of a checkpoint onto the shardings of abstract ones.
 
-    Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
     Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
     """
-    wanted, tree, fresh = as_dict(abstract_state), _verified_tree(stored), {}
-    stored_guard = tree.pop(_GUARD, None)
-    guard: Any = wanted.pop(_GUARD, None)
-    names: dict[str, str] = {}  # field of the guard -> stored name
-    if guard is not None:
-        is_earlier = "num_sound" in (stored_guard or ())
-        fields = as_dict(guard)
-        names = {name: _EARLIER_GUARD.get(name, name) if is_earlier else name for name in fields}
-        renamed = {names[name]: leaf for name, leaf in fields.items()}
+
+    stored: StoredCheckpoint
+    config_flat: Mapping[str, Any]
+    log: Callable[[str], None]
+    is_same_run: bool = False
+    storage: CheckpointStorage = dataclasses.field(default_factory=CheckpointStorage)
+
+    def restore_state(self, abstract_state: Any) -> Any:
+        """Restores a train state.
+
+        Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
+        """
+        wanted, tree = as_dict(abstract_state), self._verified_tree()
+        guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
+        if guard is None:
+            return dataclasses.replace(abstract_state, **self._restore(tree, wanted))
+        names = _EARLIER_GUARD if "num_sound" in (stored_guard or ()) else {}
+        renamed = {names.get(name, name): leaf for name, leaf in as_dict(guard).items()}
         if array_specs(stored_guard) == array_specs(renamed):
             tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
-        else:
-            fresh = {_GUARD: guard.reset()}
-    arrays = _restore_matching(stored, tree, wanted, config_flat, log, is_same_run, storage)
-    if guard is not None and _GUARD in arrays:
-        restored = {name: arrays[_GUARD][stored_name] for name, stored_name in names.items()}
-        arrays[_GUARD] = dataclasses.replace(guard, **restored)
-    return dataclasses.replace(abstract_state, **arrays, **fresh)
+        arrays = self._restore(tree, wanted)
+        guard = guard.reset()
+        if found := arrays.get(_GUARD):
+            fields = {name: found[names.get(name, name)] for name in as_dict(guard)}
+            guard = dataclasses.replace(guard, **fields)
+        return dataclasses.replace(abstract_state, **arrays | {_GUARD: guard})
+
+    def restore_params(self, abstract_params: Any) -> Any:
+        """Restores the parameters only."""
+        return self._restore(self._stored_params(), {"params": abstract_params})["params"]
+
+    def check_params(self, abstract_params: Any) -> None:
+        """Raises the mismatch errors of `restore_params` without reading arrays."""
+        self._plan(self._stored_params(), {"params": abstract_params})
+
+    def _stored_params(self) -> dict[str, Any]:
+        tree = self._verified_tree()
+        return {"params": tree["params"]} if "params" in tree else {}
+
+    def _verified_tree(self) -> dict[str, Any]:
+        """Returns names, shapes and dtypes of all arrays, checked as saved."""
+        import orbax.checkpoint as ocp
+
+        def read() -> dict[str, Any]:
+            with translate_errors():
+                return dict(ocp.PyTreeCheckpointHandler().metadata(self.stored.items).tree)
+
+        tree, checksums = retry(read), self.stored.metadata.checksums
+        mismatch = checksums is not None and first_spec_mismatch(array_specs(tree), checksums)
+        if mismatch:
+            raise CheckpointCorruptedError(f"{self.stored.items}: {mismatch}")
+        return tree
+
+    def _plan(
+        self, tree: dict[str, Any], wanted: dict[str, Any]
+    ) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
+        """Returns the tree to request, the layers to stack or None, and the casts."""
+        unstacked = None
+        layers, wanted_layers = (of.get("params", {}).get("layers", {}) for of in (tree, wanted))
+        if _CYCLE in wanted_layers and _CYCLE not in layers and "0" in layers:
+            unstacked = unflatten(dict(self.config_flat)).model.layer_plan
+            wanted = _unstack(wanted, unstacked)
+        stored_config = self.stored.metadata.values.get("config")
+        hint = ConfigDiff(stored_config, self.config_flat, self.is_same_run)
+        try:
+            return wanted, unstacked, compatibility.check_compatible(tree, wanted, hint)
+        except UserError as error:
+            raise UserError(f"{self.stored}: {error}") from None
+
+    def _restore(self, tree: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+        requested, unstacked, casts = self._plan(tree, wanted)
+        compatibility.log_casts(casts, self.log)
+        if self.stored.metadata.checksums is None:
+            self.log(f"WARNING: {self.stored} has no checksums; restored arrays were not verified")
+        arrays = self._restore_arrays(requested, {path: old for path, (old, _) in casts.items()})
+        return _stack(arrays, wanted, unstacked) if unstacked else arrays
+
+    def _restore_arrays(
+        self, wanted: dict[str, Any], dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, Any]:
+        """Reads, verifies and casts arrays, in groups of bounded memory.
+
+        `dtypes` are the stored ones of arrays to cast.
+        """
+        import orbax.checkpoint as ocp
+
+        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
+        names, leaves = [leaf_path(path) for path, _ in paths], [leaf for _, leaf in paths]
+        checksums = self.stored.metadata.checksums
+        limits: dict[str, Any] = {"restore_concurrent_gb": self.storage.concurrent_gb}
+        restore_args = ocp.ArrayRestoreArgs
+        if self.storage.single_replica_restore:
+            shardings = [leaf.sharding for leaf in leaves]
+            if refused := _single_replica_refused(shardings):
+                self.log(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
+            else:
+                restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
+                limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
+        arguments = []
+        for name, leaf in zip(names, leaves, strict=True):
+            dtype, sharding = dtypes.get(name, leaf.dtype), leaf.sharding or first
+            arguments.append(restore_args(sharding=sharding, global_shape=leaf.shape, dtype=dtype))
+        arrays: list[Any] = [None] * len(leaves)
+        for group in _groups(names, leaves, dtypes):
+            items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
+            request = ocp.args.PyTreeRestore(
+                item=structure.unflatten(items),
+                restore_args=structure.unflatten(arguments),
+                partial_restore=True,
+            )
+            ask = functools.partial(_read_arrays, self.stored, request, limits)
+            restored = jax.tree.leaves(retry(ask))
+            # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
+            read = {
+                names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
+                for i in sorted(group)
+            }
+            mismatch = checksums is not None and first_mismatch(array_checksums(read), checksums)
+            if mismatch:
+                raise CheckpointCorruptedError(mismatch)
+            for i in sorted(group):
+                arrays[i] = read[names[i]].astype(leaves[i].dtype)
+            del restored, read
+        return structure.unflatten(arrays)
 
 
-def restore_params(
-    stored: StoredCheckpoint,
-    abstract_params: Any,
-    config_flat: Mapping[str, Any],
-    log: Callable[[str], None],
-) -> Any:
-    """Restores the parameters only. Raises like `restore_state`."""
-    wanted = {"params": abstract_params}
-    arrays = _restore_matching(stored, _params_of(stored), wanted, config_flat, log)
-    return arrays["params"]
-
-
-def check_params(
-    stored: StoredCheckpoint, abstract_params: Any, config_flat: Mapping[str, Any]
-) -> None:
-    """Raises the mismatch errors of `restore_params` without reading arrays."""
-    _plan(stored, _params_of(stored), {"params": abstract_params}, config_flat)
-
-
-def _params_of(stored: StoredCheckpoint) -> dict[str, Any]:
-    tree = _verified_tree(stored)
-    return {"params": tree["params"]} if "params" in tree else {}
-
-
-def _verified_tree(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Returns names, shapes and dtypes of all arrays, checked as saved."""
+def _read_arrays(stored: StoredCheckpoint, request: Any, limits: Mapping[str, Any]) -> Any:
     import orbax.checkpoint as ocp
 
-    def read() -> dict[str, Any]:
-        with translate_errors():
-            return dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
-
-    tree, checksums = retry(read), stored.metadata.checksums
-    if checksums is not None and (mismatch := first_spec_mismatch(array_specs(tree), checksums)):
-        raise CheckpointCorruptedError(f"{stored.items}: {mismatch}")
-    return tree
-
-
-def _plan(
-    stored: StoredCheckpoint,
-    tree: dict[str, Any],
-    wanted: dict[str, Any],
-    config_flat: Mapping[str, Any],
-    is_same_run: bool = False,
-) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
-    """Returns the tree to request, the layers to stack or None, and the casts."""
-    unstacked = None
-    if is_unstacked(tree.get("params", {}), wanted["params"]):
-        unstacked = unflatten(dict(config_flat)).model.layer_plan
-        wanted = unstack(wanted, unstacked)
-    hint = ConfigDiff(stored.metadata.values.get("config"), config_flat, is_same_run)
-    try:
-        return wanted, unstacked, check_compatible(tree, wanted, hint)
-    except UserError as error:
-        raise UserError(f"{stored}: {error}") from None
-
-
-def _restore_matching(
-    stored: StoredCheckpoint,
-    tree: dict[str, Any],
-    wanted: dict[str, Any],
-    config_flat: Mapping[str, Any],
-    log: Callable[[str], None],
-    is_same_run: bool = False,
-    storage: CheckpointStorage = _DEFAULT_STORAGE,
-) -> dict[str, Any]:
-    requested, unstacked, casts = _plan(stored, tree, wanted, config_flat, is_same_run)
-    for line in describe_casts(casts):
-        log(line)
-    if stored.metadata.checksums is None:
-        log(f"WARNING: {stored} has no checksums; restored arrays were not verified")
-    arrays = _restore_arrays(stored, requested, casts, storage, log)
-    return stack(arrays, wanted, unstacked) if unstacked else arrays
-
-
-def _restore_arrays(
-    stored: StoredCheckpoint,
-    wanted: dict[str, Any],
-    casts: Casts,
-    storage: CheckpointStorage,
-    log: Callable[[str], None],
-) -> dict[str, Any]:
-    """Reads, verifies and casts arrays, in groups of bounded memory."""
-    import orbax.checkpoint as ocp
-
-    first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
-    names, leaves = [leaf_path(path) for path, _ in paths], [leaf for _, leaf in paths]
-    dtypes = {path: old for path, (old, _) in casts.items()}
-    checksums = stored.metadata.checksums
-    limits: dict[str, Any] = {"restore_concurrent_gb": storage.concurrent_gb}
-    restore_args = ocp.ArrayRestoreArgs
-    if storage.single_replica_restore:
-        shardings = [leaf.sharding for leaf in leaves]
-        if refused := _single_replica_refused(shardings):
-            log(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
-        else:
-            restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
-            limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
-    arguments = []
-    for name, leaf in zip(names, leaves, strict=True):
-        dtype, sharding = dtypes.get(name, leaf.dtype), leaf.sharding or first
-        arguments.append(restore_args(sharding=sharding, global_shape=leaf.shape, dtype=dtype))
-    arrays: list[Any] = [None] * len(leaves)
-    for group in _groups(names, leaves, dtypes):
-        items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
-        restored = jax.tree.leaves(
-            _restore(stored, structure.unflatten(items), structure.unflatten(arguments), limits)
-        )
-        # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
-        read = {
-            names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
-            for i in sorted(group)
-        }
-        if checksums is not None and (mismatch := first_mismatch(array_checksums(read), checksums)):
-            raise CheckpointCorruptedError(mismatch)
-        for i in sorted(group):
-            arrays[i] = read[names[i]].astype(leaves[i].dtype)
-        del restored, read
-    return structure.unflatten(arrays)
+    handler = ocp.PyTreeCheckpointHandler(**limits)
+    with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
+        # Restores are asynchronous; an error must surface here.
+        return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
 
 
 def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
@@ -232,17 +228,122 @@ def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
     )
 
 
-def _restore(
-    stored: StoredCheckpoint, items: Any, arguments: Any, options: Mapping[str, Any]
-) -> Any:
-    import orbax.checkpoint as ocp
+def _unstack(wanted: Any, plan: LayerPlan) -> Any:
+    """Returns the tree to request from an unstacked checkpoint."""
 
-    wanted = ocp.args.PyTreeRestore(item=items, restore_args=arguments, partial_restore=True)
+    def one(tree: Any) -> Any:
+        if not _has_cycle(tree):
+            return tree
+        layers = dict(tree["layers"])
+        for run, stacked in layers.pop(_CYCLE).items():
+            layer = jax.tree.map(_one_layer, stacked)
+            layers |= {str(index): layer for index in plan.layers_of(int(run))}
+        return {**tree, "layers": layers}
 
-    def read() -> Any:
-        handler = ocp.PyTreeCheckpointHandler(**options)
-        with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
-            # Restores are asynchronous; an error must surface here.
-            return jax.block_until_ready(checkpointer.restore(stored.items, args=wanted))
+    return jax.tree.map(one, wanted, is_leaf=_has_cycle)
 
-    return retry(read)
+
+def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
+    """Stacks arrays restored with `_unstack` into the tree of `wanted`."""
+
+    def one(layout: Any, tree: Any) -> Any:
+        if not _has_cycle(layout):
+            return tree
+        layers, cycle = tree["layers"], layout["layers"][_CYCLE]
+        found = {name: layers[name] for name in layout["layers"] if name != _CYCLE}
+        found[_CYCLE] = {
+            run: jax.tree.map(
+                _stacked, cycle[run], *(layers[str(i)] for i in plan.layers_of(int(run)))
+            )
+            for run in cycle
+        }
+        return {**tree, "layers": found}
+
+    return jax.tree.map(one, wanted, arrays, is_leaf=_has_cycle)
+
+
+def _has_cycle(tree: Any) -> bool:
+    layers = tree.get("layers") if isinstance(tree, dict) else None
+    return isinstance(layers, dict) and _CYCLE in layers
+
+
+def _one_layer(leaf: Any) -> Any:
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+
+
+def _stacked(wanted: Any, *rows: Any) -> Any:
+    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=wanted.sharding)(rows)
+
+
+# --- Errors of Orbax and TensorStore: classified, retried, and printed once
+
+
+@functools.cache
+def silence_threads() -> None:
+    """Silences background threads' errors, raised in the main thread as well.
+
+    Orbax logs the traceback of each thread and raises the error again in the wait for the save. It
+    then closes its event loop, so TensorStore's callbacks complain, and drops the tasks of the
+    other arrays, whose errors asyncio logs when they are garbage-collected.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _filter_unraisable(lambda unraisable: _LOOP_CLOSED in str(unraisable.exc_value))
+
+
+def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
+    """Hides uncatchable errors; returns the previous sys.unraisablehook."""
+    previous = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not is_expected(unraisable):
+            previous(unraisable)
+
+    sys.unraisablehook = hook
+    return previous
+
+
+def retry(read: Callable[[], _T]) -> _T:
+    """Retries `read` while storage fails; raises at once if access is denied."""
+    for seconds in _RETRY_SECONDS:
+        try:
+            return read()
+        except ObjectStoreError as error:
+            if error.errno != errno.EIO:
+                raise
+        time.sleep(seconds)
+    return read()
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Converts Orbax's errors to CheckpointCorruptedError or storage errors."""
+    # When one array fails, Orbax closes its event loop and every array still in flight prints a
+    # traceback, which would bury the message below.
+    previous = _filter_unraisable(
+        lambda x: inspect.iscoroutine(x.object) or str(x.exc_value) == _LOOP_CLOSED
+    )
+    try:
+        yield
+    except (CheckpointCorruptedError, UserError):
+        raise
+    except (MemoryError, jax.errors.JaxRuntimeError, ImportError):
+        raise  # says nothing about the files
+    except Exception as error:  # Orbax raises plain Exception, and others from damaged JSON
+        time.sleep(0.3)  # for arrays in flight
+        if is_storage_error(error):
+            raise checkpoint_files.unreadable_now(
+                _root_cause(error), is_transient=not is_permission_denied(error)
+            ) from error
+        raise CheckpointCorruptedError(_root_cause(error)) from error
+    finally:
+        sys.unraisablehook = previous
+
+
+def _root_cause(error: BaseException) -> str:
+    """Returns the first line of the root cause, without TensorStore settings."""
+    *_, root = causes(error)
+    return first_line(root)[:_MAX_REASON_CHARS]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.checkpointing.compatibility import ArraySpec, leaf_path
 
@@ -33,7 +33,7 @@ def array_checksums(tree: Any) -> dict[str, str]:
     """Returns `host_checksum` strings by path; a collective call."""
     arrays = {leaf_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     # Dispatches all programs before blocking on the first result.
-    sums = {path: _device_sums(array) for path, array in arrays.items() if not _is_small(array)}
+    sums = {path: _program(x.sharding)(x) for path, x in arrays.items() if not _is_small(x)}
     return {
         path: _format(array, np.asarray(sums[path])) if path in sums else host_checksum(array)
         for path, array in arrays.items()
@@ -86,23 +86,18 @@ def _is_small(array: Any) -> bool:
     return array.size <= _CHUNK and (array.is_fully_addressable or array.is_fully_replicated)
 
 
-def _device_sums(array: jax.Array) -> jax.Array:
-    mesh = getattr(array.sharding, "mesh", None)
-    return _program(mesh if isinstance(mesh, Mesh) else None, array.sharding.memory_kind)(array)
-
-
 @functools.cache
-def _program(mesh: Mesh | None, memory_kind: str | None) -> Any:
+def _program(sharding: jax.sharding.Sharding) -> Any:
     def sums(array: jax.Array) -> jax.Array:
         # Arrays offloaded to host memory must be copied to the device first.
-        if memory_kind == "pinned_host":
+        if sharding.memory_kind == "pinned_host":
             array = jax.device_put(array, jax.memory.Space.Device)
         return _sums(array)
 
-    if mesh is None:
+    if not isinstance(sharding, NamedSharding):
         return jax.jit(sums)
     # Replicated, so that every process can read it.
-    return jax.jit(sums, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return jax.jit(sums, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
 
 
 def _sums(array: jax.Array) -> jax.Array:

@@ -98,13 +98,10 @@ def mismatches(
     return problems
 
 
-def describe_casts(casts: Casts) -> list[str]:
-    """Returns log lines about dtype casts on load."""
+def log_casts(casts: Casts, log: Callable[[str], None]) -> None:
     counts = collections.Counter((path.split("/")[0], *casts[path]) for path in casts)
-    return [
-        f"  {count} arrays of {branch} are cast on load: {stored.name} -> {wanted.name}"
-        for (branch, stored, wanted), count in counts.items()
-    ]
+    for (branch, stored, wanted), count in counts.items():
+        log(f"  {count} arrays of {branch} are cast on load: {stored.name} -> {wanted.name}")
 
 
 def format_mismatches(

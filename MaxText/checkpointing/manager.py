@@ -5,26 +5,21 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from etils import epath
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader, orbax_errors
+from MaxText.checkpointing import checkpoint_files, checkpoint_reader, history
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums
-from MaxText.checkpointing.history import (
-    HealthyCheckpoints,
-    Rollback,
-    read_rollbacks,
-    write_rollbacks,
-)
-from MaxText.checkpointing.run_folder import check_writable
+from MaxText.checkpointing.history import HealthyCheckpoints, Rollback
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
 from MaxText.storage.paths import is_object_store_path
+from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
@@ -131,7 +126,7 @@ class CheckpointManager:
                 force=True,  # should_save already decided
             )
         except Exception as error:  # Orbax and storage clients raise anything
-            self._report(self._failed(error))
+            self._fail(error)
             return False
         # By now Orbax has decided which steps it deletes once this save completes.
         left = set(manager.all_steps())
@@ -143,8 +138,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Blocks until the background save completes; UserError if it failed."""
-        if failure := self._wait():
-            raise self._user_error(failure) from failure
+        self._finish(is_last=True)
 
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed."""
@@ -153,50 +147,36 @@ class CheckpointManager:
         finally:
             self._close_manager()
 
-    def _finish(self) -> None:
-        """Waits for the save in progress; `save` documents failures."""
-        if failure := self._wait():
-            self._report(failure)
-
-    def _wait(self) -> OSError | None:
-        """Waits for the save in progress; returns its failure."""
+    def _finish(self, *, is_last: bool = False) -> None:
+        """Waits for the save in progress; fails like `save`."""
         if self._saving is None:
-            return None
+            return
+        done = threading.Event()
+        threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
-            with self._warnings_while_blocked():
-                self._manager().wait_until_finished()
+            self._manager().wait_until_finished()
         except Exception as error:
             if not self._is_finalized(self._saving):
-                return self._failed(error)
+                self._fail(error, is_last=is_last)
+                return
             if jax.process_count() == 1:
                 self._orbax_manager = None  # recreating it is collective
             self.log(
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
-        self._complete()
-        return None
-
-    @contextlib.contextmanager
-    def _warnings_while_blocked(self) -> Iterator[None]:
-        began, done = time.monotonic(), threading.Event()
-
-        def warn() -> None:
-            while not done.wait(_WARNING_SECONDS):
-                self.log(
-                    f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the "
-                    f"checkpoint of step {self._saving} to {self.directory}; retrying. The process "
-                    "exits after heartbeat_timeout; rerun the command to resume from the newest "
-                    "checkpoint."
-                )
-
-        thread = threading.Thread(target=warn, daemon=True, name="slow-storage")
-        thread.start()
-        try:
-            yield
         finally:
             done.set()
-            thread.join()
+        self._complete()
+
+    def _warn_until(self, done: threading.Event) -> None:
+        began = time.monotonic()
+        while not done.wait(_WARNING_SECONDS):
+            self.log(
+                f"WARNING: blocked for {time.monotonic() - began:.0f} s on writing the checkpoint "
+                f"of step {self._saving} to {self.directory}; retrying. The process exits after "
+                "heartbeat_timeout; rerun the command to resume from the newest checkpoint."
+            )
 
     def _complete(self) -> None:
         if self._saving is not None:
@@ -213,34 +193,28 @@ class CheckpointManager:
     def _ask_finalized(self, step: int) -> bool:
         return step in self._finalized or checkpoint_files.is_finalized(self.directory / str(step))
 
-    def _failed(self, error: Exception) -> OSError:
+    def _fail(self, error: Exception, *, is_last: bool = False) -> None:
+        """Logs a failed save, or raises UserError as `save` documents."""
         step, self._saving = self._saving, None
         self._failures += 1
         self._healthy.forget(lambda saved: saved == step)
         # Orbax already lists the failed step; a new manager rereads the disk.
         self._orbax_manager = None
         with contextlib.suppress(OSError):  # if storage fails, the last listing counts
-            self._remove_partial(f"{step}.")
+            self._remove_partial()
             self.steps()
         newest = max(self._finalized, default=None)
         kept = "no complete checkpoint" if newest is None else f"the checkpoint of step {newest}"
-        failure = OSError(
+        failure = (
             f"the checkpoint of step {step} could not be written to {self.directory}: {error}\n"
             f"  {kept} is on disk"
         )
-        failure.__cause__ = error
-        return failure
-
-    def _report(self, failure: OSError) -> None:
-        if self._failures >= 2 or not self._finalized:
-            raise self._user_error(failure) from failure
+        if is_last or self._failures >= 2 or newest is None:
+            raise UserError(
+                f"{failure}. Free space or fix the folder (base_output_directory), then rerun the "
+                "command with the same run_name."
+            ) from error
         self.log(f"WARNING: {failure}. Training continues; retrying at the next save.")
-
-    def _user_error(self, failure: OSError) -> UserError:
-        return UserError(
-            f"{failure}. Free space or fix the folder (base_output_directory), then rerun the "
-            "command with the same run_name."
-        )
 
     def update_health(self, step: int, healthy: bool) -> None:
         """Records whether step `step` was healthy. Collective; call in order."""
@@ -278,7 +252,7 @@ class CheckpointManager:
         if not self._config.enable_checkpointing:
             return ()
         if self._rollbacks is None:
-            self._rollbacks = read_rollbacks(self.directory, self.log)
+            self._rollbacks = history.read_rollbacks(self.directory, self.log)
         return self._rollbacks
 
     def record_rollback(self, rollback: Rollback) -> None:
@@ -292,7 +266,7 @@ class CheckpointManager:
         if jax.process_index() != 0:
             return
         try:
-            write_rollbacks(self.directory, self._rollbacks)
+            history.write_rollbacks(self.directory, self._rollbacks)
         except OSError as error:
             self.log(
                 f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
@@ -327,10 +301,8 @@ class CheckpointManager:
         return next(iter(self.steps_to_resume()), None)
 
     def stored(self, step: int) -> StoredCheckpoint:
-        if step not in self._stored:
-            items = self.directory / str(step) / checkpoint_files.ITEMS
-            self._stored[step] = StoredCheckpoint(items, step)
-        return self._stored[step]
+        items = self.directory / str(step) / checkpoint_files.ITEMS
+        return self._stored.setdefault(step, StoredCheckpoint(items, step))
 
     def restore(
         self,
@@ -349,15 +321,10 @@ class CheckpointManager:
             path = stored.json_path(checkpoint_files.METADATA)
             raise CheckpointCorruptedError(f"{path}: no metadata")
         position = stored.position()
-        state = checkpoint_reader.restore_state(
-            stored,
-            abstract_state,
-            config_flat or {},
-            log,
-            is_same_run=True,
-            storage=self._config.checkpoint_storage,
+        reader = checkpoint_reader.CheckpointReader(
+            stored, config_flat or {}, log, True, self._config.checkpoint_storage
         )
-        return state, position, metadata
+        return reader.restore_state(abstract_state), position, metadata
 
     def try_restore(
         self, step: int, *arguments: Any, **keywords: Any
@@ -424,7 +391,7 @@ class CheckpointManager:
         self._write_healthy()
 
         def remove() -> None:
-            self._remove_partial("")
+            self._remove_partial()
             for step in newer if jax.process_index() == 0 else ():
                 checkpoint_files.unfinalize(
                     self.directory / str(step), f"{step}{_ABANDONED}"
@@ -435,8 +402,8 @@ class CheckpointManager:
         if newer:
             self._close_manager()  # Orbax would keep listing them
 
-    def _remove_partial(self, name: str) -> None:
-        """Deletes leftovers of killed or failed saves by folder name prefix."""
+    def _remove_partial(self) -> None:
+        """Deletes leftovers of killed or failed saves."""
         if jax.process_index() != 0:
             return
         for folder in checkpoint_files.list_dir(self.directory):
@@ -449,7 +416,7 @@ class CheckpointManager:
                     and not self._ask_finalized(int(folder.name))
                 )
             )
-            if is_partial and f"{folder.name}.".startswith(name):
+            if is_partial:
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()
 
@@ -457,9 +424,9 @@ class CheckpointManager:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
-            orbax_errors.silence_threads()
+            checkpoint_reader.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
-                self._remove_partial("")
+                self._remove_partial()
             storage = self._config.checkpoint_storage
             handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
             handlers.add(

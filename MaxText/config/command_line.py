@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from MaxText import early_signals, exit_codes
+from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
 from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
 from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
@@ -136,7 +136,7 @@ def exit_with_error(error: UserError) -> NoReturn:
 @contextlib.contextmanager
 def exit_on_user_error(stopped: str = "") -> Iterator[None]:
     """Ends the program with one line if a user error is raised inside."""
-    early_signals.leave_to_python()
+    program_start.leave_to_python()
     try:
         yield
         sys.stdout.flush()

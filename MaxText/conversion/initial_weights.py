@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader
-from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, describe_casts
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader
+from MaxText.checkpointing.compatibility import ConfigDiff, check_compatible, log_casts
 from MaxText.conversion.weight_source import corruption_as_user_error, unflatten
 from MaxText.errors import UserError
 
@@ -36,12 +37,13 @@ def open_pretrained(
     if is_hf_checkpoint(path):
         return _open_hf(path, key, abstract_params, config_flat, log)
     stored = checkpoint_files.resolve_checkpoint(path, key)
+    reader = CheckpointReader(stored, config_flat, log)
     with corruption_as_user_error(stored, key):
-        checkpoint_reader.check_params(stored, abstract_params, config_flat)
+        reader.check_params(abstract_params)
 
     def read() -> Any:
         with corruption_as_user_error(stored, key):
-            return checkpoint_reader.restore_params(stored, abstract_params, config_flat, log)
+            return reader.restore_params(abstract_params)
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
@@ -66,8 +68,7 @@ def _open_hf(
             f"{key}={path}: {error}\n"
             f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
         ) from None
-    for line in describe_casts(casts):
-        log(line)
+    log_casts(casts, log)
 
     def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         # Only one array at a time is on the host; each device takes its shard.

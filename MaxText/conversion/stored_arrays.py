@@ -8,9 +8,9 @@ from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.checkpointing.checkpoint_reader import translate_errors
 from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
 from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path
-from MaxText.checkpointing.orbax_errors import translate_errors
 from MaxText.config import import_modules
 from MaxText.config.catalog import unflatten
 from MaxText.config.schema import Config

@@ -15,9 +15,9 @@ from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import registrations
 from MaxText.config.serialization import flatten, resolved_yaml
-from MaxText.early_signals import handled
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Trial
+from MaxText.program_start import handled
 
 TRAIN = REPOSITORY / "MaxText" / "train.py"
 _LOCK = ".running"

@@ -70,7 +70,9 @@ def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dic
     for name, new in wanted.items():
         if name.split("/")[0] != str(BASE_TRANSFORM):
             continue  # the schedule's step
-        parameter = _parameter_of(name, growth.plan.leaves)
+        parts, leaves = name.split("/"), growth.plan.leaves
+        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        parameter = next((leaves[end] for end in ends if end in leaves), None)
         if parameter is None or parameter.new.shape != new.shape:
             parameter = ParamGrowth(new, new, None, None, None)
         path = _OPT_STATE + name
@@ -84,12 +86,6 @@ def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dic
             "  Name a checkpoint of a run with the same opt_type, or set growth.opt_state=zeroed."
         )
     return plans
-
-
-def _parameter_of(path: str, leaves: Mapping[str, ParamGrowth]) -> ParamGrowth | None:
-    names = path.split("/")
-    ends = ("/".join(names[start:]) for start in range(len(names)))
-    return next((leaves[end] for end in ends if end in leaves), None)
 
 
 def _mean_over_slots(leaf: ParamGrowth, stored: np.ndarray) -> np.ndarray | None:

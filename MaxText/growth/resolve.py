@@ -1,16 +1,21 @@
-"""Resolves growth, with its zoom.py, before a model exists."""
+"""Resolves growth, with the zoom of Pattention, before a model exists.
+
+Theta multiplies scores by sqrt(n), the zoom. A larger n changes the function even if every new key
+is zero, unless zoom_dim (model.pattention in the configuration) keeps the n of training.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.catalog import flatten, unflatten
+from MaxText.config.catalog import all_keys, flatten, unflatten
+from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
+from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
-from MaxText.growth import zoom
-from MaxText.growth.growth_plan import GrowthPlan, Mode
-from MaxText.growth.record import Record, existing_slots, from_metadata, make_record, sizes
+from MaxText.growth import growth_plan
+from MaxText.growth.growth_plan import GrowthPlan, Mode, Record
 from MaxText.growth.source import SourceCheckpoint, open_source
 from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 
@@ -40,7 +45,7 @@ class ResolvedGrowth:
 
     @property
     def existing_slots(self) -> dict[str, int]:
-        return existing_slots(self.record)
+        return growth_plan.existing_slots(self.record)
 
     @property
     def existing_slots_lr_scale(self) -> float:
@@ -76,10 +81,10 @@ def _as_recorded(
     """Resolves a run with a restored full state, its own or another's."""
     newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
     metadata = next(filter(None, newest_first), {})
-    record = from_metadata(metadata)
+    record = growth_plan.from_metadata(metadata)
     # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
-    keys = zoom.inherited(zoom.stored_config(metadata), config)
+    keys = inherited_zoom(stored_config(metadata), config)
     # Otherwise there is no run to resume, which restoring reports.
     if not metadata.get(checkpoint_files.PARAMETERS_ONLY):
         record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
@@ -95,7 +100,7 @@ def _recorded_rate(
     is_resumed: bool,
 ) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth.existing_slots_lr_scale
-    if record is None or not existing_slots(record):
+    if record is None or not growth_plan.existing_slots(record):
         _refuse_rate(config, f"the run of {stored}")
         return record, {}
     recorded = record["existing_slots_lr_scale"]
@@ -137,12 +142,12 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
     if not growth.changes:
         return _resolve_without_change(config, source, keys, lines)
-    record = make_record(growth, checkpoint, keys)
+    record = growth_plan.make_record(growth, checkpoint, keys)
     position = None
     if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
     asked = PendingGrowth(source, growth, mode, checkpoint.growth.opt_state, position)
-    changed = ", ".join(f"{name} {words}" for name, words in sizes(record).items())
+    changed = ", ".join(f"{name} {words}" for name, words in growth_plan.sizes(record).items())
     changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
     if growth.drops:
         changed_lines.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
@@ -162,14 +167,17 @@ def _resolve_without_change(
             )
     # A model that convert.py grew is trained for the first time here.
     grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
-    record = from_metadata(source.metadata) if grown_by_itself else None
+    record = growth_plan.from_metadata(source.metadata) if grown_by_itself else None
     if record:
         rate = checkpoint.growth.existing_slots_lr_scale
         record = {**record, "existing_slots_lr_scale": 1.0 if rate is None else rate}
-    if not existing_slots(record):
+    if not growth_plan.existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
     if keys:
-        record = {**(record or make_record(GrowthPlan({}), checkpoint, keys)), "zoom": dict(keys)}
+        record = {
+            **(record or growth_plan.make_record(GrowthPlan({}), checkpoint, keys)),
+            "zoom": dict(keys),
+        }
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
@@ -216,7 +224,7 @@ def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint
     for layer in dict.fromkeys(config.model.layers) if growth.adds_slots else ():
         for problem in filter(None, (part.slots_problem(layer) for part in layer.parts)):
             raise UserError(f"growth.mode=function_preserving is impossible with {problem}")
-    if changed := zoom.other_changes(zoom.stored_config(source.metadata), config):
+    if changed := _other_changes(stored_config(source.metadata), config):
         raise UserError(
             f"growth.mode=function_preserving: {source.folder} was trained with other scores: "
             f"{'; '.join(changed)}.\n  Set them back, or set growth.mode=random."
@@ -224,18 +232,21 @@ def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint
 
 
 def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> dict[str, float]:
-    stored = zoom.stored_config(source.metadata)
+    stored = stored_config(source.metadata)
     if growth.slots and config.checkpoint.growth.mode != "function_preserving":
         # As in TokenFormer's JAX code, the user sets the scale; one that is already fixed stays.
-        return zoom.inherited(stored, config, by_keys=True)
+        return inherited_zoom(stored, config, by_keys=True)
     if not growth.adds_slots:
-        return zoom.inherited(stored, config)
-    if not zoom.places(config) or config.model.pattention.normalize_type not in ZOOMED:
+        return inherited_zoom(stored, config)
+    if not _places(config) or config.model.pattention.normalize_type not in ZOOMED:
         return {}
-    zooms = zoom.source_zoom_dims(stored, growth, config)
+    zooms = _zooms(stored, config) if stored else _fixed_zooms(config)
+    for name, slots in growth.stored_slots.items():  # unless a configuration says otherwise
+        if place := slot_place(name):
+            zooms.setdefault(place, float(slots))
     wrong = [
         f"zoom_dims.{place} {zooms[place]:g}, not {own:g}"
-        for place, own in zoom.fixed_zooms(config).items()
+        for place, own in _fixed_zooms(config).items()
         if own != zooms[place]
     ]
     if wrong:
@@ -243,4 +254,83 @@ def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> 
             "growth.mode=function_preserving keeps the zoom that the stored slots were trained "
             f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth.mode=random."
         )
-    return zoom.zoom_dim_overrides(zooms, config)
+    return _zoom_dim_overrides(zooms, config)
+
+
+def _places(config: Config) -> list[SlotPlace]:
+    """Returns the places of slots in a model."""
+    found: list[SlotPlace] = []
+    if config.model.attention.attention_projections == "pattention":
+        found.extend(("qkv", "proj"))
+    if config.model.feed_forward.feed_forward_type == "pattention":
+        found.append("ffn")
+    return found
+
+
+def _fixed_zooms(config: Config) -> dict[SlotPlace, float]:
+    """Returns place -> zoom where it does not follow the number of slots."""
+    pattention = config.model.pattention
+    zooms: dict[SlotPlace, float] = {}
+    for place in _places(config):
+        default = 4 * pattention.zoom_dim if place == "ffn" else pattention.zoom_dim
+        own = getattr(pattention.zoom_dims, place)
+        if zoom := default if own == -1 else own:
+            zooms[place] = zoom
+    return zooms
+
+
+def inherited_zoom(
+    stored: Config | None, config: Config, *, by_keys: bool = False
+) -> dict[str, float]:
+    """Returns keys to keep the zoom of `stored`; empty if the user sets one.
+
+    With `by_keys`, a place without a fixed zoom follows its new number of slots.
+    """
+    uses_zoom = config.model.pattention.normalize_type in ZOOMED
+    if stored is None or not uses_zoom or not _fixed_zooms(stored) or _fixed_zooms(config):
+        return {}
+    return _zoom_dim_overrides(_fixed_zooms(stored) if by_keys else _zooms(stored, config), config)
+
+
+def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
+    width = stored.model.shape.dimensions.emb_dim
+    return {place: float(stored.model.pattention.zoom(place, width)) for place in _places(config)}
+
+
+def stored_config(metadata: Mapping[str, Any]) -> Config | None:
+    """Returns the configuration of a checkpoint, or None."""
+    values = metadata.get("config")
+    if not values:
+        return None
+    # A checkpoint of an earlier version may hold keys that were removed since.
+    current = renamed(values)
+    return unflatten({name: value for name, value in current.items() if name in all_keys()})
+
+
+def _zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
+    """Returns keys to fix the zoom of each place; empty if already set."""
+    if zooms.items() <= _fixed_zooms(config).items():
+        return {}
+    pattention = config.model.pattention
+    bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
+    is_whole = zooms.keys() == {*_places(config)}
+    if is_whole and len(bases) == 1 and all(own == -1 for _, own in pattention.zoom_dims):
+        return {"zoom_dim": bases.pop()}
+    return {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
+
+
+def _other_changes(stored: Config | None, config: Config) -> list[str]:
+    """Describes differing keys of model.pattention, except sizes and zoom."""
+    if stored is None or not _places(config):
+        return []
+    old, new = stored.model.pattention, config.model.pattention
+    was, now = (
+        dict(pattention) | {f"scale_factors.{name}": one for name, one in pattention.scale_factors}
+        for pattention in (old, new)
+    )
+    return [
+        f"{name} {was[name]} -> {now[name]}"
+        for name in now
+        if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
+        if was[name] != now[name]
+    ]

@@ -85,9 +85,9 @@ def with_stored_zoom(config: Config, metadata: Mapping[str, Any]) -> Config:
 
     A config file may lack it, and neither names nor shapes of the weights reveal the mismatch.
     """
-    from MaxText.growth import zoom
+    from MaxText.growth.resolve import inherited_zoom, stored_config
 
-    keys = zoom.inherited(zoom.stored_config(metadata), config)
+    keys = inherited_zoom(stored_config(metadata), config)
     return unflatten(flatten(config) | keys) if keys else config
 
 

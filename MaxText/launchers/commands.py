@@ -1,4 +1,4 @@
-"""The command line of train.py, and external commands or dry runs."""
+"""Options of every place, the command line of train.py, external commands."""
 
 import re
 import shlex
@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from MaxText.config.config_files import REPOSITORY
+from MaxText.config.keys import Natural, Parser, key
 from MaxText.config.loading import load
+from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -22,6 +24,25 @@ _NO_CAPACITY = re.compile(
     r"internal error|try again later",
     re.IGNORECASE,
 )
+
+
+def _repeated(text: str) -> tuple[str, ...]:
+    return (text,)
+
+
+Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given several times", True)]
+
+
+class LaunchOptions(ProgramOptions):
+    """Options of all places."""
+
+    RENAMED: ClassVar = {
+        "devices": "devices_per_process", "grace": "grace_period", "job": "job_id",
+        "lines": "tail", "logs": "log_dir", "tries": "max_attempts", "type": "accelerator_type",
+    }  # fmt: skip
+
+    dry_run: bool = key(False, "Print the commands.")
+    max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
 
 
 class RunArguments(NamedTuple):

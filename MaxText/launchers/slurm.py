@@ -6,12 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText import exit_codes
+from MaxText.config.keys import Count, Natural, key
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, Log, train_command
-from MaxText.launchers.options import SlurmOptions
-from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+from MaxText.launchers.commands import Commands, LaunchOptions, Log, Repeated, train_command
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
+
+
+class SlurmOptions(LaunchOptions):
+    """slurm submit, status or stop: a SLURM job."""
+
+    name: str = key("", "Job name, by default run_name.")
+    nodes: Count = key(1, "Nodes of the job.")
+    processes_per_node: Count = key(1, "Processes per node.")
+    gpus_per_node: Natural = key(0, "GPUs per node.")
+    sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
+    job_id: str = key("", "Job id, for status and stop.")
+    log_dir: str = key("", "Log folder.")
 
 
 def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:

@@ -1,23 +1,103 @@
-"""Restarts the processes of a run after restartable failures."""
+"""Starts a run's processes on this machine, restarts them after failures."""
 
 import contextlib
 import os
 import shlex
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.early_signals import handled
-from MaxText.launchers.commands import Log
-from MaxText.launchers.local_processes import LocalProcesses, free_port, process_env
-from MaxText.launchers.options import LocalOptions
+from MaxText.config.keys import key
+from MaxText.launchers.commands import LaunchOptions, Log
+from MaxText.program_start import handled
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 from MaxText.storage.paths import parse_path
 
 _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
+# Time limit for copying output after a process has exited: a child may have inherited the pipe.
+_DRAIN_SECONDS = 5.0
+
+
+class LocalOptions(LaunchOptions):
+    """local N: processes of this machine."""
+
+    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
+    supervise: bool = key(False, "Restart after a failure.")
+    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
+    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
+    log_dir: str = key("", "Log folder.")
+
+
+def supervise(
+    command: Sequence[str], number: int, options: LocalOptions, run_folder: str, log: Log
+) -> int:
+    """Runs `number` processes to completion, restarting all after a failure.
+
+    The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
+    SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
+    last attempt's exit code, or 128 + n for signal n.
+    """
+    most, restarts = options.max_restarts if options.supervise else 0, 0
+    received: list[int] = []
+    attempt: LocalProcesses | None = None
+
+    def forward(signal_number: int, _frame: object) -> None:
+        received.append(signal_number)
+        if attempt is not None:
+            attempt.send(signal.SIGKILL if len(received) > 1 else signal_number)
+
+    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), forward):
+        while True:
+            before = newest_checkpoint(run_folder)
+            port = free_port()  # the last port may still be in TIME_WAIT
+            environments = [
+                process_env(os.environ, number, process, port, options.devices_per_process)
+                for process in range(number)
+            ]
+            attempt = LocalProcesses(command, environments, Path(options.log_dir))
+            if received:  # the signal came while they were being started
+                attempt.send(received[0])
+            code = combined_exit_code(attempt.wait(options.grace_period))
+            if received or not is_restartable(code) or most == 0:
+                break
+            if newest_checkpoint(run_folder) > before:
+                restarts = 0
+            if restarts >= most:
+                log(
+                    f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
+                    "checkpoint (--max-restarts). Logs of each process are in "
+                    f"{shlex.quote(options.log_dir)}"
+                )
+                break
+            seconds = min(_LONGEST_WAIT, options.backoff * 2**restarts)
+            restarts += 1
+            log(
+                f"launch: {_words(code)}. Restarting all {number} processes in {seconds:g} s "
+                f"(restart {restarts}/{most} since the last checkpoint)."
+            )
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not received:
+                time.sleep(_POLL_SECONDS)
+            if received:
+                code = -received[0]
+                break
+    return 128 - code if code < 0 else code
+
+
+def newest_checkpoint(run_folder: str) -> int:
+    """Returns the newest complete step; -1 if none or storage fails."""
+    with contextlib.suppress(Exception):  # storage is unavailable
+        folder = parse_path(run_folder, "base_output_directory") / checkpoint_files.CHECKPOINTS
+        return max(checkpoint_files.finalized_steps(folder), default=-1)
+    return -1
 
 
 def combined_exit_code(codes: Sequence[int | None]) -> int:
@@ -27,107 +107,21 @@ def combined_exit_code(codes: Sequence[int | None]) -> int:
     signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose
     coordinator exited first. Processes that had to be stopped (None) are ignored.
     """
-    first = [exit_codes.USER_ERROR, exit_codes.DIVERGED]
-    last = [exit_codes.STALLED, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.SUCCESS]
-    known = {code: rank for rank, code in enumerate([*first, "error", "signal", *last])}
-    own = [code for code in codes if code is not None]
+    ranks = [
+        exit_codes.USER_ERROR, exit_codes.DIVERGED, "error", "signal",
+        exit_codes.STALLED, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.SUCCESS,
+    ]  # fmt: skip
 
-    def order(code: int) -> int:
-        return known.get(code, known["error" if code > 0 else "signal"])
+    def rank(code: int) -> int:
+        return ranks.index(code if code in ranks else "error" if code > 0 else "signal")
 
-    return min(own, key=order, default=exit_codes.STALLED)
+    own = (code for code in codes if code is not None)
+    return min(own, key=rank, default=exit_codes.STALLED)
 
 
 def is_restartable(code: int) -> bool:
     """Returns whether the same command may succeed: after 75, 76 and signals."""
     return code < 0 or code in exit_codes.RESTARTABLE
-
-
-def newest_checkpoint(run_folder: str | None) -> int:
-    """Returns the newest complete step; -1 if none or storage fails."""
-    if run_folder is None:
-        return -1
-    steps: list[int] = []
-    with contextlib.suppress(Exception):  # storage is unavailable
-        folder = parse_path(str(run_folder), "base_output_directory")
-        steps = checkpoint_files.finalized_steps(folder / checkpoint_files.CHECKPOINTS)
-    return max(steps, default=-1)
-
-
-def supervise(
-    command: Sequence[str], number: int, options: LocalOptions, run_folder: str | None, log: Log
-) -> int:
-    """Runs `number` processes to completion, restarting all after a failure.
-
-    The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
-    SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
-    last attempt's exit code, or 128 + n for signal n.
-    """
-    most, restarts = options.max_restarts if options.supervise else 0, 0
-    signals = _SignalForwarder()
-    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), signals.forward):
-        while True:
-            before = newest_checkpoint(run_folder)
-            code = _run_once(command, number, options, signals)
-            if signals.number or not is_restartable(code) or most == 0:
-                return _as_shell(code)
-            if newest_checkpoint(run_folder) > before:
-                restarts = 0
-            if restarts >= most:
-                log(
-                    f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
-                    "checkpoint (--max-restarts). Logs of each process are in "
-                    f"{shlex.quote(options.log_dir)}"
-                )
-                return _as_shell(code)
-            seconds = min(_LONGEST_WAIT, options.backoff * 2**restarts)
-            restarts += 1
-            log(
-                f"launch: {_words(code)}. Restarting all {number} processes in {seconds:g} s "
-                f"(restart {restarts}/{most} since the last checkpoint)."
-            )
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and not signals.number:
-                time.sleep(_POLL_SECONDS)
-            if signals.number:
-                return 128 + signals.number
-
-
-def _run_once(
-    command: Sequence[str], number: int, options: LocalOptions, signals: "_SignalForwarder"
-) -> int:
-    port = free_port()  # the last port may still be in TIME_WAIT
-    environments = [
-        process_env(os.environ, number, process, port, options.devices_per_process)
-        for process in range(number)
-    ]
-    processes = LocalProcesses(
-        command, environments, Path(options.log_dir), grace_seconds=options.grace_period
-    )
-    try:
-        signals.forward_to(processes)
-        return combined_exit_code(processes.wait())
-    except BaseException:
-        processes.kill()
-        raise
-
-
-class _SignalForwarder:
-    """Forwards termination signals to the processes of the current attempt."""
-
-    def __init__(self):
-        self.number = 0  # signal number; 0 before any signal
-        self._processes: LocalProcesses | None = None
-
-    def forward_to(self, processes: LocalProcesses) -> None:
-        self._processes = processes
-        if self.number:  # the signal came while they were being started
-            processes.send(self.number)
-
-    def forward(self, number: int, _frame: object) -> None:
-        again, self.number = self.number != 0, number
-        if self._processes is not None:
-            self._processes.send(signal.SIGKILL if again else number)
 
 
 def _words(code: int) -> str:
@@ -140,5 +134,111 @@ def _words(code: int) -> str:
     return f"exit code {code}: {reasons.get(code, 'failed')}"
 
 
-def _as_shell(code: int) -> int:
-    return 128 - code if code < 0 else code
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def process_env(
+    base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
+) -> dict[str, str]:
+    """Returns the environment of one of `number` processes.
+
+    With `devices`, each process gets that many CPU devices, or that many GPUs of its own. None
+    leaves jax's default. `port` is the coordinator's.
+    """
+    environment = dict(base)
+    if number > 1:
+        environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+        environment["JAX_NUM_PROCESSES"] = str(number)
+        environment["JAX_PROCESS_ID"] = str(process)
+    if devices is not None:
+        environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+        environment[NUM_DEVICES_VARIABLE] = str(number * devices)
+        if number > 1:
+            ids = range(process * devices, (process + 1) * devices)
+            environment["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, ids))
+    return environment
+
+
+class LocalProcesses:
+    """Processes of one command, with output on the terminal and in files."""
+
+    def __init__(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path
+    ):
+        """Starts one process per environment, appending to logs/<process>.log."""
+        self._printing = threading.Lock()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._copying: list[threading.Thread] = []
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            for number, environment in enumerate(environments):
+                process = subprocess.Popen(
+                    command,
+                    env={"PYTHONUNBUFFERED": "1", **environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    # In its own process group, Ctrl-C reaches it exactly once, through us.
+                    process_group=0,
+                )
+                self._processes.append(process)
+                prefix = f"[{number}] " if len(environments) > 1 else ""
+                copied = (process, logs / f"{number}.log", prefix)
+                self._copying.append(threading.Thread(target=self._copy, args=copied, daemon=True))
+                self._copying[-1].start()
+        except BaseException:
+            self._kill()
+            raise
+
+    def _copy(self, process: subprocess.Popen[bytes], log: Path, prefix: str) -> None:
+        assert process.stdout is not None
+        with process.stdout, log.open("ab") as file:
+            for line in process.stdout:
+                with contextlib.suppress(OSError):  # a full disk must not stop a run
+                    file.write(line)
+                    file.flush()
+                with self._printing, contextlib.suppress(OSError, ValueError):
+                    sys.stdout.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                    sys.stdout.flush()
+
+    def wait(self, grace_seconds: float) -> list[int | None]:
+        """Waits for all processes; stops the others after one has failed.
+
+        These have `grace_seconds` to exit, and again after SIGTERM. Returns exit codes: negative
+        for signals, None for processes that had to be stopped.
+        """
+        try:
+            while self._running() and not any(process.returncode for process in self._processes):
+                time.sleep(_POLL_SECONDS)
+            self._wait_to_end(grace_seconds)
+            ended_by_us = self._running()
+            self.send(signal.SIGTERM)
+            self._wait_to_end(grace_seconds)
+        finally:
+            self._kill()
+        return [None if one in ended_by_us else one.returncode for one in self._processes]
+
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self._processes if process.poll() is None]
+
+    def _wait_to_end(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the process group of every running process."""
+        for process in self._running():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
+    def _kill(self) -> None:
+        self.send(signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        end = time.monotonic() + _DRAIN_SECONDS
+        for thread in self._copying:
+            thread.join(max(0.0, end - time.monotonic()))

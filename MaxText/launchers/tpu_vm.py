@@ -1,5 +1,7 @@
 """Manages Cloud TPU VMs through gcloud."""
 
+import contextlib
+import os
 import shlex
 import subprocess
 import tarfile
@@ -9,17 +11,38 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
+from MaxText.config.keys import Count, key
 from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands
-from MaxText.launchers.options import GcloudOptions
-from MaxText.runtime.cluster import NUM_DEVICES_VARIABLE
+from MaxText.launchers.commands import Commands, LaunchOptions, Repeated
+from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
 _LOGS = "logs"
 _ARCHIVE = "maxtext.tar.gz"
 
+_QUEUED = "queued-resources"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
+
+
+class GcloudOptions(LaunchOptions):
+    """gcloud ACTION ...: Cloud TPU VMs."""
+
+    REQUIRED = ("name", "zone")
+
+    name: str = key("", "TPU VM name.")
+    zone: str = key("", "Zone of the TPU VM.")
+    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
+    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
+    version: str = key("", "Runtime version.")
+    spot: bool = key(False, "Preemptible, cheaper.")
+    gcloud: Repeated = key(())
+    """Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."""
+    max_attempts: Count = key(100, "Attempts while no capacity is available.")
+    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
+    tail: Count = key(50, "Number of log lines.")
+    follow: bool = key(False, "Stream new log lines.")
+    worker: str = key("all", "Worker to read logs from.")
 
 
 class TpuVm:
@@ -30,23 +53,26 @@ class TpuVm:
 
     def create(self) -> None:
         """Creates the TPU VM; retries while there is no capacity."""
-        self._request(self._vm("create", self._options.name), "version")
+        self._request(self._gcloud("tpu-vm", "create", self._options.name), "version")
 
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
-        name, most = self._options.name, self._options.max_attempts
+        asked, most = self._options, self._options.max_attempts
+        create = [*self._gcloud(_QUEUED, "create", asked.name), f"--node-id={asked.name}"]
+        describe = [*self._gcloud(_QUEUED, "describe", asked.name), "--format=value(state.state)"]
         for number in range(1, most + 1):
-            self._request([*self._queued("create", name), f"--node-id={name}"], "runtime-version")
-            state = self._wait_in_queue()
+            self._request(create, "runtime-version")
+            while (state := self._commands.output(describe, in_dry_run="ACTIVE")) in _WAITING:
+                time.sleep(asked.retry_seconds)
             if state == "ACTIVE":
                 return
             # A refused or preempted resource keeps its name taken.
             self.delete_queued()
             if number < most:
-                time.sleep(self._options.retry_seconds)
+                time.sleep(asked.retry_seconds)
         raise UserError(
-            f"the request for {name} ended in state {state}, {most} times. Use another zone or "
-            "type, or more --max-attempts."
+            f"the request for {asked.name} ended in state {state}, {most} times. Use another zone "
+            "or type, or more --max-attempts."
         )
 
     def _request(self, command: list[str], version: str) -> None:
@@ -57,17 +83,9 @@ class TpuVm:
                 "--accelerator-type=v5p-32 --version=v2-alpha-tpuv5 "
                 "(gcloud compute tpus versions list)."
             )
-        command += [f"--accelerator-type={asked.accelerator_type}", f"--{version}={asked.version}"]
-        command += [*(["--spot"] if asked.spot else []), *asked.gcloud]
+        kind = [f"--accelerator-type={asked.accelerator_type}", f"--{version}={asked.version}"]
+        command = [*command, *kind, *(["--spot"] if asked.spot else []), *asked.gcloud]
         self._commands.run(command, max_attempts=asked.max_attempts, delay=asked.retry_seconds)
-
-    def _wait_in_queue(self) -> str:
-        describe = [*self._queued("describe", self._options.name), "--format=value(state.state)"]
-        while True:
-            state = self._commands.output(describe, in_dry_run="ACTIVE")
-            if state not in _WAITING:
-                return state
-            time.sleep(self._options.retry_seconds)
 
     def copy(self) -> None:
         """Copies the working tree, except git-ignored files, to every host."""
@@ -75,9 +93,9 @@ class TpuVm:
             archive = Path(folder) / _ARCHIVE
             if not self._commands.dry_run:
                 _archive_worktree(archive)
-            self._commands.run(
-                [*self._vm("scp", str(archive), f"{self._options.name}:{_ARCHIVE}"), "--worker=all"]
-            )
+            target = f"{self._options.name}:{_ARCHIVE}"
+            command = self._gcloud("tpu-vm", "scp", str(archive), target)
+            self._commands.run([*command, "--worker=all"])
         self._ssh(f"mkdir -p {FOLDER} && tar -xzf {_ARCHIVE} -C {FOLDER}")
 
     def setup(self) -> None:
@@ -87,10 +105,12 @@ class TpuVm:
     def run(self, arguments: Sequence[str]) -> None:
         """Starts training on every host in the background, supervised."""
         launch = [
-            *self._expected_devices(),
             ".venv/bin/python", "MaxText/launch.py", "local", "1", "--supervise",
             f"--max-restarts={self._options.max_restarts}", f"--log-dir={_LOGS}", "--", *arguments,
         ]  # fmt: skip
+        with contextlib.suppress(UserError):  # no type given, or newer than the table
+            number = find_hardware(self._options.accelerator_type).num_devices
+            launch = ["env", f"{NUM_DEVICES_VARIABLE}={number}", *launch]
         self._ssh(
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
             f"if [ -f {_LOGS}/pid ] && kill -0 $(cat {_LOGS}/pid) 2>/dev/null; then "
@@ -98,14 +118,6 @@ class TpuVm:
             f"(nohup {shlex.join(launch)} >> {_LOGS}/launch.log 2>&1 < /dev/null & "
             f"echo $! > {_LOGS}/pid)"
         )
-
-    def _expected_devices(self) -> list[str]:
-        """Returns a command prefix with the device count, if it is known."""
-        try:
-            number = find_hardware(self._options.accelerator_type).num_devices
-        except UserError:  # no type given, or newer than the table
-            return []
-        return ["env", f"{NUM_DEVICES_VARIABLE}={number}"]
 
     def logs(self) -> None:
         """Prints the end of the launch log of the hosts."""
@@ -119,29 +131,26 @@ class TpuVm:
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
 
     def status(self) -> None:
-        self._commands.run(self._vm("describe", self._options.name))
+        self._commands.run(self._gcloud("tpu-vm", "describe", self._options.name))
 
     def delete(self) -> None:
-        self._commands.run([*self._vm("delete", self._options.name), "--quiet"])
+        self._commands.run([*self._gcloud("tpu-vm", "delete", self._options.name), "--quiet"])
 
     def delete_queued(self) -> None:
         """Deletes the queued resource with its TPU VM."""
-        self._commands.run([*self._queued("delete", self._options.name), "--force", "--quiet"])
+        command = self._gcloud(_QUEUED, "delete", self._options.name)
+        self._commands.run([*command, "--force", "--quiet"])
 
     def _ssh(self, command: str, worker: str = "all") -> None:
-        self._commands.run(
-            [*self._vm("ssh", self._options.name), f"--worker={worker}", f"--command={command}"]
-        )
+        ssh = self._gcloud("tpu-vm", "ssh", self._options.name)
+        self._commands.run([*ssh, f"--worker={worker}", f"--command={command}"])
 
-    def _vm(self, action: str, *operands: str) -> list[str]:
-        return ["gcloud", "compute", "tpus", "tpu-vm", action, *operands, *self._place()]
-
-    def _queued(self, action: str, *operands: str) -> list[str]:
-        return ["gcloud", "compute", "tpus", "queued-resources", action, *operands, *self._place()]
-
-    def _place(self) -> list[str]:
-        project = [f"--project={self._options.project}"] if self._options.project else []
-        return [f"--zone={self._options.zone}", *project]
+    def _gcloud(self, kind: str, action: str, *operands: str) -> list[str]:
+        command = ["gcloud", "compute", "tpus", kind, action, *operands]
+        command.append(f"--zone={self._options.zone}")
+        if self._options.project:
+            command.append(f"--project={self._options.project}")
+        return command
 
 
 def _archive_worktree(archive: Path) -> None:

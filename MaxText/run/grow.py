@@ -83,8 +83,7 @@ def grow(request: ConvertArgs, log: Log) -> None:
     comment = [f"Model grown by convert.py from {source.folder}."]
     lineage = ancestors_of(source.metadata, source.folder, source.step, "growth", resolved.record)
     # The new parameters themselves own cost.
-    spent = {"tokens": 0, "flops": 0.0}
-    metadata = {"lineage": [ancestor._asdict() for ancestor in lineage], "spent": spent}
+    metadata = {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
     with imported_run.atomic_target(request.target) as partial:
         imported_run.write_run(
             partial, weights, model_keys(flatten(resolved.config)), comment, metadata

@@ -4,10 +4,10 @@ Saved with each checkpoint, because the ancestors' folders may be gone.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.growth.record import Record
+from MaxText.growth.growth_plan import Record
 from MaxText.run.restore import RestoreResult
 from MaxText.run.training_stats import TrainingStats
 
@@ -22,24 +22,12 @@ class TrainingCost(NamedTuple):
 _NOTHING = TrainingCost(0, 0.0)
 
 
-class Ancestor(NamedTuple):
-    """The starting checkpoint of a run."""
-
-    run_name: str | None
-    folder: str
-    step: int | None  # the step after which it was saved, if known
-    how: str  # "parameters", "full_state", or "growth" (grown parameters)
-    tokens: float | None  # used until then, including its own ancestors; None if unknown
-    flops: float | None
-    growth: Record | None = None  # how its parameters grew; None if they did not
-
-
 @dataclasses.dataclass(frozen=True)
 class Lineage:
     """Origin of a run; `spent` was used by the run itself before `first_step`."""
 
     stats: TrainingStats
-    ancestors: tuple[Ancestor, ...] = ()
+    ancestors: Sequence[dict[str, Any]] = ()  # of `ancestors_of`
     first_step: int = 0
     spent: TrainingCost = _NOTHING
 
@@ -50,7 +38,7 @@ class Lineage:
         if restored.how == "resume":
             first, stored = restored.first_step, restored.metadata.get("spent")
             spent = TrainingCost(**stored) if stored else _by_plan(stats, 0, first)
-            return cls(stats, _ancestors(restored.metadata), first, spent)
+            return cls(stats, restored.metadata.get("lineage", ()), first, spent)
         ancestors = ancestors_of(
             restored.metadata, restored.folder, restored.stored_step, restored.how, restored.growth
         )
@@ -66,28 +54,26 @@ class Lineage:
         spent = self.spent_before(step + 1)
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
-    def fields(self) -> list[dict[str, Any]]:
-        return [ancestor._asdict() for ancestor in self.ancestors]
-
     def metadata(self, step: int) -> dict[str, Any]:
-        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": self.fields()}
-
-
-def _ancestors(metadata: Mapping[str, Any]) -> tuple[Ancestor, ...]:
-    return tuple(Ancestor(**entry) for entry in metadata.get("lineage", ()))
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": [*self.ancestors]}
 
 
 def ancestors_of(
     metadata: Mapping[str, Any], folder: str, step: int | None, how: str, growth: Record | None
-) -> tuple[Ancestor, ...]:
-    """Returns the ancestors of a new run, the checkpoint it starts from last."""
-    ancestors, spent = _ancestors(metadata), metadata.get("spent")
-    earlier = ancestors[-1] if ancestors else _NOTHING
+) -> list[dict[str, Any]]:
+    """Returns the ancestors of a new run, the checkpoint it starts from last.
+
+    `step` is the step after which that was saved, `how` "parameters", "full_state" or "growth".
+    Its `tokens` and `flops` include those of its own ancestors; None if unknown.
+    """
+    ancestors, spent = metadata.get("lineage", []), metadata.get("spent")
+    earlier = ancestors[-1] if ancestors else _NOTHING._asdict()
     tokens = flops = None
-    if spent is not None and earlier.tokens is not None and earlier.flops is not None:
-        tokens, flops = earlier.tokens + spent["tokens"], earlier.flops + spent["flops"]
+    if spent is not None and earlier["tokens"] is not None and earlier["flops"] is not None:
+        tokens, flops = earlier["tokens"] + spent["tokens"], earlier["flops"] + spent["flops"]
     run_name = (metadata.get("config") or {}).get("run_name")
-    return (*ancestors, Ancestor(run_name, folder, step, how, tokens, flops, growth))
+    newest = {"run_name": run_name, "folder": folder, "step": step, "how": how}
+    return [*ancestors, {**newest, "tokens": tokens, "flops": flops, "growth": growth}]
 
 
 def _by_plan(stats: TrainingStats, first: int, end: int) -> TrainingCost:

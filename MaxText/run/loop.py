@@ -1,26 +1,33 @@
-"""The training loop: batch, step, evaluation, checkpoint."""
+"""The training loop: batch, step, evaluation, checkpoint, end."""
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
+from etils import epath
+
 from MaxText import exit_codes
 from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.config import command_line
+from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.parallelism.mesh import ShardingPlan
-from MaxText.run.records import RunLogger
+from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
-from MaxText.run.step_log import MetricLogger
 from MaxText.runtime import processes
 from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
+from MaxText.training.assembly import TrainSetup
+from MaxText.training.objective import is_in_nats
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
 
@@ -130,7 +137,7 @@ class Loop:
                 self.metric_logger.exclude_time(),
                 self.run_logger.events.timed("compile", step=self.step) as fields,
             ):
-                fields |= dataclasses.asdict(self.train_step.prepare(batch))
+                fields |= self.train_step.prepare(batch)
         self.watchdog.enter("step", self.step)
         with self.run_logger.profiler.step(self.step):
             self.state, metrics = self.train_step(self.state, batch)
@@ -173,6 +180,52 @@ class Loop:
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.get_state(), kept)
 
+    def finish(self, run_folder: epath.Path, setup: TrainSetup) -> None:
+        """Prints and writes the final outputs of a run.
+
+        Raises TrainingDivergedError if the training loss diverged.
+        """
+        config, run_logger, model = self.config, self.run_logger, setup.model
+        line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
+        entropy = self.batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
+        if self.eval_loss is not None and entropy is not None:
+            line(f"Validation loss {self.eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
+        if config.decoding.sample_tokens and tokenizer is not None:
+            with _optional("sample", line):
+                from MaxText.inference.decoding import write_sample
+
+                text = write_sample(
+                    model, self.state.params, self.sharding, config, tokenizer, run_folder
+                )
+                # Its time is part of the finish, which the stop row records.
+                run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
+                line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+        if config.monitoring.loss_curve and jax.process_index() == 0:
+            with _optional("loss curve", line):
+                from MaxText.reports.report_writer import write_loss_curve
+
+                run_logger.events.flush()
+                line(f"Loss curve: {write_loss_curve(run_folder)}")
+        can_generate = (
+            tokenizer is not None
+            and model.config.attention.causal
+            and all(lookup("mixer", name).decodes() for name in set(model.config.mixers))
+        )
+        folder, newest = shlex.quote(str(run_folder)), self.checkpoints.latest_step()
+        if newest is not None:
+            line(f"Checkpoint:  {self.checkpoints.directory / str(newest)}")
+        if newest is not None and can_generate:
+            words = f"{command_line.program_command('decode')} load_parameters_path={folder}"
+            if modules := config.run.import_modules:
+                words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
+            line(f"Generate:    {words} prompt='The '")
+        line(f"Report:      {command_line.program_command('report')} {folder}")
+        if diverged := run_logger.trend.diverged:
+            raise TrainingDivergedError(
+                f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
+                "inspect the data."
+            )
+
 
 @dataclasses.dataclass
 class End:
@@ -208,3 +261,12 @@ def recorded_end(
         run_logger.events.emit("stop", step=step, seconds=seconds, reason=end.reason)
         if failure is not None:
             processes.fail(failure, watchdog)
+
+
+@contextlib.contextmanager
+def _optional(what: str, line: Callable[[str], None]) -> Iterator[None]:
+    """Logs a failure of an optional output as a warning."""
+    try:
+        yield
+    except Exception as error:
+        line(f"WARNING: cannot write the {what}: {error}")

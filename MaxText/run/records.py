@@ -1,37 +1,42 @@
-"""All records of a run."""
+"""All records of a run: its start, its steps, its files."""
 
+import contextlib
 import dataclasses
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 
-from MaxText.config.model_sections import ModelConfig
+from MaxText import program_start
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
-from MaxText.growth.record import event_fields, parent_folder, sizes
+from MaxText.errors import TrainingDivergedError
+from MaxText.growth.growth_plan import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
 from MaxText.metrics.loss_trend import LossTrend
-from MaxText.metrics.profiler import StepProfiler
+from MaxText.metrics.profiler import StepProfiler, memory_row
 from MaxText.metrics.provenance import provenance
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
+from MaxText.metrics.step_line import step_row
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
 from MaxText.run.training_stats import TrainingStats
-from MaxText.runtime import process_start
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
 START_FILE = "start.txt"
+_AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +89,11 @@ def open_run_logger(
     lineage = Lineage.of(restored, stats)
     length = model.config.shape.max_target_length
     cost = model_cost(model, sequence_length=length, optimizer_state=setup.abstract_state.opt_state)
+    summary = stats.summary(cost.training_bytes)
     if jax.process_index() == 0:
-        text = "\n".join([*details, stats.describe(), cost.describe()])
+        text = "\n".join([*details, summary, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    log(f"{stats.summary(cost.training_bytes)}\nDetails: {run_folder / START_FILE}")
+    log(f"{summary}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
@@ -107,6 +113,7 @@ def open_run_logger(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
+    given, chosen = flatten(config), flatten(config.model_copy(update={"model": model.config}))
     fields = {
         "run_name": run.run_name,
         "num_steps": num_steps,
@@ -121,25 +128,19 @@ def open_run_logger(
         "peak_tflops": peak.tflops,
         "peak_source": peak.source,
         "cost": cost.fields(),
-        "lineage": lineage.fields(),
+        "lineage": [*lineage.ancestors],
         "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
         "unigram_entropy_nats": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
         "changed_keys": changed_keys(config),
-        "resolved_keys": _resolved_keys(config, model.config),
+        # What replaced `auto`, such as the dtype.
+        "resolved_keys": {key: value for key, value in chosen.items() if value != given[key]},
     }
     emit_start(events, restored, fields)
     profiler = StepProfiler(monitoring, tensorboard, first_step)
     trend = LossTrend(baseline, restored.metadata.get("loss_trend"))
     return RunLogger(events, terminal, profiler, stats, lineage, trend)
-
-
-def _resolved_keys(config: Config, resolved: ModelConfig) -> dict[str, Any]:
-    """Returns what replaced `auto`, such as the dtype, by key."""
-    given = flatten(config)
-    chosen = flatten(config.model_copy(update={"model": resolved}))
-    return {key: value for key, value in chosen.items() if value != given[key]}
 
 
 def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, Any]) -> None:
@@ -150,7 +151,7 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     events.emit(
         "resume" if restored.how == "resume" else "start",
         step=restored.first_step,
-        seconds=time.time() - process_start.launch_time(),
+        seconds=time.time() - program_start.launch_time(),
         source=restored.source,
         lost=events.lost,
         **fields,
@@ -178,3 +179,144 @@ def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> 
     (run_folder / "config.yml").write_text(resolved_yaml(config))
     if tokenizer is not None:
         keep_tokenizer(tokenizer, run_folder)
+
+
+class MetricLogger:
+    """Converts the scalars of train steps to events, one step late.
+
+    Reading metrics blocks on the device, so they are read after the next step was dispatched. Those
+    in _AVERAGED are means since the last report; other metrics are of the newest step.
+    """
+
+    def __init__(
+        self,
+        run_logger: RunLogger,
+        config: Config,
+        last_step: int,
+        observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
+    ):
+        """Reports every step_log_period steps; `observe` gets step and scalars."""
+        self._run_logger = run_logger
+        self._guard = config.guard
+        self._period = config.monitoring.step_log_period
+        self._last_step = last_step
+        self._observe = observe
+        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
+        self._newest: Mapping[str, Any] | None = None
+        self.newest_step: int | None = None  # the last dispatched step
+        self._waiting = False  # whether the newest step is unreported
+        self._reported_step = -1
+        self._has_reported = False
+        self._since = 0.0
+        self._data_seconds = 0.0
+
+    def start(self, first_step: int) -> None:
+        """Starts the clock before the first step or after a rollback."""
+        if self._has_reported:
+            self._run_logger.trend.roll_back()
+        self._losses = []
+        self._newest, self.newest_step, self._waiting = None, None, False
+        self._reported_step = first_step - 1
+        self._since = time.perf_counter()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Records the scalars of a step; reports the previous one if pending."""
+        self.flush()
+        names = (*_AVERAGED, "skipped")
+        self._losses.append({name: metrics[name] for name in names if name in metrics})
+        self._newest, self.newest_step = metrics, step
+        self._waiting = step % self._period == 0 or step == self._last_step
+
+    @property
+    def idle_seconds(self) -> float:
+        """Wall time since the last report, without pauses."""
+        return time.perf_counter() - self._since
+
+    def flush(self) -> None:
+        """Reports a pending step; raises TrainingDivergedError on a bad loss."""
+        step = self.newest_step
+        if not self._waiting or step is None:
+            return
+        self._waiting = False
+        metrics = {
+            name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
+        }
+        shown = metrics | self._mean_losses()
+        now = time.perf_counter()
+        elapsed, updates = now - self._since, step - self._reported_step
+        self._since, self._reported_step = now, step
+        stats = self._run_logger.stats
+        tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
+        row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
+        data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
+        fields: dict[str, Any] = {}
+        if not self._has_reported:
+            self._has_reported = True
+            fields["seconds_since_launch"] = round(time.time() - program_start.launch_time(), 3)
+        self._run_logger.events.emit(
+            "step",
+            step=step,
+            seconds=elapsed,
+            updates=updates,
+            data_seconds=round(data_seconds, 6),
+            **row,
+            **memory_row(),
+            **self._run_logger.lineage.progress(step),
+            **fields,
+        )
+        if not metrics.get("skipped"):
+            self._run_logger.trend.add(row["learning/lm_loss"])
+            if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
+                raise TrainingDivergedError(
+                    f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
+                    "the command to resume from the last checkpoint, or set "
+                    "abort_on_nan_loss=false to continue training."
+                )
+        self._observe(step, metrics)
+
+    def _mean_losses(self) -> dict[str, float]:
+        """Blocks for the means since the last report, and resets.
+
+        Empty if those are of the last step. Skipped steps count only if all were skipped.
+        """
+        steps, self._losses = self._losses, []
+        if len(steps) < 2:
+            return {}
+        steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]
+        return {
+            name: float(sum((losses[name] for losses in steps), np.float32(0))) / len(steps)
+            for name in (steps[0] if steps else ())
+        }
+
+    def complete(self) -> None:
+        """Blocks on the newest step and reports it. Raises like `flush`.
+
+        Called before a checkpoint, so that no broken state is saved and the rows cover every step
+        that a restart does not repeat, and at the end of the run.
+        """
+        self._waiting = self.newest_step != self._reported_step
+        self.flush()
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Counts the time inside as data wait if the devices are idle after it."""
+        began = time.perf_counter()
+        yield
+        if self._newest is None or self._newest["loss"].is_ready():
+            self._data_seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def exclude_time(self, *, complete: bool = False) -> Iterator[None]:
+        """Reports a pending step, then excludes the time inside.
+
+        Waits for the newest step first, or its computation would count as part of the pause.
+        """
+        if complete:
+            self.complete()
+        self.flush()
+        jax.block_until_ready(self._newest)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._since += time.perf_counter() - began

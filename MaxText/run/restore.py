@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.checkpointing.history import Rollback
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import import_modules
@@ -14,9 +15,9 @@ from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.initial_weights import open_pretrained
 from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError
+from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
-from MaxText.growth.record import Record
-from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
+from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
 
 Log = Callable[[str], None]
@@ -58,7 +59,7 @@ def restore_or_initialize(
             "restores parameters, optimizer state and step, the second only parameters."
         )
     steps = checkpoints.steps_to_resume()
-    _log_order(checkpoints, config, steps, log)
+    _log_order(checkpoints, config, log)
     began = time.perf_counter()
     if steps:
         newest = checkpoints.stored(steps[0])
@@ -68,14 +69,30 @@ def restore_or_initialize(
                 "resumed. Start another run_name with "
                 f"load_parameters_path={newest.folder.parent.parent}."
             )
-        restored = _resume(checkpoints, steps, abstract_state, config_flat, log)
+        restored = _resume(checkpoints, abstract_state, config_flat, log)
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
-        restored = _grow(resolved.growth, abstract_state, initialize)
+        growth, state = resolved.growth, initialize()
+        source, moments = growth.source, state.opt_state
+        if growth.opt_state != "zeroed":
+            moments = grow_opt_state(growth, abstract_state.opt_state, moments)
+        params = grow_params(growth, abstract_state.params, state.params)
+        state = dataclasses.replace(state, params=params, opt_state=moments)
+        words = f"parameters grown from {source.folder}"
+        restored = RestoreResult(
+            state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
+        )
     elif config.load_parameters_path:
-        restored = _load_parameters(
-            config.load_parameters_path, abstract_state, initialize, config_flat, log
+        given = open_pretrained(
+            config.load_parameters_path, "load_parameters_path", abstract_state.params,
+            config_flat, log,
+        )  # fmt: skip
+        # Drops the fresh parameters before reading the stored ones: one copy in memory.
+        state = dataclasses.replace(initialize(), params=None)
+        state = dataclasses.replace(state, params=given.read())
+        restored = RestoreResult(
+            state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
         )
     else:
         restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
@@ -96,16 +113,14 @@ def restore_or_initialize(
     )
 
 
-def _log_order(
-    checkpoints: CheckpointManager, config: CheckpointingConfig, steps: list[int], log: Log
-) -> None:
+def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
-    own = f"step {steps[0]}" if steps else "none"
-    own += f" in {checkpoints.directory}"
+    newest = checkpoints.latest_step()
+    own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
     rows = [
-        ("checkpoint of this run", own, bool(steps)),
+        ("checkpoint of this run", own, newest is not None),
         ("load_full_state_path", full or "not set", bool(full)),
         ("load_parameters_path", params or "not set", bool(params)),
         ("scratch", "new parameters from init_weights_seed", True),
@@ -120,14 +135,10 @@ def _log_order(
 
 
 def _resume(
-    checkpoints: CheckpointManager,
-    steps: list[int],
-    abstract_state: Any,
-    config_flat: Mapping[str, Any],
-    log: Log,
+    checkpoints: CheckpointManager, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
 ) -> RestoreResult:
     failures = []
-    for step in steps:
+    for step in checkpoints.steps_to_resume():
         restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, log)
         if restored is not None:
             state, position, metadata = restored
@@ -156,44 +167,12 @@ def _load_full_state(
             position = stored.position()
         else:
             log(f"  {stored} has no data position: data begins at its step")
-        state = checkpoint_reader.restore_state(
-            stored, abstract_state, config_flat, log, storage=config.checkpoint_storage
-        )
+        reader = CheckpointReader(stored, config_flat, log, storage=config.checkpoint_storage)
+        state = reader.restore_state(abstract_state)
     return RestoreResult(
         state, int(state.step), position, f"full state of {stored}", "full_state",
         metadata, str(stored), stored.step,
     )  # fmt: skip
-
-
-def _load_parameters(
-    path: str,
-    abstract_state: Any,
-    initialize: Callable[[], Any],
-    config_flat: Mapping[str, Any],
-    log: Log,
-) -> RestoreResult:
-    given = open_pretrained(path, "load_parameters_path", abstract_state.params, config_flat, log)
-    # Drops the fresh parameters before reading the stored ones: one copy in memory.
-    state = dataclasses.replace(initialize(), params=None)
-    state = dataclasses.replace(state, params=given.read())
-    return RestoreResult(
-        state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
-    )
-
-
-def _grow(
-    growth: PendingGrowth, abstract_state: Any, initialize: Callable[[], Any]
-) -> RestoreResult:
-    state, source = initialize(), growth.source
-    moments = state.opt_state
-    if growth.opt_state != "zeroed":
-        moments = grow_opt_state(growth, abstract_state.opt_state, moments)
-    params = grow_params(growth, abstract_state.params, state.params)
-    state = dataclasses.replace(state, params=params, opt_state=moments)
-    words = f"parameters grown from {source.folder}"
-    return RestoreResult(
-        state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
-    )
 
 
 def restore_data_position(

@@ -87,54 +87,28 @@ class TrainingStats:
         )
 
     def describe(self) -> str:
-        """Returns all sizes as lines "name = formula = numbers = value"."""
-        d = self.model.config.shape.dimensions
-        batch, last = self.batch, max(self.num_steps - 1, 0)
-        stage, tokens, flops = self.plan.at(last), self.tokens(last), self.flops(last)
-        parameters = self.model.num_parameters
-        # Two matmuls per layer, 2 FLOPs each, 3x for training; causal counts half.
-        attention = 6 if self.model.config.attention.causal else 12
-        formula = f"6 x matmul parameters + {attention} x layers x heads x head_dim x length"
-        numbers = (
-            f"6 x {flops.matmul_parameters} + {attention} x {d.num_layers} x "
-            f"{d.num_query_heads} x {d.head_dim} x {stage.length}"
-        )
-        alike = attention * d.num_layers * d.num_query_heads * d.head_dim * stage.length
-        if flops.attention != alike:
-            formula = "6 x matmul parameters + products of tokens with tokens, by kind of layer"
-            numbers = f"6 x {flops.matmul_parameters} + {flops.attention:.0f}"
-        if flops.aggregation:
-            formula += " + 6 x outputs summed x width"
-            numbers += f" + 6 x {int(flops.aggregation) // (6 * d.emb_dim)} x {d.emb_dim}"
+        """Returns derived sizes as lines "name = formula = numbers = value"."""
+        batch, last, parameters = self.batch, max(self.num_steps - 1, 0), self.model.num_parameters
+        flops, tokens_of_run = self.flops(last), self.tokens_of_run
+        sizes = (batch.per_device_batch_size, self.num_devices, batch.gradient_accumulation_steps)
+        stages, steps = [], []
+        for stage in self.plan.stages:
+            first, end = self.plan.steps_of(stage, self.num_steps)
+            name = f"tokens per step from step {first}"
+            shape = f"{self.plan.batch_size(stage)} x {stage.length}"
+            stages.append((name, "sequences x length", shape, self.tokens(first)))
+            steps.append(f"{end - first} x {self.tokens(first)}")
         rows = [
-            (
-                "sequences per step",
-                "per_device_batch_size x devices x gradient_accumulation_steps",
-                f"{batch.per_device_batch_size:g} x {self.num_devices} x "
-                f"{batch.gradient_accumulation_steps}",
-                stage.samples,
-            ),
-            ("tokens per step", "sequences x max_target_length",
-             f"{stage.samples} x {d.max_target_length}", tokens),
-            *(
-                (f"stage from step {stage.first_step}", "sequences x length",
-                 f"{self.plan.batch_size(stage)} x {stage.length}", self.tokens(stage.first_step))
-                for stage in (self.plan.stages if self.plan.has_stages else ())
-            ),
-            ("tokens of the run", "steps x tokens per step",
-             "see stages" if self.plan.has_stages else f"{self.num_steps} x {tokens}",
-             self.tokens_of_run),
+            ("sequences per step", "per_device_batch_size x devices x gradient_accumulation_steps",
+             " x ".join(f"{size:g}" for size in sizes), self.plan.at(last).samples),
+            *stages,
+            ("tokens of the run", "steps x tokens per step", " + ".join(steps), tokens_of_run),
             ("tokens per parameter", "tokens of the run / parameters",
-             f"{self.tokens_of_run} / {parameters}", self.tokens_of_run / parameters),
-            ("FLOPs per token", formula, numbers, flops.per_token),
+             f"{tokens_of_run} / {parameters}", tokens_of_run / parameters),
+            ("FLOPs per token", "6 x matmul parameters + attention + depth aggregation",
+             f"6 x {flops.matmul_parameters} + {flops.attention:.0f} + {flops.aggregation:.0f}",
+             flops.per_token),
             ("FLOPs of the run", "tokens of the run x FLOPs per token", "",
              f"{self.flops_of_run:.3e}"),
-            ("peak of a device", "", "", f"{self.peak.tflops:.3g} TFLOP/s ({self.peak.source})"),
         ]  # fmt: skip
-        return "\n".join(
-            [
-                derived_quantities(rows),
-                f"number parameters: {parameters / 1e9:.3f} billion",
-                flops.line(self.tokens_per_device(last)),
-            ]
-        )
+        return derived_quantities(rows)

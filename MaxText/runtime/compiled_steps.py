@@ -1,6 +1,5 @@
 """The train step, compiled for each batch shape of a run."""
 
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,20 +7,6 @@ from typing import Any
 import jax
 
 from MaxText.runtime import compilation_cache
-
-
-@dataclasses.dataclass(frozen=True)
-class Compilation:
-    """Compilation result of one batch shape; `rows` is the global size.
-
-    `source` is "" if compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
-    """
-
-    rows: int
-    length: int
-    compile_seconds: float
-    source: str
-    memory: dict[str, int]
 
 
 class ShapeSpecializedStep:
@@ -39,8 +24,12 @@ class ShapeSpecializedStep:
     def fits(self, batch: Any) -> bool:
         return _key(batch) in self._steps
 
-    def prepare(self, batch: Any) -> Compilation:
-        """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct."""
+    def prepare(self, batch: Any) -> dict[str, Any]:
+        """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct.
+
+        Returns the fields of a "compile" event. `rows` is the global batch size; `source` is "" if
+        compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
+        """
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
@@ -54,7 +43,8 @@ class ShapeSpecializedStep:
             source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
-        return Compilation(rows, length, seconds, source, memory_stats(step))
+        shape = {"rows": rows, "length": length}
+        return shape | {"compile_seconds": seconds, "source": source, "memory": memory_stats(step)}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         return self._steps[_key(batch)](state, batch)

@@ -76,8 +76,10 @@ class Watchdog:
         period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
-        self._phase: tuple[str, int | None, float] = ("startup", None, time.time())
-        self._state = "running"
+        self._row: dict[str, Any] = {
+            "process": process_index, "host": socket.gethostname(), "pid": os.getpid(),
+            "state": "running", "phase": "startup", "step": None, "since": round(time.time(), 3),
+        }  # fmt: skip
         self._progress = time.monotonic()
         self._over = threading.Event()
         self._writing = threading.Lock()
@@ -102,10 +104,8 @@ class Watchdog:
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Reports progress by phase, such as startup, compile or step."""
-        before, step_before, since = self._phase
-        if (phase, step) != (before, step_before):
-            since = time.time()
-        self._phase = (phase, step, since)
+        if (phase, step) != (self._row["phase"], self._row["step"]):
+            self._row |= {"phase": phase, "step": step, "since": round(time.time(), 3)}
         self._progress = time.monotonic()
 
     def watch_iterator(
@@ -120,7 +120,7 @@ class Watchdog:
         """Stops watching and writes `state` to the status file. Idempotent."""
         if self._over.is_set():
             return
-        self._state = state
+        self._row["state"] = state
         self._over.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -128,7 +128,7 @@ class Watchdog:
 
     def fail(self, error: BaseException | None) -> None:
         """Writes an error (None: a peer died), and keeps watching."""
-        self._state = _LOST if error is None else _failed(error)
+        self._row["state"] = _LOST if error is None else _failed(error)
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
@@ -172,18 +172,17 @@ class Watchdog:
             if suspended > 0:  # otherwise a concurrent `enter` could be undone
                 self._progress += suspended
             before = now
-            phase, step, _ = self._phase
-            silent = now - self._progress
+            phase, silent = self._row["phase"], now - self._progress
             own, longest = _TIMEOUT_FACTORS.get(phase, 1.0), max(_TIMEOUT_FACTORS.values())
             if silent <= self._timeout * own:
                 continue
             # A collective takes as long as its last participant.
             waits = phase in _COLLECTIVE and silent <= self._timeout * longest
             if not (waits and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)):
-                self._end(phase, step, silent)
+                self._end(silent)
 
-    def _end(self, phase: str, step: int | None, silent: float) -> None:
-        self._state = _STUCK
+    def _end(self, silent: float) -> None:
+        self._row["state"] = _STUCK
         # Exits even if printing blocks, e.g. on a full pipe.
         last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STALLED,))
         last_resort.daemon = True
@@ -191,7 +190,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._say(
                 f"error: process {self._index} of {self._count} has made no progress for "
-                f"{silent:.0f} s, in {_where(phase, step)} (heartbeat_timeout={self._timeout:g}).\n"
+                f"{silent:.0f} s, in {_where(self._row)} (heartbeat_timeout={self._timeout:g}).\n"
                 f"{self.describe_all()}\n"
                 "  What to do: rerun the command to resume from the newest checkpoint. If a step "
                 "or a checkpoint may take this long, raise heartbeat_timeout."
@@ -219,12 +218,7 @@ class Watchdog:
         assert self._folder is not None
         # Retried in the next period; only the table depends on it.
         with self._writing, contextlib.suppress(Exception):
-            phase, step, since = self._phase
-            row = {
-                "process": self._index, "host": socket.gethostname(), "pid": os.getpid(),
-                "state": self._state, "phase": phase, "step": step, "since": round(since, 3),
-                "written": round(time.time(), 3),
-            }  # fmt: skip
+            row = self._row | {"written": round(time.time(), 3)}
             if not is_object_store_path(self._folder):
                 self._folder.mkdir(parents=True, exist_ok=True)
             atomic_write_text(self._folder / f"{self._index}.json", json.dumps(row))
@@ -269,8 +263,7 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
         )
     if len(rows) > len(shown):
         lines.append(f"  and {len(rows) - len(shown)} more processes, further ahead")
-    where = _where(slowest.get("phase", "an unknown phase"), slowest.get("step"))
-    lines.append(f"  slowest: process {slowest['process']}, last seen in {where}")
+    lines.append(f"  slowest: process {slowest['process']}, last seen in {_where(slowest)}")
     return "\n".join(lines)
 
 
@@ -288,7 +281,8 @@ def peer_in_long_phase(
     )
 
 
-def _where(phase: str, step: int | None) -> str:
+def _where(row: Mapping[str, Any]) -> str:
+    phase, step = row.get("phase", "an unknown phase"), row.get("step")
     if step is None:
         return phase
     return f"step {step}" if phase == "step" else f"{phase} of step {step}"

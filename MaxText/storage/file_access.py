@@ -86,13 +86,12 @@ def list_files(location: str, key: str) -> list[FileInfo]:
     if not location:
         raise UserError(f"{key} is empty. Name a file, a folder or a pattern.")
     try:
-        if location.startswith("@"):
-            return _listed(location[1:], key)
-        names = _expand_braces(location)
-        if not is_url(location) and path_type(location):
+        is_list = location.startswith("@")
+        names = _lines(location[1:], key) if is_list else _expand_braces(location)
+        if not is_list and not is_url(location) and path_type(location):
             names = [location]  # a literal name, whatever its characters
         files = []
-        for name, found in zip(names, _matches(names, key), strict=True):
+        for name, found in zip(names, _matches(names, key, literal=is_list), strict=True):
             if not found:
                 part = "" if name == location else f" ({name})"
                 raise UserError(
@@ -131,7 +130,7 @@ def _look(system: Any, path: str) -> dict[str, Any] | None:
         raise
 
 
-def _listed(list_file: str, key: str) -> list[FileInfo]:
+def _lines(list_file: str, key: str) -> list[str]:
     with open_stream(list_file) as stream:
         content = stream.read()
     try:
@@ -143,10 +142,7 @@ def _listed(list_file: str, key: str) -> list[FileInfo]:
     names = [line for line in lines if line and not line.startswith("#")]
     if not names:
         raise UserError(f"{key}=@{list_file} lists no file. Write one name per line into it.")
-    found = list(_matches(names, key, literal=True))
-    if missing := [name for name, files in zip(names, found, strict=True) if len(files) != 1]:
-        raise UserError(f"{key}=@{list_file} lists {missing[0]}, which is not a file. Correct it.")
-    return [file for (file,) in found]
+    return names
 
 
 def _expand_braces(pattern: str) -> list[str]:
@@ -165,7 +161,7 @@ def _choices(inside: str) -> list[str]:
     return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
 
 
-def _matches(names: Sequence[str], key: str, literal: bool = False) -> Iterator[list[FileInfo]]:
+def _matches(names: Sequence[str], key: str, literal: bool) -> Iterator[list[FileInfo]]:
     match = functools.partial(_match, key=key, literal=literal)
     if not any(map(is_url, names)):
         yield from map(match, names)
@@ -244,9 +240,7 @@ def file_info(path: str) -> FileInfo:
 
 
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
-    """Returns `file_info` of each path, remote ones concurrently."""
-    if not any(map(is_url, paths)):
-        return [file_info(path) for path in paths]
+    """Returns `file_info` of each path, concurrently."""
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
         return list(threads.map(file_info, paths))
 

@@ -14,7 +14,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from MaxText.checkpointing import checkpoint_files, checkpoint_reader
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
@@ -147,7 +148,7 @@ def test_a_flipped_bit_that_orbax_does_not_see(silently_damaged, kept, tmp_path)
         lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), fresh_state().params
     )
     with pytest.raises(checkpoint_files.CheckpointCorruptedError, match=f"params/{name}"):
-        checkpoint_reader.restore_params(stored, halved, CONFIG, lambda line: None)
+        CheckpointReader(stored, CONFIG, lambda line: None).restore_params(halved)
     arrays = LazyCheckpointReader(stored.items)
     with pytest.raises(UserError, match=f"params/{name}: "):
         arrays.read(f"params/{name}")
@@ -223,5 +224,5 @@ def test_damage_is_not_read_again(failing, saved_run, error):
     left = failing([error, None])
     stored = checkpoint_files.resolve_checkpoint(str(saved_run[0]), "test")
     with pytest.raises(checkpoint_files.CheckpointCorruptedError):
-        checkpoint_reader.restore_params(stored, abstract(fresh_state()).params, CONFIG, print)
+        CheckpointReader(stored, CONFIG, print).restore_params(abstract(fresh_state()).params)
     assert left == [None]

@@ -8,9 +8,9 @@ import socket
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder, unlock_run_folder
 from MaxText.errors import UserError
 from MaxText.storage.atomic import atomic_write_text
+from MaxText.storage.run_folder import create_run_folder, lock_run_folder, unlock_run_folder
 from tests.programs import ended, started, wait_for
 from tests.refusals import refused
 
@@ -38,7 +38,7 @@ def test_small_files_are_on_disk_before_they_replace_others(tmp_path, monkeypatc
 HOLDER = """
     import sys, time
     from etils import epath
-    from MaxText.checkpointing.run_folder import lock_run_folder
+    from MaxText.storage.run_folder import lock_run_folder
 
     lock_run_folder(epath.Path(sys.argv[1]))
     print("held", flush=True)
@@ -69,7 +69,7 @@ def test_it_has_one_owner_at_a_time_until_that_is_dead(tmp_path):
 
 FULL = """
     import re, resource, sys
-    from MaxText.checkpointing.run_folder import create_run_folder
+    from MaxText.storage.run_folder import create_run_folder
     from MaxText.errors import UserError
     folder = create_run_folder(sys.argv[1])
     from jax._src import xla_bridge

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from MaxText.checkpointing.checkpoint_reader import restore_params, restore_state
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.config.catalog import flatten
 from tests.growth.growing import program, save, stored_in
 from tests.small_models import tiny_config
@@ -32,6 +32,6 @@ def test_they_load(tmp_path):
     made = program(config)
     state = made.random_state(steps=3)
     run = save(tmp_path, config, one_by_one(state, plan))
-    found = restore_state(stored_in(run), made.abstract, flatten(config), print)
-    params = restore_params(stored_in(run), made.abstract.params, flatten(config), print)
+    reader = CheckpointReader(stored_in(run), flatten(config), print)
+    found, params = reader.restore_state(made.abstract), reader.restore_params(made.abstract.params)
     jax.tree.map(np.testing.assert_array_equal, (found, params), (state, state.params))

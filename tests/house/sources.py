@@ -58,7 +58,7 @@ def lazy_imports(path: Path) -> set[str]:
 
 
 @functools.cache
-def main_of(program: str) -> Callable[[], int]:
+def main_of(program: str) -> Callable[[], int | None]:
     """The function main of a program, for this process; it reads sys.argv."""
     spec = importlib.util.spec_from_file_location(f"program_{program[:-3]}", PACKAGE / program)
     assert spec is not None
@@ -77,6 +77,6 @@ def run_main(program: str, arguments: Sequence[str]) -> int:
         mock.patch.object(sys, "argv", [program, *arguments]),
     ):
         try:
-            return main_of(program)()
+            return main_of(program)() or 0
         except SystemExit as stopped:
             return stopped.code or 0

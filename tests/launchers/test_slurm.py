@@ -9,8 +9,7 @@ import pytest
 
 from MaxText.errors import UserError
 from MaxText.launchers.commands import Commands
-from MaxText.launchers.options import SlurmOptions
-from MaxText.launchers.slurm import render_batch_script, submit
+from MaxText.launchers.slurm import SlurmOptions, render_batch_script, submit
 
 
 @pytest.fixture

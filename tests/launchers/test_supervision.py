@@ -7,9 +7,12 @@ import pytest
 
 from MaxText import exit_codes
 from MaxText.launchers import supervision
-from MaxText.launchers.local_processes import process_env
-from MaxText.launchers.options import LocalOptions
-from MaxText.launchers.supervision import combined_exit_code, is_restartable
+from MaxText.launchers.supervision import (
+    LocalOptions,
+    combined_exit_code,
+    is_restartable,
+    process_env,
+)
 from tests.programs import ended, started, wait_for
 
 # Counts its starts in a file, and ends as its arguments say: code or signal of each attempt.
@@ -106,11 +109,11 @@ def test_restarts(run, ends, number, max_restarts, code, starts):
 def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
     program = f"""
         import sys
-        from MaxText.launchers import options, supervision
-        local = options.LocalOptions(
+        from MaxText.launchers import supervision
+        local = supervision.LocalOptions(
             supervise=True, max_restarts=5, grace_period=5.0, log_dir=sys.argv[1] + "/logs")
         command = ["bash", "-c", {WORKER!r}, sys.argv[1], "wait"]
-        sys.exit(supervision.supervise(command, 2, local, None, print))
+        sys.exit(supervision.supervise(command, 2, local, sys.argv[1], print))
     """
     with started(program, str(tmp_path)) as process:
         wait_for(process, "[0] attempt")

@@ -12,8 +12,7 @@ import pytest
 from MaxText.errors import UserError
 from MaxText.launchers import tpu_vm
 from MaxText.launchers.commands import Commands
-from MaxText.launchers.options import GcloudOptions
-from MaxText.launchers.tpu_vm import TpuVm
+from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
 ZONE = ["--zone=z", "--project=p"]

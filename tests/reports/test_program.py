@@ -25,7 +25,7 @@ def report(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(program, "time", SimpleNamespace(sleep=sleep))
         monkeypatch.setattr(sys, "argv", ["report.py", *words])
         try:
-            code = program.main()
+            code = program.main() or 0
         except SystemExit as end:
             code = end.code
         return code, *capsys.readouterr()

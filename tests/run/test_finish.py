@@ -9,7 +9,7 @@ from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.inference import decoding
 from MaxText.reports import report_writer
-from MaxText.run.finish import write_final_artifacts
+from MaxText.run.loop import Loop
 
 
 @pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
@@ -33,10 +33,13 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     model_config = space(
         objective=ObjectiveConfig(), attention=space(causal=True), mixers=("attention",)
     )
-    built, state = space(model=space(config=model_config)), space(params={})
-    run = epath.Path(tmp_path / "a run")
-    (run / "checkpoints/12/items").mkdir(parents=True)
-    write_final_artifacts(run, config, records, batches, built, state, None, 2.5)
+    built, run = space(model=space(config=model_config)), epath.Path(tmp_path / "a run")
+    checkpoints = space(latest_step=lambda: 12, directory=run / "checkpoints")
+    loop = space(
+        config=config, run_logger=records, batches=batches, state=space(params={}), sharding=None,
+        eval_loss=2.5, checkpoints=checkpoints,
+    )  # fmt: skip
+    Loop.finish(loop, run, built)
     sample, curve, checkpoint, decode, report = lines
     for what, line in (("sample", sample), ("loss curve", curve)):
         assert all(word in line for word in ("WARNING", what, str(error)))
@@ -45,4 +48,4 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     assert f"report '{run}'" in report
     trend.diverged = "the loss ended at 9.1, above its first value 8.3"
     with pytest.raises(TrainingDivergedError, match=r"ended at 9\.1"):
-        write_final_artifacts(run, config, records, batches, built, state, None, 2.5)
+        Loop.finish(loop, run, built)

@@ -72,8 +72,8 @@ def test_the_run_that_is_written(small, tmp_path):
     assert result.start.how == "parameters"
     # The growth is known to the run: in its lineage, which every checkpoint keeps.
     lineage = Lineage.of(result.start, stats=None).ancestors
-    assert [ancestor.how for ancestor in lineage] == ["growth", "parameters"]
-    assert lineage[-1].growth == lineage[0].growth == result.resolved.record
+    assert [ancestor["how"] for ancestor in lineage] == ["growth", "parameters"]
+    assert lineage[-1]["growth"] == lineage[0]["growth"] == result.resolved.record
 
 
 @pytest.mark.parametrize(

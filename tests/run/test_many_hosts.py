@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh
 
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.checkpointing.run_folder import create_run_folder
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import CheckpointingConfig, MeshConfig
 from MaxText.cost.abstract_step import FakeDevice
@@ -18,6 +17,7 @@ from MaxText.cost.peak_flops import peak_flops
 from MaxText.parallelism.device_mesh import mesh_sizes
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime.watchdog import Watchdog
+from MaxText.storage.run_folder import create_run_folder
 from tests.checkpointing.small_state import fresh_state, update
 from tests.input_pipeline.small_data import data_keys, open_train, random_documents, write_data_set
 

@@ -15,9 +15,9 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.model import Model
 from MaxText.metrics.event_stream import EventLog
 from MaxText.metrics.loss_trend import LossTrend
-from MaxText.run import step_log
+from MaxText.run import records as records_module
 from MaxText.run.lineage import Lineage
-from MaxText.run.step_log import MetricLogger
+from MaxText.run.records import MetricLogger
 from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 
@@ -60,10 +60,9 @@ class SlowScalar:
 @pytest.fixture(name="clock")
 def own_clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(step_log, "time", clock)
+    monkeypatch.setattr(records_module, "time", clock)
     # Slow scalars are none of jax.
-    no_means = SimpleNamespace(add=lambda metrics: None, take=dict)
-    monkeypatch.setattr(step_log, "MeanLoss", lambda: no_means)
+    monkeypatch.setattr(MetricLogger, "_mean_losses", lambda self: {})
     return clock
 
 

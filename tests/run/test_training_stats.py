@@ -51,9 +51,9 @@ def test_the_printed_formula_gives_the_printed_number(mlm_training):
     count = run_stats.flops(0)
     # A layer of 32 x (4 + 2 x 2 + 4) x 8 and 3 x 32 x 64, three times, and the head.
     assert count.matmul_parameters == 3 * (32 * 96 + 3 * 32 * 64) + 32 * 64
-    scores = 12 if mlm_training else 6
-    numbers = f"6 x {count.matmul_parameters} + {scores} x 3 x 4 x 8 x 16"
-    assert 6 * count.matmul_parameters + scores * 3 * 4 * 8 * 16 == count.per_token
+    attention = (12 if mlm_training else 6) * 3 * 4 * 8 * 16
+    numbers = f"6 x {count.matmul_parameters} + {attention} + 0"
+    assert 6 * count.matmul_parameters + attention == count.per_token
     assert f" = {numbers} = {count.per_token:,.0f}" in " ".join(run_stats.describe().split())
 
 
@@ -122,7 +122,7 @@ def test_what_a_run_has_spent(spending):
     resumed = Lineage.of(begun("resume", 10, kept), spending)
     assert resumed.spent_before(10) == (5, 7.0)
     assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
-    assert new.fields() == resumed.fields() == []
+    assert [*new.ancestors, *resumed.ancestors] == []
     # A checkpoint that does not say is counted by the plan.
     silent = Lineage.of(begun("resume", 10, {}), spending)
     assert silent.spent_before(10) == (10 * TOKENS, spending.flops_before(10))
@@ -134,18 +134,18 @@ def test_totals_are_cumulative_over_generations(spending, how, first_step):
     parent = Lineage.of(begun(how, first_step, grandparent), spending)
     assert parent.spent_before(first_step) == (0, 0.0)
     child = Lineage.of(begun(how, 0, saved(parent, first_step + 4, "parent"), 4), spending)
-    old, young = child.fields()
+    old, young = child.ancestors
     assert (old["run_name"], old["how"], old["tokens"]) == ("grandparent", how, 10 * TOKENS)
     assert (young["run_name"], young["step"], young["tokens"]) == ("parent", 4, 15 * TOKENS)
     assert young["flops"] == pytest.approx(spending.flops_before(15))
     # A restart of the child keeps them.
     again = Lineage.of(begun("resume", 3, saved(child, 2, "child")), spending)
-    assert again.fields() == child.fields()
+    assert again.ancestors == child.ancestors
 
 
 def test_weights_that_say_nothing_have_unknown_totals(spending):
     lineage = Lineage.of(begun("parameters", 0, {}, None), spending)
-    (parent,) = lineage.fields()
+    (parent,) = lineage.ancestors
     assert (parent["run_name"], parent["step"], parent["tokens"]) == (None, None, None)
-    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).fields()
+    (_, parent) = Lineage.of(begun("parameters", 0, saved(lineage, 3, "x")), spending).ancestors
     assert parent["tokens"] is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from MaxText.runtime.cluster import Cluster, find_cluster
+from MaxText.runtime.start_up import Cluster, find_cluster
 from tests.refusals import refused
 
 SLURM = {

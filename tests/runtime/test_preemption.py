@@ -31,9 +31,9 @@ LOOP = """
 
 IMPORTS = """
     import time
-    from MaxText import early_signals
+    from MaxText import program_start
 
-    early_signals.install("__main__", also_sigterm=True)
+    program_start.install("__main__", also_sigterm=True)
     print("importing", flush=True)
     time.sleep(60)
 """
@@ -103,31 +103,31 @@ def test_who_ignores_sigterm_goes_on_ignoring_it():
 @pytest.mark.usefixtures("ctrl_c_counts")
 def test_a_signal_while_the_program_is_started_again_is_not_lost():
     program = """
-        import os, signal, sys
-        from MaxText import early_signals
+        import os, signal
+        from MaxText import program_start
 
-        if "AGAIN" not in os.environ:
-            early_signals.hold_back()
+        def signaled(*arguments, execve=os.execve):
             os.kill(os.getpid(), signal.SIGTERM)
-            code = open("/proc/self/cmdline").read().split("\\0")[:-1]
-            os.execve(sys.executable, code, os.environ | {"AGAIN": "1"})
-        print("again", flush=True)
-        early_signals.install("__main__", also_sigterm=True)
+            execve(*arguments)
+
+        os.execve = signaled
+        print("started", flush=True)
+        program_start.install("__main__", also_sigterm=True, tune_malloc=True)
         print("not reached")
     """
-    with started(program, options=["-u"]) as process:
-        assert ended(process) == (exit_codes.PREEMPTED, "again\n")
+    with started(program, options=["-u"], environment={"GLIBC_TUNABLES": ""}) as process:
+        assert ended(process) == (exit_codes.PREEMPTED, "started\nstarted\n")
 
 
 def test_what_is_imported_changes_no_handler(ctrl_c_counts):
     program = """
         import signal
-        from MaxText import early_signals
+        from MaxText import program_start
 
-        early_signals.install("MaxText.train", also_sigterm=True)
+        program_start.install("MaxText.train", also_sigterm=True)
         print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
-        early_signals.install("__main__")
-        early_signals.leave_to_python()
+        program_start.install("__main__")
+        program_start.leave_to_python()
         print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     """
     with started(program) as process:
@@ -143,5 +143,5 @@ def test_every_program_takes_them_over_before_its_imports():
         _, after = path.read_text().split("sys.path[0] = ")
         words = after.partition("\n")[2].lstrip()
         assert words.startswith(
-            "from MaxText import early_signals\n\nearly_signals.install(__name__"
+            "from MaxText import program_start\n\nprogram_start.install(__name__"
         ), path

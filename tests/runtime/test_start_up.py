@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
+from MaxText import program_start
 from MaxText.errors import UserError
-from MaxText.runtime import process_start, processes, start_up
+from MaxText.runtime import processes, start_up
 from MaxText.runtime.start_up import assert_same_config, find_devices, initialize_distributed
 from tests.programs import ended, started
 
@@ -45,7 +46,7 @@ def test_allocator_setting(library, present, expected, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: library)
     monkeypatch.setattr(os, "execve", execve := mock.Mock())
     monkeypatch.setenv("GLIBC_TUNABLES", present)
-    process_start.reexec_with_malloc_tuning()
+    program_start.reexec_with_malloc_tuning()
     assert execve.called == (expected is not None)
     if expected:
         program, _, environment = execve.call_args.args

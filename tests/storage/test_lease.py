@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from MaxText.exit_codes import USER_ERROR
-from MaxText.storage import lease
-from MaxText.storage.lease import Lease, this_process
+from MaxText.storage import run_folder
+from MaxText.storage.run_folder import Lease
 from tests.programs import ended, started, wait_for
 from tests.refusals import refused
 from tests.small_models import some_quick
@@ -23,10 +23,10 @@ QUICK = {"renewal_seconds": 0.2, "timeout_seconds": 1.0, "takeover_seconds": 0.1
 HOLDER = f"""
 import sys, time
 from MaxText.storage.paths import register_filesystems
-from MaxText.storage.lease import Lease, this_process
+from MaxText.storage.run_folder import Lease
 
 register_filesystems("a test")
-Lease(sys.argv[1], this_process(), is_advisory="advisory" in sys.argv, **{QUICK}).acquire()
+Lease(sys.argv[1], is_advisory="advisory" in sys.argv, **{QUICK}).acquire()
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))
 """
@@ -39,7 +39,7 @@ def lock(bucket):
 
 @pytest.fixture
 def hold(lock):
-    held = Lease(lock, this_process(), **QUICK)
+    held = Lease(lock, **QUICK)
     yield held.acquire
     held.release()
 
@@ -75,7 +75,7 @@ def test_the_end_of_a_program_releases_it(start, bucket, emulator):
 )
 def test_a_lease_that_is_not_renewed_is_taken_over(hold, lock, emulator, left, monkeypatch):
     looks = itertools.count(0.0, QUICK["timeout_seconds"] / 5)
-    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=looks.__next__))
+    monkeypatch.setattr(run_folder, "time", SimpleNamespace(monotonic=looks.__next__))
     emulator.write(lock, left.encode())
     hold()
     assert next(looks) >= QUICK["timeout_seconds"]  # it looked until then

@@ -44,7 +44,7 @@ from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
-from MaxText.storage.lease import InUseError, Lease, this_process
+from MaxText.storage.run_folder import InUseError, Lease
 
 _LAYOUT = 1
 _BLOCK = 2**13  # records whose sizes are kept in memory
@@ -131,7 +131,7 @@ class RecordImport:
         header, lock_url = f"{self.url}/{_HEADER_NAME}", f"{self.url}.lock"
         # An upload may delay a heartbeat, and hosts take over at about the same time.
         seconds = {"renewal_seconds": 20.0, "timeout_seconds": 300.0, "takeover_seconds": 60.0}
-        lease, waits = Lease(lock_url, this_process(), is_advisory=True, **seconds), False
+        lease, waits = Lease(lock_url, is_advisory=True, **seconds), False
         ask = functools.partial(_ask, self.cache_url)
         while not ask(file_access.path_type, header):
             if not waits and (waits := bool(ask(file_access.path_type, lock_url))):

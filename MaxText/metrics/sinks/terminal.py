@@ -9,7 +9,7 @@ import jax
 from MaxText.metrics.events import Event, Sink
 from MaxText.metrics.step_line import compact_step_line, format_duration, step_line
 
-# Source of a compiled step, see runtime.compiled_steps.Compilation.
+# Source of a compiled step, see runtime.compiled_steps.
 _SOURCES = {
     "": "compiled",
     "cache": "loaded from the compilation cache",

@@ -1,9 +1,11 @@
-"""Leases in a bucket: objects with a heartbeat.
+"""Run folders: created, probed, and locked for one process at a time.
 
-Clocks are never compared; a lease unchanged for `timeout_seconds` belongs to a dead owner.
+In a bucket the lock is a lease, an object with a heartbeat. Clocks are never compared; a lease
+unchanged for `timeout_seconds` belongs to a dead owner.
 """
 
 import atexit
+import contextlib
 import datetime
 import json
 import math
@@ -15,11 +17,87 @@ import time
 import uuid
 from typing import Any
 
+from etils import epath
+from filelock import BaseFileLock, FileLock, Timeout
+
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
 from MaxText.storage.file_access import file_system
+from MaxText.storage.paths import is_object_store_path, parse_path
 
+_SECONDS_BEFORE_NOTICE = 3.0
+_LOCK_FILE = ".lock"
+_locks: "list[Lease | BaseFileLock]" = []
 _ended: set[str] = set()  # tokens of this process without a heartbeat, maybe still in a bucket
+
+
+def create_run_folder(path: epath.PathLike) -> epath.Path:
+    """Creates a writable run folder and returns its absolute path."""
+    # Orbax requires absolute paths.
+    folder = parse_path(str(path), "base_output_directory")
+    if not is_object_store_path(path):
+        folder = folder.resolve()
+    # The gs:// client retries for almost a minute before it reports an error.
+    line = f"waiting up to a minute for {folder} (base_output_directory) to respond\n"
+    waiting = threading.Timer(_SECONDS_BEFORE_NOTICE, lambda: sys.stderr.write(line))
+    waiting.start()
+    try:
+        check_writable(folder)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to the run folder {folder}: {error}. Check that its disk has space, or "
+            "that its bucket exists and responds; or choose another base_output_directory."
+        ) from error
+    finally:
+        waiting.cancel()
+    return folder
+
+
+def check_writable(folder: epath.Path) -> None:
+    """Creates a folder and a probe file in it; raises OSError on failure."""
+    probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_text("can this folder be written to?")
+        probe.unlink()
+    except OSError:
+        raise
+    except Exception as error:  # from the library behind a URL
+        raise OSError(str(error)) from error
+
+
+def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
+    """Locks a run folder until process 0 ends; by a lease in a bucket.
+
+    File systems without locks stay unlocked. Waits `timeout` seconds for a killed owner to end.
+    Raises UserError if another process holds it.
+    """
+    if is_object_store_path(run_folder):
+        lease = Lease(f"{run_folder}/{_LOCK_FILE}")
+        lease.acquire()
+        _locks.append(lease)
+        return
+    path = run_folder / _LOCK_FILE
+    lock = FileLock(path, thread_local=False, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        owner = None  # unless the file says
+        with contextlib.suppress(ValueError):
+            owner = json.loads(path.read_bytes())
+        raise InUseError(run_folder, owner) from None
+    except PermissionError:
+        raise
+    except OSError:
+        return  # the file system has no locks
+    _locks.append(lock)
+    path.write_text(json.dumps(_this_process()))
+
+
+def unlock_run_folder() -> None:
+    """Releases the lock, so that one process can train several runs."""
+    while _locks:
+        _locks.pop().release()
 
 
 class Lease:
@@ -28,7 +106,6 @@ class Lease:
     def __init__(
         self,
         url: str,
-        holder: dict[str, Any],
         *,
         renewal_seconds: float = 5.0,
         timeout_seconds: float = 30.0,
@@ -42,8 +119,7 @@ class Lease:
         self._is_advisory = is_advisory
         self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
         self._takeover_seconds = takeover_seconds
-        self._url, self._holder = url, holder
-        self._token = uuid.uuid4().hex
+        self._url, self._holder, self._token = url, _this_process(), uuid.uuid4().hex
         self._renewals, self._watched = 0, ""
         self._over = threading.Event()
         self._storage, self._path = file_system(url)
@@ -141,8 +217,7 @@ def describe_holder(holder: Any) -> str:
         return "another process"
 
 
-def this_process() -> dict[str, Any]:
-    """Returns the facts of a holder."""
+def _this_process() -> dict[str, Any]:
     started = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     return {"host": socket.gethostname(), "process": os.getpid(), "started": started}
 

@@ -1,0 +1,107 @@
+"""Start of a program: signals during imports, malloc, launch time.
+
+Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
+exit without a traceback.
+"""
+
+import contextlib
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+
+_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
+
+# By default glibc returns large temporaries to the system after each step, and the next step faults
+# them in again in 4 KiB pages: a third of a small CPU step. So the heap is never trimmed. Blocks of
+# 1 GiB stay out of it, because small allocations would fragment the holes between steps; those are
+# mapped in 2 MiB pages instead (figures in docs/explanation/design_decisions.md).
+_TUNABLES = {
+    "glibc.malloc.arena_max": "1",  # only the main heap can hold large blocks
+    "glibc.malloc.trim_threshold": str(2**46),  # never trim its end
+}
+_LARGE_BLOCKS = {
+    "glibc.malloc.mmap_threshold": str(2**30),  # smaller ones come from the heap
+    "glibc.malloc.hugetlb": "1",  # 2 MiB pages
+}
+# glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
+_LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
+
+_LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
+_launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
+
+
+def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = False) -> None:
+    """Takes over Ctrl-C until `leave_to_python` or another handler.
+
+    Only if the module with the __name__ `importer` was started, not imported; `also_sigterm` exits
+    with a preemption's code.
+    """
+    command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
+    if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
+        return
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
+    if tune_malloc:
+        reexec_with_malloc_tuning()
+
+
+def reexec_with_malloc_tuning() -> None:
+    """Restarts this process with malloc settings for glibc, if unset.
+
+    Call it before the slow imports, which would be made twice.
+    """
+    present = os.environ.get("GLIBC_TUNABLES", "")
+    if "glibc.malloc." in present:
+        return
+    library, version = platform.libc_ver()
+    if library != "glibc":
+        return
+    is_old = tuple(map(int, version.split(".")[:2])) < (2, 35)
+    chosen = _TUNABLES | (_LARGE_BLOCKS_BEFORE_235 if is_old else _LARGE_BLOCKS)
+    tunables = [present] if present else []
+    tunables += [f"{name}={value}" for name, value in chosen.items()]
+    environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launch_time)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)  # they wait for the next `install`
+    try:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)
+
+
+def launch_time() -> float:
+    """Returns the Unix time of the program start, or of this module's import."""
+    return _launch_time
+
+
+def leave_to_python() -> None:
+    """From here on Ctrl-C is a KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]):
+    """Installs a signal handler in a block, unless ignored (nohup)."""
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(_CODES[signal.Signals(number)])
