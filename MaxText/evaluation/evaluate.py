@@ -181,8 +181,10 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     """
     if asked:
         path = parse_path(asked, "eval_output")
-        if problem := _write_error(path):
-            raise UserError(f"eval_output={asked} cannot be written: {problem}.")
+        if not _is_writable(path):
+            raise UserError(
+                f"eval_output={asked} cannot be written. Name a file in a folder of yours."
+            )
         return path
     step = parse_path(weights, "load_parameters_path")
     if step.parent.name != CHECKPOINTS:
@@ -190,22 +192,16 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     folder = step.parent.parent / _FOLDER
     names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
     path = next(folder / name for name in names if not (folder / name).exists())
-    return None if _write_error(path) else path
+    return path if _is_writable(path) else None
 
 
-def _write_error(path: epath.Path) -> str:
-    """Returns why a file cannot be written, or ""; creates nothing."""
+def _is_writable(path: epath.Path) -> bool:
+    """Returns whether a file can be written; creates nothing."""
     if is_url(str(path)):
-        return ""
+        return True
     local = Path(os.fspath(path)).absolute()
-    if local.is_dir():
-        return "it is a folder"
-    there = next(folder for folder in local.parents if folder.exists())
-    if not there.is_dir():
-        return f"{there} is a file"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"no permission to write in {there}"
-    return ""
+    folder = next(folder for folder in local.parents if folder.exists())
+    return not local.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_scores(path: epath.Path, scores: Mapping[str, Any], log: Log) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import Continuation, Progress
+from MaxText.evaluation.scores import Continuation, Progress
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch

@@ -1,23 +1,181 @@
-"""Tasks of eval_tasks, read from files. Imports jax only to run them."""
+"""Tasks of eval_tasks, scored like those of lm-evaluation-harness.
 
+LAMBADA (Paperno et al. 2016, lambada_openai) predicts the last word of a passage. WikiText (Merity
+et al. 2016, wikitext) is perplexity per word and byte, by page: the model reads detokenized text,
+but words and bytes are counted in the original file. Imports jax only to run them.
+"""
+
+import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.config.schema import Config
-from MaxText.evaluation import lambada, wikitext
-from MaxText.evaluation.scorer_inputs import Progress
-from MaxText.evaluation.scores import TaskResult, TaskScore, task_table
-from MaxText.inference.model_tokenizer import ModelTokenizer
+from MaxText.errors import UserError
+from MaxText.evaluation.scores import (
+    Continuation,
+    Progress,
+    TaskScore,
+    log_progress,
+    rolling_windows,
+    task_table,
+)
+from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
+from MaxText.inference.text_files import is_json_lines, read_lines, read_text_file
 from MaxText.inference.trained_model import Log, TrainedModel
+from MaxText.metrics.step_line import perplexity
 
-_SECONDS_PER_LINE = 30.0  # between progress lines
+if TYPE_CHECKING:
+    from MaxText.evaluation.scorers import Scorer
+
+Numbers = tuple[dict[str, float], dict[str, int]]  # metrics and counts of a TaskScore
 
 
-# Name -> reader of a path, and scorer of (items, scorer, tokenizer, progress).
-TASKS: dict[str, tuple[Callable[[str], Sequence[Any]], Callable[..., TaskResult]]] = {
-    "lambada": (lambada.read_passages, lambada.score),
-    "wikitext": (wikitext.read_pages, wikitext.score),
+class Passage(NamedTuple):
+    """Text before the last space, and the last word including it."""
+
+    context: str
+    word: str
+
+
+def read_passages(path: str) -> list[Passage]:
+    """Reads passages: .jsonl with the field "text", else one passage per line.
+
+    Raises UserError if the file is missing, or names the line with fewer than two words.
+    """
+    passages = []
+    for number, passage, _ in read_lines(path, "task_files.lambada", "text"):
+        context, space, word = passage.rstrip().rpartition(" ")
+        if not context.strip():
+            raise UserError(
+                f"task_files.lambada={path}:{number} has fewer than two words "
+                f"({passage.strip()[:40]!r}). A passage is some text and the last word, which is "
+                "predicted."
+            )
+        passages.append(Passage(context, space + word))
+    return passages
+
+
+def score_lambada(
+    passages: Sequence[Passage],
+    scorer: "Scorer",
+    tokenizer: ModelTokenizer,
+    progress: Progress | None = None,
+) -> Numbers:
+    """Returns accuracy on whole last words, and perplexity per word."""
+    prefix = tokenizer.prefix_token_id()
+    pairs = [encode_pair(tokenizer.encode, *passage, prefix) for passage in passages]
+    scores = scorer.score_continuations([Continuation(*pair) for pair in pairs], progress)
+    count = len(scores)
+    loss = -math.fsum(one.log_probability for one in scores) / count
+    accuracy = sum(one.is_greedy for one in scores) / count
+    metrics = {"accuracy": accuracy, "perplexity": perplexity(loss)}
+    if count > 1:
+        # Standard error of a Bernoulli mean, with n - 1 as in the harness.
+        error = math.sqrt(accuracy * (1 - accuracy) / (count - 1))
+        metrics = {"accuracy": accuracy, "accuracy_standard_error": error} | metrics
+    return metrics, {"passages": count, "tokens": sum(len(ids) for _, ids in pairs)}
+
+
+# A line such as " = Robert Boulter = "; sections below have two or more marks: " = = Career = = ".
+_TITLE = re.compile(r"\s*= (?!=).*(?<!=) =\s*")
+
+# Detokenization rules of WikiText, applied in order.
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile("s '"), "s'"),  # plural possessives
+    # Marks inside numbers and compounds: 1 @,@ 000, 1 @.@ 5, well @-@ known.
+    *((re.compile(f" @{re.escape(mark)}@ "), mark) for mark in "-,."),
+    *((re.compile(f" {re.escape(mark)} "), f"{mark} ") for mark in ":;.!?,"),
+    # White space inside brackets and quotation marks.
+    *(
+        (re.compile(rf"{re.escape(a)}\s*([^{re.escape(b)}]*?)\s*{re.escape(b)}"), rf"{a}\1{b}")
+        for a, b in ("()", "[]", "{}", '""', "''")
+    ),
+    *((re.compile(" ".join("=" * n)), "=" * n) for n in (4, 3, 2)),  # marks of headings
+    (re.compile(" \N{DEGREE SIGN} "), "\N{DEGREE SIGN}"),
+    (re.compile(" \n"), "\n"),
+    (re.compile("\n "), "\n"),
+    (re.compile(" N "), " 1 "),
+    (re.compile(" 's"), "'s"),
+)
+
+
+def read_pages(path: str) -> list[str]:
+    """Reads pages of a .jsonl file, wiki.test.raw or wiki.test.tokens.
+
+    JSON lines have the field "page". Raises UserError for a missing file, an empty page (with its
+    line), or no pages.
+    """
+    key = "task_files.wikitext"
+    if is_json_lines(path):
+        rows = read_lines(path, key, "page")
+        for number, page, _ in rows:
+            if not page.strip():
+                raise UserError(f'{key}={path}:{number} has an empty "page".')
+        return [page for _, page, _ in rows]
+    pages = split_pages(read_text_file(path, key))
+    if not pages:
+        raise UserError(f"{key}={path} is empty.")
+    return pages
+
+
+def split_pages(text: str) -> list[str]:
+    """Splits a file at page titles; drops blank pages.
+
+    Pages keep all of their white space, which counts among their bytes.
+    """
+    pages: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if _TITLE.fullmatch(line):
+            pages.append([])
+        pages[-1].append(line)
+    joined = ("\n".join(lines) for lines in pages)
+    return [page for page in joined if page.strip()]
+
+
+def detokenized(page: str) -> str:
+    """Undoes WikiText's tokenization, such as spaces before commas."""
+    for pattern, replacement in _RULES:
+        page = pattern.sub(replacement, page)
+    return page
+
+
+def count_words(page: str) -> int:
+    """Counts white space runs plus one, including leading and trailing ones."""
+    return len(re.split(r"\s+", page))
+
+
+def score_wikitext(
+    pages: Sequence[str],
+    scorer: "Scorer",
+    tokenizer: ModelTokenizer,
+    progress: Progress | None = None,
+) -> Numbers:
+    """Returns perplexity per word and byte, and bits per byte.
+
+    Each page is read alone, in disjoint windows.
+    """
+    prefix = tokenizer.prefix_token_id()
+    ids = [tokenizer.encode(detokenized(page)) for page in pages]
+    windows = [window for page in ids for window in rolling_windows(page, prefix, scorer.window)]
+    scores = scorer.score_continuations(windows, progress)
+    loss = -math.fsum(one.log_probability for one in scores)
+    num_words = sum(map(count_words, pages))
+    num_bytes = sum(len(page.encode()) for page in pages)
+    metrics = {
+        "word_perplexity": perplexity(loss / num_words),
+        "byte_perplexity": perplexity(loss / num_bytes),
+        "bits_per_byte": loss / num_bytes / math.log(2),
+    }
+    counts = {"pages": len(pages), "words": num_words, "bytes": num_bytes}
+    return metrics, counts | {"tokens": sum(map(len, ids))}
+
+
+# Name -> reader of a path, and scorer of its items.
+TASKS: dict[str, tuple[Callable[[str], Sequence[Any]], Callable[..., Numbers]]] = {
+    "lambada": (read_passages, score_lambada),
+    "wikitext": (read_pages, score_wikitext),
 }
 
 
@@ -45,21 +203,7 @@ def run_tasks(
     for name, task_items in items.items():
         path = getattr(config.scoring.task_files, name)
         began = time.perf_counter()
-        result = TASKS[name][1](task_items, scorer, tokenizer, log_progress(name, log))
-        scores.append(TaskScore(name, path, *result, time.perf_counter() - began))
+        numbers = TASKS[name][1](task_items, scorer, tokenizer, log_progress(name, log))
+        scores.append(TaskScore(name, path, *numbers, time.perf_counter() - began))
     log(task_table(scores))
     return scores
-
-
-def log_progress(name: str, log: Log) -> Progress:
-    """Returns a callback for progress every half minute."""
-    began = last = time.perf_counter()
-
-    def progress(done: int, whole: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last >= _SECONDS_PER_LINE and done < whole:
-            last = now
-            log(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
-
-    return progress

@@ -6,9 +6,8 @@ grows on demand, and are donated to the next step.
 B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,7 @@ SMALLEST_PROMPT = 16
 SMALLEST_CAPACITY = 64
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
+class DecodeState(NamedTuple):
     """Sequences in progress."""
 
     cache: States
@@ -37,17 +34,11 @@ class DecodeState:
     generated_BV: jax.Array | None  # bool, ids in each sequence; None without a repetition penalty
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """New tokens and their log-probabilities in nats."""
 
-    tokens_B: Any
-    log_probabilities_B: Any
-
-    def on_host(self) -> "StepOutput":
-        """Blocks until the arrays are ready and returns them as NumPy arrays."""
-        return jax.tree.map(np.asarray, self)
+    tokens_B: jax.Array
+    log_probabilities_B: jax.Array
 
 
 class Engine:
@@ -76,7 +67,7 @@ class Engine:
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
         self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
         self._grow = sharding.jit(
-            lambda state, size: dataclasses.replace(state, cache=resize(state.cache, size)),
+            lambda state, size: state._replace(cache=resize(state.cache, size)),
             static_argnums=1,
         )
 
@@ -166,7 +157,7 @@ class Engine:
         decoder = self._model.merge(params)
         tokens_BT, positions_BT = state.tokens_B[:, None], state.lengths_B[:, None] - 1
         h_B1D, cache = decoder.decode_step(tokens_BT, positions_BT, state.cache)
-        return self._draw(decoder, h_B1D, dataclasses.replace(state, cache=cache))
+        return self._draw(decoder, h_B1D, state._replace(cache=cache))
 
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, state: DecodeState
@@ -180,8 +171,7 @@ class Engine:
         )
         if generated_BV is not None:
             generated_BV = generated_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
-        state = dataclasses.replace(
-            state,
+        state = state._replace(
             tokens_B=tokens_B,
             lengths_B=state.lengths_B + 1,
             num_drawn_B=state.num_drawn_B + 1,

@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.config.loading import load_config
 from MaxText.errors import UserError
-from MaxText.evaluation import harness_run, lambada
+from MaxText.evaluation import harness_run, tasks
 from MaxText.evaluation.scorers import Scorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
@@ -250,7 +250,8 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    actual = lambada.score(lambada.read_passages(path), Scorer(trained), tokenizer).metrics
+    passages = tasks.read_passages(path)
+    actual, _ = tasks.score_lambada(passages, Scorer(trained), tokenizer)
     assert results["perplexity,none"] == pytest.approx(actual["perplexity"], rel=1e-6)
     assert results["acc,none"] == actual["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(actual["accuracy_standard_error"])
