@@ -19,8 +19,7 @@ from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.evaluation.harness_run import find_tasks, run_harness
-from MaxText.evaluation.tasks import read_tasks, run_tasks
+from MaxText.evaluation.tasks import find_tasks, read_tasks, run_harness, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.text_files import check_not_input

@@ -5,6 +5,7 @@ Results agree with the harness's "hf" model for the same weights in transformers
 
 import functools
 import itertools
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -157,9 +158,8 @@ class MaxTextLM(TemplateLM):
         scores = iter(self._scorer.score_continuations(list(itertools.chain(*windows)), progress))
         totals = []
         for request, of_text in zip(requests, windows, strict=True):
-            totals.append(
-                sum(score.log_probability for score in itertools.islice(scores, len(of_text)))
-            )
+            own = itertools.islice(scores, len(of_text))
+            totals.append(math.fsum(score.log_probability for score in own))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
         return totals
 

@@ -1,18 +1,24 @@
-"""Tasks of eval_tasks, scored like those of lm-evaluation-harness.
+"""Tasks of eval_tasks, scored like those of lm-evaluation-harness, and its own tasks.
 
 LAMBADA (Paperno et al. 2016, lambada_openai) predicts the last word of a passage. WikiText (Merity
 et al. 2016, wikitext) is perplexity per word and byte, by page: the model reads detokenized text,
-but words and bytes are counted in the original file. Imports jax only to run them.
+but words and bytes are counted in the original file. Imports jax and lm_eval only to run them.
 """
 
+import difflib
+import functools
+import importlib.util
+import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.config.schema import Config
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.evaluation.scores import (
     Continuation,
     Progress,
@@ -28,6 +34,9 @@ from MaxText.metrics.step_line import perplexity
 
 if TYPE_CHECKING:
     from MaxText.evaluation.scorers import Scorer
+
+# For standard errors of metrics without a formula. The harness's default takes minutes.
+_BOOTSTRAP_SAMPLES = 1000
 
 Numbers = tuple[dict[str, float], dict[str, int]]  # metrics and counts of a TaskScore
 
@@ -207,3 +216,85 @@ def run_tasks(
         scores.append(TaskScore(name, path, *numbers, time.perf_counter() - began))
     log(task_table(scores))
     return scores
+
+
+def run_harness(
+    trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, log: Log = print
+) -> dict[str, Any]:
+    """Runs harness.tasks and prints their table.
+
+    Returns results, configurations, versions and sample counts by task, as JSON values. Raises
+    UserError as find_tasks does, or if a task cannot be read.
+    """
+    harness = config.scoring.harness
+    names, manager = find_tasks(harness.tasks, harness.task_path)
+    # Bootstrapping would fork, which is unsafe with jax's threads.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+    import lm_eval  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+        handle_non_serializable,
+        make_table,
+    )
+
+    from MaxText.evaluation.harness import MaxTextLM
+
+    lm = MaxTextLM(trained, tokenizer, log)
+    try:
+        found = lm_eval.simple_evaluate(
+            model=lm,
+            tasks=names,
+            num_fewshot=None if harness.num_fewshot == -1 else harness.num_fewshot,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=_BOOTSTRAP_SAMPLES,
+        )
+    except UserError:
+        raise
+    except Exception as error:
+        # Before its first request, a task runs its own code, which may raise anything.
+        if lm.was_asked:
+            raise
+        raise UserError(
+            f"harness.tasks={','.join(names)} cannot be read: {type(error).__name__}: "
+            f"{first_line(error)[:300]}\n  What to do: fix the task file, or download its data "
+            "first if this machine has no network (datasets keeps it in HF_DATASETS_CACHE)."
+        ) from error
+    log(make_table(found))
+    if found.get("groups"):
+        log(make_table(found, "groups"))
+    kept = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
+    plain = {name: found[name] for name in kept if name in found}
+    plain["harness_version"] = lm_eval.__version__
+    return json.loads(json.dumps(plain, default=handle_non_serializable))
+
+
+# Cached because listing the harness's tasks takes seconds and is needed twice.
+@functools.lru_cache(maxsize=1)
+def find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
+    """Resolves task names and patterns; returns the TaskManager as well.
+
+    Raises UserError for a missing harness or task folder, or an unknown task.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(
+            "harness.tasks needs lm-evaluation-harness, which is not installed: "
+            "pip install '.[lm-eval]'."
+        )
+    folder = str(Path(path).expanduser()) if path else ""
+    if folder and not Path(folder).is_dir():
+        raise UserError(
+            f"harness.task_path={path} is not a folder (seen from {Path.cwd()}). Set it to the "
+            "folder of the task's YAML file."
+        )
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    manager = TaskManager(include_path=folder or None)
+    for name in names:
+        if not manager.match_tasks([name]):
+            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            raise UserError(
+                f"harness.tasks={name}: no such task, group or tag among the harness's own"
+                f"{f' and in {folder}' if folder else ''}. Nearest: {', '.join(close) or 'none'}. "
+                "Set harness.task_path=FOLDER to use your own task files."
+            )
+    return manager.match_tasks(list(names)), manager

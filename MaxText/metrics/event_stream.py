@@ -10,9 +10,8 @@ from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.json_lines import SECONDS_TO_CLOSE, EventFile, MetricsFile
 from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.metrics.sinks.tensorboard import TensorBoardSink
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
 

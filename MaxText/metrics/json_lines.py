@@ -1,4 +1,4 @@
-"""Crash-safe JSON Lines files, with truncation to a step."""
+"""events.jsonl and metrics.jsonl: crash-safe JSON Lines, cut back when a run resumes."""
 
 import json
 import math
@@ -10,11 +10,14 @@ from typing import IO, Any, AnyStr
 from etils import epath
 
 from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import Sink
+from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, Event, Sink
 from MaxText.storage.atomic import atomic_write_text
-from MaxText.storage.paths import is_object_store_path
+from MaxText.storage.paths import is_object_store_path, parse_path
 
+METRICS_FILE = "metrics.jsonl"
 SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
+
+Keep = Callable[[dict[str, Any]], bool]
 
 
 class JsonlFile(Sink):
@@ -25,12 +28,7 @@ class JsonlFile(Sink):
     there log a warning, and the next `flush` tries again.
     """
 
-    def __init__(
-        self,
-        path: str | epath.Path,
-        keep: Callable[[dict[str, Any]], bool] | None,
-        segment_bytes: int = 4 << 20,
-    ):
+    def __init__(self, path: str | epath.Path, keep: Keep | None, segment_bytes: int = 4 << 20):
         """Opens the file; drops malformed rows and those without `keep`.
 
         `keep` None keeps all rows, for a file shared by runs.
@@ -42,7 +40,7 @@ class JsonlFile(Sink):
         self._object: BackgroundUploader | None = None
         self._open(keep)
 
-    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
+    def _open(self, keep: Keep | None) -> None:
         is_remote = is_object_store_path(self.path)
         existing = list(_segments(self.path)) or [self.path]
         lines: list[str] = []
@@ -56,7 +54,7 @@ class JsonlFile(Sink):
             return
         # Line-buffered, so that a killed process loses no finished row.
         self._file = open(self._segment, "a", buffering=1)  # noqa: SIM115
-        if keep is None and _ends_within_a_line(self._segment):
+        if keep is None and self._segment.read_bytes()[-1:] not in (b"", b"\n"):
             self._file.write("\n")
 
     def _begin(self, lines: list[str]) -> None:
@@ -66,7 +64,7 @@ class JsonlFile(Sink):
         self._object = BackgroundUploader(_segment(self.path, self._number))
         self._full: list[BackgroundUploader] = []  # full segments still being written
 
-    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def truncate(self, keep: Keep) -> None:
         """Atomically removes the newest rows by `keep`."""
         if self._file is None:
             kept = [line for line, row in _rows(self._lines) if keep(row)]
@@ -145,6 +143,74 @@ class JsonlFile(Sink):
             self._file.close()
 
 
+class EventFile(JsonlFile):
+    """Appends each event as a row; `lost` is the cost of removed rows."""
+
+    def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
+        """Opens the file; removes rows from `first_step` on."""
+        first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
+        self.restart = 0
+        self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
+
+        def keep(row: dict[str, Any]) -> bool:
+            if row.get("event") not in PHASES:
+                return False  # not an event of this program
+            if row["event"] in ("start", "resume"):
+                self.restart += 1
+            first = first_of.get(row["event"], first_step)
+            if row["event"] not in REPEATED or (row.get("step") or 0) < first:
+                return True
+            seconds = self.lost["seconds"]
+            phase = str(row.get("phase"))
+            seconds[phase] = round(seconds.get(phase, 0.0) + (row.get("seconds") or 0.0), 6)
+            if row["event"] == "step":
+                self.lost["steps"] += row.get("updates") or 1
+            return False
+
+        super().__init__(folder / EVENTS_FILE, keep)
+
+    def write(self, event: Event) -> None:
+        self.append(event.row())
+
+
+class MetricsFile(JsonlFile):
+    """Appends the metrics of each report under MaxText's tags.
+
+    Evaluation metrics join the row of their step, if that was reported and the file is not shared.
+    """
+
+    def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
+        """Opens the file and removes this run's rows from `first_step` on.
+
+        Not from a `metrics_file`, which other runs may write: repeated steps occur twice there.
+        """
+        self._run_name = run_name
+        self._is_shared = bool(metrics_file)
+        path = parse_path(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
+        super().__init__(path, None if self._is_shared else self._before(first_step))
+
+    def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:
+        return lambda row: row.get("step", -1) < step
+
+    def write(self, event: Event) -> None:
+        if event.kind == "rollback":
+            if not self._is_shared:
+                self.truncate(self._before(event.fields["restored_step"]))
+        elif event.kind == "step":
+            tags = {name: value for name, value in event.fields.items() if "/" in name}
+            self._append(event, tags)
+        elif event.kind == "evaluation":
+            tags = {name: v for name, v in event.fields.items() if name.startswith("eval/")}
+            if self.newest.get("step") == event.step and not self._is_shared:
+                self.amend(tags)
+            else:
+                self._append(event, tags)
+
+    def _append(self, event: Event, tags: Mapping[str, Any]) -> None:
+        time = round(event.time, 3)
+        self.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
+
+
 def _segment(path: epath.Path, number: int) -> epath.Path:
     return path if number == 0 else path.parent / f"{path.stem}.{number}{path.suffix}"
 
@@ -156,7 +222,7 @@ def _segments(path: epath.Path) -> Iterator[epath.Path]:
         number += 1
 
 
-def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
+def _kept(path: epath.Path, keep: Keep) -> list[str]:
     """Returns the rows to keep, after removing the others atomically."""
     if not path.exists():
         return []
@@ -166,13 +232,6 @@ def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]
     if wanted.encode() != content:
         atomic_write_text(path, wanted)
     return kept
-
-
-def _ends_within_a_line(path: epath.Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")
 
 
 def last_change(path: str | epath.Path) -> float:

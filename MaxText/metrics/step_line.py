@@ -135,7 +135,9 @@ class EvaluationReport:
         return self.correct / self.total_weights if self.total_weights else math.nan
 
     def line(self) -> str:
-        shown = f", perplexity={shown_perplexity(perplexity(self.loss))}" if self.has_perplexity else ""
+        shown = (
+            f", perplexity={shown_perplexity(perplexity(self.loss))}" if self.has_perplexity else ""
+        )
         accuracy = self.masked_accuracy
         return (
             f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "

@@ -32,18 +32,35 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     Groups are those of comparison.json, or of the runs with the same value of a key. Raises
     UserError for a folder without runs, a named run that cannot be read, or an unknown key.
     """
-    discovered = DiscoveredRuns([], {}, [])
+    runs: dict[str, RunHistory] = {}
+    found = DiscoveredRuns([], {}, [])
     for path in paths:
+        folder, problems = parse_path(str(path), "RUN"), []
         try:
-            _add(path, discovered)
+            # Without a run inside, reading the folder raises the error.
+            inside = list(_folders_of_runs(folder, set())) or [folder]
+            for each in inside:
+                real = resolve_run_dir(each)
+                try:
+                    runs[real] = runs.get(real) or read_run(each)
+                except UserError as error:
+                    if each == folder:
+                        raise
+                    # A run that has just begun must not hide the others.
+                    problems.append(f"Skipped: {error}")
+            if len(problems) == len(inside):
+                raise UserError("\n".join([f"No run in {path} is readable.", *problems]))
+            found.problems.extend(problems)
+            for label, members in _groups(folder).items():
+                found.groups.setdefault(label, []).extend(members)
         except OSError as error:
             raise UserError(
                 f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
+    found.runs.extend(runs.values())
     if group_by:
-        groups = _groups_by_key(discovered.runs, group_by)
-        discovered = dataclasses.replace(discovered, groups=groups)
-    return discovered
+        return dataclasses.replace(found, groups=_groups_by_key(found.runs, group_by))
+    return found
 
 
 def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]:
@@ -60,34 +77,6 @@ def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]
     return groups
 
 
-def _add(path: str, discovered: DiscoveredRuns) -> None:
-    folder = parse_path(str(path), "RUN")
-    if folder.is_file():
-        raise UserError(f"{path} is a file. Give the folder of a run.")
-    known = {resolve_run_dir(run.folder) for run in discovered.runs}
-    inside = list(_folders_of_runs(folder, set())) if folder.exists() else []
-    if folder.exists() and not inside:
-        raise UserError(
-            f"{path} contains no {EVENTS_FILE}, also not in its subfolders, so it is not the "
-            "folder of a run. Give base_output_directory/run_name."
-        )
-    problems: list[str] = []
-    for each in inside or [folder]:  # which raises the error of a folder without runs
-        try:
-            if resolve_run_dir(each) not in known:
-                discovered.runs.append(read_run(each))
-        except UserError as error:
-            if each == folder:
-                raise
-            # A run that has just begun must not hide the others.
-            problems.append(f"Skipped: {error}")
-    if len(problems) == len(inside):
-        raise UserError("\n".join([f"No run in {path} is readable.", *problems]))
-    discovered.problems.extend(problems)
-    for label, members in _groups(folder).items():
-        discovered.groups.setdefault(label, []).extend(members)
-
-
 def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Path]:
     """Yields run folders below a folder, without searching inside runs."""
     real = resolve_run_dir(folder)
@@ -96,9 +85,8 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
     visited.add(real)
     if (folder / EVENTS_FILE).exists():
         yield folder
-        return
-    for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
-        if child.is_dir():
+    elif folder.is_dir():
+        for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
             yield from _folders_of_runs(child, visited)
 
 
