@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any, AnyStr
+from typing import Any
 
 from etils import epath
 
 from MaxText.metrics.background_uploader import BackgroundUploader
 from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, Event, Sink
-from MaxText.storage.atomic import atomic_write_text
+from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,8 +26,8 @@ class JsonlFile(Sink):
     """A growing file of JSON rows; `append` is durable against crashes.
 
     Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
-    `name.1.jsonl` and so on; a thread rewrites the newest one as a whole after `flush`. Failures
-    there log a warning, and the next `flush` tries again.
+    `name.1.jsonl` and so on. The newest one grows in a temporary folder; a thread uploads it as a
+    whole after `flush`. Failures there log a warning, and the next `flush` tries again.
     """
 
     def __init__(self, path: str | epath.Path, keep: Keep | None, segment_bytes: int = 4 << 20):
@@ -36,53 +38,51 @@ class JsonlFile(Sink):
         self.path = epath.Path(path)
         self._segment_bytes = segment_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] | None = None
-        self._object: BackgroundUploader | None = None
+        self._uploads: list[BackgroundUploader] = []  # of segments in a bucket, the newest last
+        self._temporary: tempfile.TemporaryDirectory | None = None
         self._open(keep)
 
     def _open(self, keep: Keep | None) -> None:
-        is_remote = is_object_store_path(self.path)
         existing = list(_segments(self.path)) or [self.path]
-        lines: list[str] = []
-        if keep is not None or is_remote:
+        if keep is not None:
             for segment in existing:
-                lines = _kept(segment, keep or (lambda _row: True))
-        self._number, self._segment = len(existing) - 1, existing[-1]
-        self._last = lines[-1] if lines else ""
-        if is_remote:
-            self._begin(lines)
-            return
-        # Line-buffered, so that a killed process loses no finished row.
-        self._file = open(self._segment, "a", buffering=1)  # noqa: SIM115
-        if keep is None and self._segment.read_bytes()[-1:] not in (b"", b"\n"):
-            self._file.write("\n")
+                _drop(segment, keep)
+        self._begin(len(existing) - 1)
 
-    def _begin(self, lines: list[str]) -> None:
-        self._lines = lines
-        self._last = lines[-1] if lines else ""
-        self._changed = False  # since the last hand-over to the writer
-        self._object = BackgroundUploader(_segment(self.path, self._number))
-        self._full: list[BackgroundUploader] = []  # full segments still being written
+    def _begin(self, number: int) -> None:
+        """Opens a segment, or the local copy of one in a bucket."""
+        self._number, segment = number, _segment(self.path, number)
+        self._local = segment
+        if is_object_store_path(self.path):
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="records_")
+            self._local = pathlib.Path(self._temporary.name, segment.name)
+            self._uploaded = segment.read_bytes() if segment.exists() else b""
+            self._local.write_bytes(self._uploaded)
+            self._uploads.append(BackgroundUploader(segment))
+        self._open_local()
+
+    def _open_local(self) -> None:
+        # Line-buffered, so that a killed process loses no finished row.
+        self._file = open(self._local, "a", buffering=1)  # noqa: SIM115
+        content = self._local.read_bytes()
+        if content[-1:] not in (b"", b"\n"):
+            self._file.write("\n")
+        self._last = content.rstrip(b"\n").rpartition(b"\n")[2].decode(errors="replace")
 
     def truncate(self, keep: Keep) -> None:
         """Atomically removes the newest rows by `keep`."""
-        if self._file is None:
-            kept = [line for line, row in _rows(self._lines) if keep(row)]
-            if kept or self._number == 0:
-                self._lines, self._changed = kept, True
-                self._last = kept[-1] if kept else ""
-                return
-        self.close()
-        self._open(keep)
+        self._file.close()
+        _drop(self._local, keep)
+        self._open_local()
+        if self._number and not self._last:
+            # Older segments may have rows to remove.
+            self.close()
+            self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row; NaN and infinity become null."""
-        line = self._last = _line(row)
-        if self._file is None:
-            self._lines.append(line)
-            self._changed = True
-        else:
-            self._file.write(line + "\n")
+        self._last = _line(row)
+        self._file.write(self._last + "\n")
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -91,56 +91,46 @@ class JsonlFile(Sink):
 
     def amend(self, more: Mapping[str, Any]) -> None:
         """Adds fields to the newest row of a file with a single writer."""
-        old, new = self._last, _line({**self.newest, **more})
-        if self._file is None:
-            self._lines[-1] = new
-            self._changed = True
-        else:
-            # The new row is longer, so one write replaces the old one.
-            with open(self._segment, "r+b") as file:
-                file.seek(-len(old.encode()) - 1, os.SEEK_END)
-                file.write(f"{new}\n".encode())
-        self._last = new
+        old, self._last = self._last, _line({**self.newest, **more})
+        # The new row is longer, so one write replaces the old one.
+        with open(self._local, "r+b") as file:
+            file.seek(-len(old.encode()) - 1, os.SEEK_END)
+            file.write(f"{self._last}\n".encode())
 
     def flush(self) -> None:
         """Makes rows durable: locally at once, else soon (`wait_durable`)."""
-        if self._object is not None:
-            if self._changed:
-                lines = list(self._lines)  # a copy, because rows may change during the write
-                self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
-                self._changed = False
-            self._next_segment()
-        elif self._file is not None and not self._file.closed:
-            self._file.flush()
+        if self._file.closed:
+            return
+        self._file.flush()
+        if not self._uploads:
             os.fsync(self._file.fileno())
-
-    def _next_segment(self) -> None:
-        assert self._object is not None
-        for segment in [segment for segment in self._full if segment.is_durable]:
-            segment.close(time.monotonic())
-            self._full.remove(segment)
-        if sum(map(len, self._lines)) >= self._segment_bytes:
-            full = [*self._full, self._object]
-            self._number += 1
-            self._begin([])
-            self._full = full
+            return
+        content = self._local.read_bytes()
+        if content != self._uploaded:
+            self._uploads[-1].write(lambda: content)
+            self._uploaded = content
+        for upload in [full for full in self._uploads[:-1] if full.is_durable]:
+            upload.close(time.monotonic())
+            self._uploads.remove(upload)
+        if len(content) >= self._segment_bytes:
+            self._file.close()
+            self._begin(self._number + 1)
 
     def wait_durable(self, until: float) -> None:
-        if self._object is not None:
-            for segment in (*self._full, self._object):
-                segment.wait_durable(until)
+        for upload in self._uploads:
+            upload.wait_durable(until)
 
     def close(self, until: float | None = None) -> None:
         """Flushes and closes, waiting for an object store. Idempotent."""
-        if self._object is not None:
-            self.flush()
-            until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
-            for segment in (*self._full, self._object):
-                segment.close(until)
-            self._full = []
-        elif self._file is not None:
-            self.flush()
-            self._file.close()
+        self.flush()
+        until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
+        for upload in self._uploads:
+            upload.close(until)
+        self._uploads = []
+        self._file.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
 
 
 class EventFile(JsonlFile):
@@ -201,7 +191,7 @@ class MetricsFile(JsonlFile):
             self._append(event, tags)
         elif event.kind == "evaluation":
             tags = {name: v for name, v in event.fields.items() if name.startswith("eval/")}
-            if self.newest.get("step") == event.step and not self._is_shared:
+            if not self._is_shared and self.newest.get("step") == event.step:
                 self.amend(tags)
             else:
                 self._append(event, tags)
@@ -222,16 +212,13 @@ def _segments(path: epath.Path) -> Iterator[epath.Path]:
         number += 1
 
 
-def _kept(path: epath.Path, keep: Keep) -> list[str]:
-    """Returns the rows to keep, after removing the others atomically."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    kept = [line.decode() for line, row in _rows(content.split(b"\n")) if keep(row)]
-    wanted = "".join(f"{line}\n" for line in kept)
-    if wanted.encode() != content:
-        atomic_write_text(path, wanted)
-    return kept
+def _drop(path: epath.Path | pathlib.Path, keep: Keep) -> None:
+    """Atomically removes malformed rows and those without `keep`."""
+    if path.exists():
+        content = path.read_bytes()
+        kept = b"".join(line + b"\n" for line, row in _rows(content.split(b"\n")) if keep(row))
+        if kept != content:
+            atomic_write_bytes(path, kept)
 
 
 def last_change(path: str | epath.Path) -> float:
@@ -251,11 +238,10 @@ def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
             yield from (row for _, row in _rows(lines))
 
 
-def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
+def _rows(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
         try:
-            # Otherwise json guesses the encoding of bytes.
-            row = json.loads(line.decode() if isinstance(line, bytes) else line)
+            row = json.loads(line.decode())  # otherwise json guesses the encoding
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
