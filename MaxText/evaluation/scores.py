@@ -70,7 +70,7 @@ class SourceScore:
     @property
     def loss(self) -> float:
         """Nats per target; NaN without targets."""
-        return self.total_nll / self.num_targets if self.num_targets else math.nan
+        return self.total_nll / (self.num_targets or math.nan)
 
     @property
     def perplexity(self) -> float | None:
@@ -87,13 +87,11 @@ class SourceScore:
     @property
     def masked_accuracy(self) -> float | None:
         """Share of hidden tokens predicted as argmax."""
-        if self.correct is None:
-            return None
-        return self.correct / self.num_targets if self.num_targets else math.nan
+        return None if self.correct is None else self.correct / (self.num_targets or math.nan)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_targets / self.seconds if self.seconds else math.nan
+        return self.num_targets / (self.seconds or math.nan)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values, including the derived metrics."""

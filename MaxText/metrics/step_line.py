@@ -126,13 +126,11 @@ class EvaluationReport:
     @property
     def loss(self) -> float:
         """Mean loss in nats per token; NaN without targets."""
-        return self.total_loss / self.total_weights if self.total_weights else math.nan
+        return self.total_loss / (self.total_weights or math.nan)
 
     @property
     def masked_accuracy(self) -> float | None:
-        if self.correct is None:
-            return None
-        return self.correct / self.total_weights if self.total_weights else math.nan
+        return None if self.correct is None else self.correct / (self.total_weights or math.nan)
 
     def line(self) -> str:
         shown = (

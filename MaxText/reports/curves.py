@@ -30,15 +30,13 @@ class Axes:
         self._seconds, unit = time_unit(longest)  # two units, so that the axis has labels
         inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
         words = ", those of ancestors included" if inherited else ""
-        self.axes = (
+        axes = (
             Axis("tokens", f"tokens{words}", "tokens"),
             Axis("flops", f"floating point operations{words}", "FLOPs"),
             Axis("time", f"time running ({unit})", "time"),
             Axis("step", "step", "steps"),
         )
-
-    def axis(self, name: AxisName) -> Axis:
-        return next(axis for axis in self.axes if axis.name == name)
+        self.by_name: dict[AxisName, Axis] = {axis.name: axis for axis in axes}
 
     def places(self, run: RunHistory, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
         """Returns the positions of rows on each axis: float [N], NaN if unknown."""

@@ -31,9 +31,15 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     """
     if not any(np.isfinite(each.x[axis.name]).any() for each in chart.series):
         return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    figure, axes = _figure(5.5 + 0.08 * max(len(chart.series) - _MAX_LEGEND_ROWS, 0))
+    height = 5.5 + 0.08 * max(len(chart.series) - _MAX_LEGEND_ROWS, 0)
+    # Not pyplot: it keeps figures alive and may ask for a display.
+    figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
     for series in chart.series:
         _draw_series(axes, series, axis)
     for label, level in chart.references:
@@ -48,19 +54,30 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         axes.xaxis.set_major_formatter(FuncFormatter(short_count))
     axes.set_xlabel(axis.title, color=_INK)
     axes.set_ylabel(chart.y_title, color=_INK)
+    title = ", ".join(part for part in (title, chart.title) if part)
+    title = textwrap.fill(title, _TITLE_WIDTH, max_lines=2)
+    axes.set_title(title, loc="left", fontsize=11, color=_INK, parse_math=False)
+    axes.grid(True, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
     _legend(figure, axes)
-    return _png(figure, axes, ", ".join(part for part in (title, chart.title) if part))
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        # Glyphs missing in the font are drawn as boxes.
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def _draw_series(axes, series: Series, axis: Axis) -> None:
-    x, color = series.x[axis.name], color_of(series.color)
+    x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
     if series.low is not None and series.high is not None:
         axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-    style = _STYLES[series.kind]
-    dashes = _DASHES[dash_of(series.color)]
     # matplotlib hides labels that start with an underscore.
     label = f" {series.label}" if series.label.startswith("_") else series.label
-    axes.plot(x, series.y, color=color, linestyle=dashes, label=label, **style)
+    style = _STYLES[series.kind] | {"color": color, "linestyle": _DASHES[dashes], "label": label}
+    axes.plot(x, series.y, **style)
 
 
 def _legend(figure, axes) -> None:
@@ -72,28 +89,3 @@ def _legend(figure, axes) -> None:
         legend = (figure if is_long else axes).legend(frameon=False, fontsize=9, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)
-
-
-def _figure(height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Not pyplot: it keeps figures alive and may ask for a display.
-    figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots()
-
-
-def _png(figure, axes, title: str) -> bytes:
-    title = textwrap.fill(title, _TITLE_WIDTH, max_lines=2)
-    axes.set_title(title, loc="left", fontsize=11, color=_INK, parse_math=False)
-    axes.grid(True, color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02)
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        # Glyphs missing in the font are drawn as boxes.
-        warnings.filterwarnings("ignore", "Glyph .* missing from")
-        figure.savefig(buffer, format="png")
-    return buffer.getvalue()

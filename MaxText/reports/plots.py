@@ -36,30 +36,28 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
     Traces have their positions on each axis as customdata [N, axes]. A trace's `meta` says what
     page.js needs: its owner, its kind, and the switches that must all be on (`needs`).
     """
-    names: list[AxisName] = [axis.name for axis in axes.axes]
+    names: list[AxisName] = [*axes.by_name]
     # The colors of several runs are explained above the charts.
     colors = {(series.owner, series.color) for series in chart.series}
     is_alone = len({owner for owner, _ in colors}) < len(colors)
     figure = _figure(hovermode="x unified", showlegend=is_alone, legend=_LEGEND)
     for series in chart.series:
         _add_series(figure, chart, series, names)
-    for kind, (symbol, _) in SYMBOLS.items():
-        for owner in dict.fromkeys(mark.owner for mark in chart.marks if mark.kind == kind):
-            marks = [mark for mark in chart.marks if (mark.kind, mark.owner) == (kind, owner)]
-            figure.add_scatter(
-                customdata=np.array(
-                    [[mark.x[name] for name in names] for mark in marks], np.float32
-                ),
-                y=np.array([mark.y for mark in marks], np.float32),
-                text=[html.escape(mark.text) for mark in marks],
-                name=html.escape(owner),
-                mode="markers",
-                marker={"symbol": symbol, "size": 10, "color": _QUIET},
-                marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
-                hovertemplate="%{text}",
-                showlegend=False,
-                meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
-            )
+    for kind, owner in dict.fromkeys((mark.kind, mark.owner) for mark in chart.marks):
+        marks = [mark for mark in chart.marks if (mark.kind, mark.owner) == (kind, owner)]
+        symbol, _ = SYMBOLS[kind]
+        figure.add_scatter(
+            customdata=np.array([[mark.x[name] for name in names] for mark in marks], np.float32),
+            y=np.array([mark.y for mark in marks], np.float32),
+            text=[html.escape(mark.text) for mark in marks],
+            name=html.escape(owner),
+            mode="markers",
+            marker={"symbol": symbol, "size": 10, "color": _QUIET},
+            marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
+            hovertemplate="%{text}",
+            showlegend=False,
+            meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
+        )
     for label, level in chart.references:
         ends = np.stack([[each.x[name][[0, -1]] for name in names] for each in chart.series])
         figure.add_scatter(

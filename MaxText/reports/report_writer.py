@@ -102,7 +102,7 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _FIGURES:
-            figure = draw_chart(loss, axes.axis(axis), title) if loss else None
+            figure = draw_chart(loss, axes.by_name[axis], title) if loss else None
             file = output / f"loss_{axis}.png"
             if figure is None:
                 # A figure of an earlier report would be mistaken for one of this report.
@@ -122,7 +122,7 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)
-    figure = draw_chart(chart, axes.axis("step"), run.name) if chart else None
+    figure = draw_chart(chart, axes.by_name["step"], run.name) if chart else None
     if figure is None:
         return None
     path = run.folder / _LOSS_CURVE
@@ -162,7 +162,7 @@ def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> 
     marks = [kind for kind in SYMBOLS if kind in kinds]
     validated = any(run.evaluations for run in all_runs(entries).values())
     colors = {each.label: each.color for each in entries}
-    return controls(axes.axes, colors, notes, marks, validated)
+    return controls([*axes.by_name.values()], colors, notes, marks, validated)
 
 
 def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:

@@ -40,10 +40,9 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     found = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
     if len(kinds) == 1:
         return [chart for _, chart in found]
-    names = ("loss", *(f"loss_{number}" for number in range(2, len(found) + 1)))
     return [
-        dataclasses.replace(chart, name=name, title=f"Loss: {kind}")
-        for name, (kind, chart) in zip(names, found, strict=False)
+        dataclasses.replace(chart, name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
+        for n, (kind, chart) in enumerate(found, 1)
     ]
 
 
@@ -145,9 +144,8 @@ def _marks(entry: Entry, run: RunHistory, axes: Axes, series: Sequence[Series]) 
     places = axes.places(run, run.steps)
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in run.events:
-        if row.get("step") is not None:
-            by_kind.setdefault(_mark_kind(row), []).append(row)
-    by_kind.pop("", None)
+        if row.get("step") is not None and (kind := _mark_kind(row)):
+            by_kind.setdefault(kind, []).append(row)
     there = np.isfinite(line.y)
     marks = []
     for kind, rows in by_kind.items():
