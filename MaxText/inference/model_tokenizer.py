@@ -153,33 +153,28 @@ def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
 
 
 def _find(config: Config, weights: str) -> Path | None:
-    asked = config.preparation.tokenizer_path
+    asked, data = config.preparation.tokenizer_path, config.data
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
     # weights is <run>/checkpoints/<step>; the tokenizer is in the run folder.
     if is_url(weights):
         run = weights.rstrip("/").rsplit("/", 2)[0]
-        if found := _copied(f"{run}/{RUN_FOLDER_NAME}", config):
+        if found := copy_folder(f"{run}/{RUN_FOLDER_NAME}", data.local_cache_dir):
             return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
         if place.is_dir() and (found := find_tokenizer_near(str(place / CONFIG), str(place))):
             return found
-    data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
         first = location.split(";")[0].rstrip("/")
         if is_url(first) and path_type(f"{first}/{MANIFEST_NAME}"):
-            return _copied(first, config)
+            return copy_folder(first, data.local_cache_dir)
         folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
             if found := find_tokenizer_near(probe, str(folder)):
                 return found
     return None
-
-
-def _copied(url: str, config: Config) -> Path | None:
-    return copy_folder(url, config.data.local_cache_dir)
 
 
 def _adds_bos(folder: Path) -> bool | None:

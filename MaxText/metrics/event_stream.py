@@ -9,8 +9,8 @@ import jax
 from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
-from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.json_lines import SECONDS_TO_CLOSE, EventFile, MetricsFile
+from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
+from MaxText.metrics.json_lines import EventFile, MetricsFile
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.metrics.sinks.tensorboard import TensorBoardSink
 from MaxText.metrics.sinks.weights_and_biases import WandbSink

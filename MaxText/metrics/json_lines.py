@@ -11,13 +11,12 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, Event, Sink
+from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, SECONDS_TO_CLOSE, Event, Sink
+from MaxText.metrics.sinks.background import BackgroundUploader
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 METRICS_FILE = "metrics.jsonl"
-SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 Keep = Callable[[dict[str, Any]], bool]
 

@@ -130,13 +130,6 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     return path
 
 
-def warnings_about(
-    runs: Sequence[RunHistory], groups: Mapping[str, Sequence[str]] | None = None
-) -> list[str]:
-    """Returns warnings against comparing the losses of these runs."""
-    return model_tables.warnings(group_runs(runs, groups))
-
-
 def _title(entries: Sequence[Entry]) -> str:
     labels = [entry.label for entry in entries]
     if len(labels) > 4:

@@ -12,10 +12,9 @@ from etils import epath
 
 from MaxText.config.serialization import section_lines
 from MaxText.config.values import to_yaml
-from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
 from MaxText.metrics.provenance import MAIN_KEYS
+from MaxText.metrics.sinks.background import BackgroundUploader
 from MaxText.storage.paths import is_object_store_path
 
 TENSORBOARD_FOLDER = "tensorboard"
