@@ -55,10 +55,7 @@ class MaxTextLM(TemplateLM):
     max_gen_toks = 256  # default number of new tokens, as in the harness's own models
 
     def __init__(self, trained: TrainedModel, tokenizer: ModelTokenizer, log: Log = print):
-        """Takes the results of load_model and open_tokenizer.
-
-        Raises UserError if the model or tokenizer cannot score text.
-        """
+        """Takes the results of load_model and open_tokenizer."""
         from MaxText.evaluation.scorers import Scorer
 
         super().__init__()
@@ -70,10 +67,7 @@ class MaxTextLM(TemplateLM):
 
     @classmethod
     def open(cls, arguments: str | Sequence[str], log: Log = print) -> "MaxTextLM":
-        """Opens weights from a command line, given as one string or several.
-
-        It must include load_parameters_path=RUN. Raises UserError for bad arguments or weights.
-        """
+        """Opens weights by arguments of eval.py, as one string or several."""
         words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
         loaded = checkpoint_config.load(words)
         start_up.choose_platform(loaded.config.run.hardware)
@@ -97,14 +91,12 @@ class MaxTextLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """End-of-text id."""
         eos_id = self._tokenizer.tokenizer.entry.eos_id
         ids = (eos_id, *self._tokenizer.eos_ids, self._prefix_id)
         return next(i for i in ids if i is not None)
 
     @property
     def prefix_token_id(self) -> int:
-        """Id before a text without context: beginning of text, else end of text."""
         return self._prefix_id
 
     @property
@@ -246,7 +238,7 @@ class MaxTextLM(TemplateLM):
 def _with_control_tokens(
     tokenizer: ModelTokenizer,
 ) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """Returns functions to encode texts, and to decode ids without control tokens.
+    """Returns an encoder, and a decoder without control tokens.
 
     Control tokens in a text become control ids, as in transformers. Training data encodes them as
     plain text (Tokenizer), so that no document can forge one; the harness's tasks spell them out on

@@ -1,4 +1,4 @@
-"""What is scored, and scores of data sets and tasks for the terminal and JSON."""
+"""Inputs of the scorer, and scores for the terminal and JSON."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Tasks of eval_tasks, scored like those of lm-evaluation-harness, and its own tasks.
+"""Tasks of eval_tasks, scored as by lm-evaluation-harness, and its own.
 
 LAMBADA (Paperno et al. 2016, lambada_openai) predicts the last word of a passage. WikiText (Merity
 et al. 2016, wikitext) is perplexity per word and byte, by page: the model reads detokenized text,
@@ -49,10 +49,7 @@ class Passage(NamedTuple):
 
 
 def read_passages(path: str) -> list[Passage]:
-    """Reads passages: .jsonl with the field "text", else one passage per line.
-
-    Raises UserError if the file is missing, or names the line with fewer than two words.
-    """
+    """Reads passages: .jsonl with the field "text", else one passage per line."""
     passages = []
     for number, passage, _ in read_lines(path, "task_files.lambada", "text"):
         context, space, word = passage.rstrip().rpartition(" ")
@@ -111,11 +108,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def read_pages(path: str) -> list[str]:
-    """Reads pages of a .jsonl file, wiki.test.raw or wiki.test.tokens.
-
-    JSON lines have the field "page". Raises UserError for a missing file, an empty page (with its
-    line), or no pages.
-    """
+    """Reads pages of .jsonl (field "page"), or of wiki.test.raw or .tokens."""
     key = "task_files.wikitext"
     if is_json_lines(path):
         rows = read_lines(path, key, "page")
@@ -130,10 +123,7 @@ def read_pages(path: str) -> list[str]:
 
 
 def split_pages(text: str) -> list[str]:
-    """Splits a file at page titles; drops blank pages.
-
-    Pages keep all of their white space, which counts among their bytes.
-    """
+    """Splits a file at page titles; drops only blank pages."""
     pages: list[list[str]] = [[]]
     for line in text.split("\n"):
         if _TITLE.fullmatch(line):
@@ -161,10 +151,7 @@ def score_wikitext(
     tokenizer: ModelTokenizer,
     progress: Progress | None = None,
 ) -> Numbers:
-    """Returns perplexity per word and byte, and bits per byte.
-
-    Each page is read alone, in disjoint windows.
-    """
+    """Returns perplexity per word and byte, and bits per byte, by page."""
     prefix = tokenizer.prefix_token_id()
     ids = [tokenizer.encode(detokenized(page)) for page in pages]
     windows = [window for page in ids for window in rolling_windows(page, prefix, scorer.window)]
@@ -271,10 +258,7 @@ def run_harness(
 # Cached because listing the harness's tasks takes seconds and is needed twice.
 @functools.lru_cache(maxsize=1)
 def find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
-    """Resolves task names and patterns; returns the TaskManager as well.
-
-    Raises UserError for a missing harness or task folder, or an unknown task.
-    """
+    """Resolves task names and patterns; returns the TaskManager as well."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "harness.tasks needs lm-evaluation-harness, which is not installed: "

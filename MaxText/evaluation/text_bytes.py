@@ -130,10 +130,7 @@ def _hugging_face(file_text: str) -> dict[int, bytes]:
 
 
 class TextBytes:
-    """Counts text bytes of targets by tokenizer, or else by manifest.
-
-    Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
-    """
+    """Counts text bytes of targets by tokenizer or manifest, if exact."""
 
     def __init__(self, masked: bool, model_tokenizer: Tokenizer | UserError):
         """Takes the tokenizer of the weights, or the error of opening it.
@@ -158,10 +155,7 @@ class TextBytes:
     def from_manifest(
         self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
-        """Returns the bytes of scored targets by the manifest, or None and why.
-
-        `why` is the reason of byte_counts.
-        """
+        """Returns the bytes of scored targets by the manifest, or None and `why`."""
         if source is None or self._masked or not source.data.num_text_bytes:
             return None, why
         data, store = source.data, source.data.store

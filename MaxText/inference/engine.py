@@ -80,10 +80,9 @@ class Engine:
         seed: int,
         room: int,  # expected final length; affects speed only
     ) -> tuple[DecodeState, StepOutput]:
-        """Prefills prompts and draws a token for each.
+        """Prefills prompts (a multiple of batch_divisor); draws a token for each.
 
-        The number of prompts is a multiple of batch_divisor. Draws depend only on the seed, the
-        name and the tokens.
+        Draws depend only on the seed, the name and the tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not all(1 <= length <= self.window for length in lengths):
@@ -135,23 +134,22 @@ class Engine:
         h_BTD, cache = decoder.prefill(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
         key, fold = jax.random.key(seed), jax.random.fold_in
+        keys_B = jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2)
+        generated_BV = None
+        if self._sampling.repetition_penalty != 1:
+            rows_B1 = jnp.arange(len(tokens_BT))[:, None]
+            real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+            none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
+            generated_BV = none_BV.at[rows_B1, tokens_BT].max(real_BT)
         state = DecodeState(
             cache=cache,
             tokens_B=lengths_B,  # placeholder, replaced in _draw
             lengths_B=lengths_B,
-            keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
+            keys_B=keys_B,
             num_drawn_B=num_drawn_B,
-            generated_BV=self._seen(tokens_BT, lengths_B),
+            generated_BV=generated_BV,
         )
         return self._draw(decoder, last_B1D, state)
-
-    def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
-        if self._sampling.repetition_penalty == 1:
-            return None
-        rows_B1 = jnp.arange(len(tokens_BT))[:, None]
-        real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-        none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
-        return none_BV.at[rows_B1, tokens_BT].max(real_BT)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)

@@ -45,13 +45,9 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True)
 class StoppingCriteria:
-    """Stopping criteria.
+    """End of a text. Past the window, generation continues its newer half."""
 
-    With max_new_tokens=-1 the window is filled. Generation past the window continues from the newer
-    half of the tokens.
-    """
-
-    max_new_tokens: int = -1
+    max_new_tokens: int = -1  # -1 fills the window
     eos_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()  # strings that end a text
 
@@ -105,7 +101,7 @@ def generate(
 
 
 class IncrementalDetokenizer:
-    """Text of a sequence that grows by a token at a time.
+    """Text of a sequence growing by a token at a time.
 
     A character may span several tokens, and a token may decode differently after another one, so
     the newest tokens are decoded together with preceding ones. A possible start of a stop string is

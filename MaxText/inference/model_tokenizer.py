@@ -51,8 +51,7 @@ class ModelTokenizer:
     def prefix_token_id(self) -> int:
         """Returns the id before the first id of a scored text: bos, else eos.
 
-        As in lm-evaluation-harness, a tokenizer whose settings set bos_token to null uses eos,
-        whatever other tokens it has. Raises UserError if the tokenizer has neither.
+        As in lm-evaluation-harness, settings with bos_token null mean eos.
         """
         # A hub id is not a local path, so local files do not belong to it.
         folder = self.folder if self.folder.is_dir() else self.folder.parent
@@ -75,9 +74,8 @@ def encode_pair(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Returns the ids of a context and of its continuation.
 
-    As in lm-evaluation-harness, both are encoded as one text and split at the length of the encoded
-    context. Trailing white space of the context moves to the continuation. `prefix_id` precedes a
-    continuation without context.
+    As in lm-evaluation-harness, both are encoded as one text, after trailing white space of the
+    context moved to the continuation. `prefix_id` precedes a continuation without context.
     """
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
@@ -94,10 +92,8 @@ def open_tokenizer(
     """Finds and loads the tokenizer of trained weights.
 
     Uses only tokenizer_path if the user set it (`typed`). Otherwise tries tokenizer_path if it
-    exists, the tokenizer next to the weights (a Hugging Face checkpoint, or a run imported from
-    one), the one of the dataset, and tokenizer_path as a hub id, in this order. `weights` and
-    `metadata` are those of TrainedModel. Raises UserError if there is none, or as
-    load_model_tokenizer does.
+    exists, the tokenizer next to the weights, the one of the dataset, and tokenizer_path as a hub
+    id, in this order. Raises UserError if there is none, or as load_model_tokenizer does.
     """
     asked = config.preparation.tokenizer_path
     folder = None if typed and asked else _find(config, weights)
@@ -114,10 +110,9 @@ def open_tokenizer(
 def load_model_tokenizer(
     path: str, config: Config, eos_ids: tuple[int, ...] = ()
 ) -> ModelTokenizer:
-    """Loads the tokenizer of a folder, file or hub id.
+    """Loads a tokenizer by folder, file or hub id; `eos_ids` default to its.
 
-    `eos_ids` default to its own. Raises UserError if it cannot be read, or has more ids than the
-    model.
+    Raises UserError if it cannot be read, or has more ids than the model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type)
     where = Path(path).expanduser()
@@ -143,11 +138,8 @@ def load_model_tokenizer(
 
 
 def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
-    """Returns the largest id in texts, including prefix and end; -1 if none.
-
-    Training accepts models without embeddings for ids that the data lack: padding, masks, and a bos
-    that no document begins with.
-    """
+    """Returns the largest id in texts, including prefix and end; -1 if none."""
+    # Training accepts models without embeddings for ids that the data lack.
     unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
     return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
 

@@ -1,4 +1,4 @@
-"""events.jsonl and metrics.jsonl: crash-safe JSON Lines, cut back when a run resumes."""
+"""events.jsonl and metrics.jsonl, crash-safe and cut back by a resume."""
 
 import json
 import math

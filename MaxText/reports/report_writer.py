@@ -11,7 +11,7 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import SYMBOLS, AxisName, Chart
+from MaxText.reports.chart import AxisName
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
 from MaxText.reports.figures import draw_chart
@@ -51,7 +51,10 @@ def write_report(
     Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
-    title = title or _title(entries)
+    labels = [entry.label for entry in entries]
+    if len(labels) > 4:
+        labels = [f"{len(labels)} runs: {labels[0]}", *labels[1:3], "..."]
+    title = title or ", ".join(labels)
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     differences = differing_keys(entries)
@@ -93,7 +96,7 @@ def write_report(
             *model_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
-        controls=_controls(entries, axes, charts),
+        controls=controls(entries, axes.by_name.values(), charts),
         colors=colors if len(runs) > 1 else {},
         links=_links(entries, output),
         refresh=refresh,
@@ -130,13 +133,6 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     return path
 
 
-def _title(entries: Sequence[Entry]) -> str:
-    labels = [entry.label for entry in entries]
-    if len(labels) > 4:
-        return f"{len(labels)} runs: {', '.join(labels[:3])}, ..."
-    return ", ".join(labels)
-
-
 def _made(runs: Sequence[RunHistory], refresh: int) -> str:
     now = datetime.datetime.now().astimezone()
     folders = ", ".join(str(run.folder) for run in runs[:8])
@@ -147,15 +143,6 @@ def _made(runs: Sequence[RunHistory], refresh: int) -> str:
         "Goodput is the share of the time running that went into useful steps; "
         "docs/reference/run_folder_and_events.md defines it and its parts."
     )
-
-
-def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
-    notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
-    kinds = {mark.kind for chart in charts for mark in chart.marks}
-    marks = [kind for kind in SYMBOLS if kind in kinds]
-    validated = any(run.evaluations for run in all_runs(entries).values())
-    colors = {each.label: each.color for each in entries}
-    return controls([*axes.by_name.values()], colors, notes, marks, validated)
 
 
 def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:

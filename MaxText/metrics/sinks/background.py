@@ -1,4 +1,4 @@
-"""Threads that write to slow places, to never block the run."""
+"""Threads for writing to slow places, to never block the run."""
 
 import queue
 import sys

@@ -220,7 +220,5 @@ class WandbSink(Sink):
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {
-        name: value.item() if hasattr(value, "item") else value for name, value in fields.items()
-    }
-    return {name: value for name, value in plain.items() if isinstance(value, str | int | float)}
+    plain = ((name, v.item() if hasattr(v, "item") else v) for name, v in fields.items())
+    return {name: value for name, value in plain if isinstance(value, str | int | float)}
