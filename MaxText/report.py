@@ -89,8 +89,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
     """Writes the report once; returns whether a run is still running."""
     from MaxText.reports import model_tables
-    from MaxText.reports.discovery import find_runs
-    from MaxText.reports.entries import group_runs
+    from MaxText.reports.entries import find_runs, group_runs
     from MaxText.reports.report_writer import write_report
 
     found = find_runs(runs, options.group_by)

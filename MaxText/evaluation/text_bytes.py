@@ -8,6 +8,7 @@ V: ids of the tokenizer.
 """
 
 import base64
+import dataclasses
 import functools
 import json
 import tempfile
@@ -38,6 +39,8 @@ _SAME_TOKENIZER = 0.1
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+_of_path = functools.cache(load_tokenizer)  # of prepared data
 
 # Every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
@@ -129,24 +132,19 @@ def _hugging_face(file_text: str) -> dict[int, bytes]:
     return bytes_by_id
 
 
+@dataclasses.dataclass(frozen=True)
 class TextBytes:
     """Counts text bytes of targets by tokenizer or manifest, if exact."""
 
-    def __init__(self, masked: bool, model_tokenizer: Tokenizer | UserError):
-        """Takes the tokenizer of the weights, or the error of opening it.
-
-        With `masked`, targets are hidden tokens, which do not form a text.
-        """
-        self._masked = masked
-        self._model_tokenizer = model_tokenizer
-        self._of_path = functools.cache(lambda path: load_tokenizer(path))
+    masked: bool  # whether targets are hidden tokens, which do not form a text
+    model_tokenizer: Tokenizer | UserError  # of the weights, or the error of opening it
 
     def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
         """Returns bytes per id of a source, or None and the reason."""
         try:
             if source is None:
                 raise InexactByteCountError("random tokens are not text")
-            if self._masked:
+            if self.masked:
                 raise InexactByteCountError("hidden tokens are not text")
             return token_byte_counts(self._tokenizer(source)), ""
         except (InexactByteCountError, UserError) as error:
@@ -156,7 +154,7 @@ class TextBytes:
         self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
         """Returns the bytes of scored targets by the manifest, or None and `why`."""
-        if source is None or self._masked or not source.data.num_text_bytes:
+        if source is None or self.masked or not source.data.num_text_bytes:
             return None, why
         data, store = source.data, source.data.store
         all_targets = len(store) - (len(store.document_offsets) - 1)
@@ -169,20 +167,20 @@ class TextBytes:
         """Returns the tokenizer of a source's ids; raises if there is none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
-            if isinstance(self._model_tokenizer, UserError):
-                raise self._model_tokenizer
-            return self._model_tokenizer
-        tokenizer = self._of_path(str(folder))
+            if isinstance(self.model_tokenizer, UserError):
+                raise self.model_tokenizer
+            return self.model_tokenizer
+        tokenizer = _of_path(str(folder))
         if sha256 and tokenizer.entry.sha256 != sha256:
             raise InexactByteCountError(f"the tokenizer in {folder} is not the one of the ids")
         return tokenizer
 
     def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
-        folder, model = source.data.tokenizer_folder, self._model_tokenizer
+        folder, model = source.data.tokenizer_folder, self.model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""
-        own = self._of_path(str(folder))
+        own = _of_path(str(folder))
         if own.entry.sha256 == model.entry.sha256:
             return ""
         size = min(own.entry.vocab_size, model.entry.vocab_size)

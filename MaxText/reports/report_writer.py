@@ -11,10 +11,9 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import AxisName
+from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
-from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts

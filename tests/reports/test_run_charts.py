@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from MaxText.metrics.run_record import read_run
-from MaxText.reports.chart import PALETTE
+from MaxText.reports.chart import PALETTE, draw_chart
 from MaxText.reports.curves import MAX_POINTS, MAX_SMOOTH_POINTS, Axes, downsample, running_median
 from MaxText.reports.entries import all_runs, group_runs
-from MaxText.reports.figures import draw_chart
 from MaxText.reports.plots import plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, quantity_charts
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
