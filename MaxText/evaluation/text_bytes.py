@@ -11,10 +11,8 @@ import base64
 import dataclasses
 import functools
 import json
-import tempfile
 import unicodedata
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -24,11 +22,8 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer, load_tokenizer
-from MaxText.input_pipeline.tokenization.sentence_piece import (
-    SENTENCE_PIECE_NAME,
-    SentencePieceTokenizer,
-)
-from MaxText.input_pipeline.tokenization.tiktoken_file import TIKTOKEN_NAME, TiktokenTokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
+from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenDataSource
@@ -68,13 +63,12 @@ def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     if isinstance(tokenizer, ByteTokenizer):
         bytes_by_id = {byte: bytes([byte]) for byte in range(256)}
     elif isinstance(tokenizer, TiktokenTokenizer):
-        lines = _file(tokenizer, TIKTOKEN_NAME).splitlines()
-        ranks = (line.split() for line in lines if line)
+        ranks = (line.split() for line in tokenizer.contents.splitlines() if line)
         bytes_by_id = {int(rank): base64.b64decode(token) for token, rank in ranks}
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         bytes_by_id = _hugging_face(tokenizer.file_text)
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        bytes_by_id = _sentence_piece(_file(tokenizer, SENTENCE_PIECE_NAME))
+        bytes_by_id = _sentence_piece(tokenizer.model)
     else:
         raise InexactByteCountError(f"the bytes of ids of {type(tokenizer).__name__} are not known")
     counts_V = np.zeros(tokenizer.entry.vocab_size, np.int32)
@@ -94,17 +88,7 @@ def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 
 
-def _file(tokenizer: Tokenizer, name: str) -> bytes:
-    """Returns the contents of a file saved by the tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return (Path(folder) / name).read_bytes()
-
-
-def _sentence_piece(contents: bytes) -> dict[int, bytes]:
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_proto=contents)
+def _sentence_piece(model: Any) -> dict[int, bytes]:
     bytes_by_id = {}
     for i in range(model.get_piece_size()):
         if model.is_byte(i):

@@ -111,17 +111,13 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
 def _describe(chart: Chart) -> str:
     """Returns the text alternative of a chart."""
     lines = [each for each in chart.series if each.label]
-    words = [
-        f"{each.label}: from {_first(each.y):.4g} to {_first(each.y[::-1]):.4g}, "
-        f"lowest {np.nanmin(each.y):.4g}, highest {np.nanmax(each.y):.4g}"
-        for each in lines[:_MAX_DESCRIBED]
-    ]
+    words = []
+    for each in lines[:_MAX_DESCRIBED]:
+        y = each.y[np.isfinite(each.y)]
+        ends = f"from {y[0]:.4g} to {y[-1]:.4g}"
+        words.append(f"{each.label}: {ends}, lowest {y.min():.4g}, highest {y.max():.4g}")
     words += [f"{len(lines) - _MAX_DESCRIBED} more curves"] if len(lines) > _MAX_DESCRIBED else []
     return f"{chart.title}. {'; '.join(words)}."
-
-
-def _first(values_N: np.ndarray) -> float:
-    return float(values_N[np.isfinite(values_N)][0])
 
 
 def plot_goodput(entries: Sequence[Entry]) -> Plot:
