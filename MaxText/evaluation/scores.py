@@ -119,14 +119,14 @@ class SourceScore:
 def total_score(scores: Sequence[SourceScore]) -> SourceScore:
     """Sums all sources; means are weighted by targets."""
     sizes = [score.num_bytes for score in scores]
-    missing = [score.bytes_unavailable_reason for score in scores if score.num_bytes is None]
+    missing = (score.bytes_unavailable_reason for score in scores if score.num_bytes is None)
     correct = [score.correct for score in scores]
     return SourceScore(
         name="total",
         total_nll=math.fsum(score.total_nll for score in scores),
         num_targets=sum(score.num_targets for score in scores),
         num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
-        bytes_unavailable_reason=missing[0] if missing else "",
+        bytes_unavailable_reason=next(missing, ""),
         num_batches=sum(score.num_batches for score in scores),
         seconds=sum(score.seconds for score in scores),
         correct=None if None in correct else sum(count or 0 for count in correct),

@@ -10,12 +10,7 @@ from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import copy_folder
-from MaxText.input_pipeline.token_store.manifest import (
-    MANIFEST_NAME,
-    TOKENIZER_NAME,
-    TokenizerEntry,
-    read_manifest,
-)
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
     Tokenizer,
@@ -120,10 +115,13 @@ def load_model_tokenizer(
     adds_bos = _adds_bos(folder)
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
     prefix = _post_processor_prefix(folder) if adds_bos is None else ()
-    bos, rows = tokenizer.entry.bos_id, config.model.shape.vocab_size
+    entry, rows = tokenizer.entry, config.model.shape.vocab_size
+    bos = entry.bos_id
     if bos is not None and not prefix and (adds_bos or config.preparation.add_bos):
         prefix = (bos,)
-    largest = _largest_id(tokenizer.entry, prefix)
+    # Training accepts models without embeddings for ids that the data lack.
+    unused = {bos, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
+    largest = next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
     if largest >= rows:
         raise UserError(
             f"{path} has ids up to {largest}, but the model has vocab_size={rows}: it is the "
@@ -131,17 +129,10 @@ def load_model_tokenizer(
         )
     if bos is not None and bos >= rows:
         # The model was trained without bos: eos of the preceding text begins a text.
-        tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
-    if not eos_ids and tokenizer.entry.eos_id is not None:
-        eos_ids = (tokenizer.entry.eos_id,)
+        tokenizer.entry = entry.model_copy(update={"bos_id": None})
+    if not eos_ids and entry.eos_id is not None:
+        eos_ids = (entry.eos_id,)
     return ModelTokenizer(tokenizer, prefix, eos_ids, where)
-
-
-def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
-    """Returns the largest id in texts, including prefix and end; -1 if none."""
-    # Training accepts models without embeddings for ids that the data lack.
-    unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
-    return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
 
 
 def _find(config: Config, weights: str) -> Path | None:

@@ -1,5 +1,6 @@
 """events.jsonl and metrics.jsonl, crash-safe and cut back by a resume."""
 
+import itertools
 import json
 import math
 import os
@@ -205,10 +206,8 @@ def _segment(path: epath.Path, number: int) -> epath.Path:
 
 
 def _segments(path: epath.Path) -> Iterator[epath.Path]:
-    number = 0
-    while (segment := _segment(path, number)).exists():
-        yield segment
-        number += 1
+    segments = (_segment(path, number) for number in itertools.count())
+    return itertools.takewhile(lambda segment: segment.exists(), segments)
 
 
 def _drop(path: epath.Path | pathlib.Path, keep: Keep) -> None:

@@ -148,7 +148,14 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-    _legend(figure, axes)
+    _, labels = axes.get_legend_handles_labels()
+    # Long legends would hide the curves.
+    is_long = len(labels) > _MAX_LEGEND_ROWS
+    place = {"loc": "outside lower center", "ncols": 3} if is_long else {}
+    if labels:
+        legend = (figure if is_long else axes).legend(frameon=False, fontsize=9, **place)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Glyphs missing in the font are drawn as boxes.
@@ -165,14 +172,3 @@ def _draw_series(axes, series: Series, axis: Axis) -> None:
     label = f" {series.label}" if series.label.startswith("_") else series.label
     style = _STYLES[series.kind] | {"color": color, "linestyle": _DASHES[dashes], "label": label}
     axes.plot(x, series.y, **style)
-
-
-def _legend(figure, axes) -> None:
-    _, labels = axes.get_legend_handles_labels()
-    # Long legends would hide the curves.
-    is_long = len(labels) > _MAX_LEGEND_ROWS
-    place = {"loc": "outside lower center", "ncols": 3} if is_long else {}
-    if labels:
-        legend = (figure if is_long else axes).legend(frameon=False, fontsize=9, **place)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
