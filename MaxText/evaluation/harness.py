@@ -61,6 +61,7 @@ class MaxTextLM(TemplateLM):
         super().__init__()
         self._trained, self._tokenizer, self._log = trained, tokenizer, log
         self._scorer = Scorer(trained)
+        self.max_length = self._scorer.window
         self._encode, self._decode = _with_control_tokens(tokenizer)
         self._prefix_id = tokenizer.prefix_token_id()
         self.was_asked = False
@@ -98,10 +99,6 @@ class MaxTextLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         return self._prefix_id
-
-    @property
-    def max_length(self) -> int:
-        return self._scorer.window
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any

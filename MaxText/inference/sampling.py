@@ -122,8 +122,6 @@ def probabilities(
 def _adjusted_logits(logits_BV, params, generated_BV, num_ids):
     logits_BV = logits_BV.astype(jnp.float32)
     if params.repetition_penalty != 1:
-        if generated_BV is None:
-            raise ValueError(f"repetition_penalty={params.repetition_penalty} needs generated_BV")
         penalty = params.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = jnp.where(generated_BV, penalised_BV, logits_BV)

@@ -183,22 +183,18 @@ class MetricsFile(JsonlFile):
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
-        if event.kind == "rollback":
-            if not self._is_shared:
-                self.truncate(self._before(event.fields["restored_step"]))
-        elif event.kind == "step":
-            tags = {name: value for name, value in event.fields.items() if "/" in name}
-            self._append(event, tags)
-        elif event.kind == "evaluation":
-            tags = {name: v for name, v in event.fields.items() if name.startswith("eval/")}
-            if not self._is_shared and self.newest.get("step") == event.step:
+        if event.kind == "rollback" and not self._is_shared:
+            self.truncate(self._before(event.fields["restored_step"]))
+        elif event.kind in ("step", "evaluation"):
+            prefix = "" if event.kind == "step" else "eval/"
+            fields = event.fields.items()
+            tags = {name: v for name, v in fields if "/" in name and name.startswith(prefix)}
+            joins = event.kind == "evaluation" and not self._is_shared
+            if joins and self.newest.get("step") == event.step:
                 self.amend(tags)
             else:
-                self._append(event, tags)
-
-    def _append(self, event: Event, tags: Mapping[str, Any]) -> None:
-        time = round(event.time, 3)
-        self.append({"step": event.step, "run_name": self._run_name, "time": time, **tags})
+                row = {"step": event.step, "run_name": self._run_name, "time": round(event.time, 3)}
+                self.append({**row, **tags})
 
 
 def _segment(path: epath.Path, number: int) -> epath.Path:
