@@ -79,8 +79,7 @@ def generate(
         batch = []
         for number in sorted(order[first : first + batch_size]):
             prompt, wanted = prompts[number], stopping.max_new_tokens
-            room = engine.window - len(prompt)
-            half = engine.window // 2
+            room, half = engine.window - len(prompt), engine.window // 2
             if wanted == -1:
                 wanted = room if room > 0 else half
             # Of a long prompt the end, with at most half of the window reserved for new tokens.

@@ -37,9 +37,10 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     UserError for a folder without runs, a named run that cannot be read, or an unknown key.
     """
     runs: dict[str, RunHistory] = {}
-    found = DiscoveredRuns([], {}, [])
+    groups: dict[str, list[str]] = {}
+    problems: list[str] = []
     for path in paths:
-        folder, problems = parse_path(str(path), "RUN"), []
+        folder, unread = parse_path(str(path), "RUN"), []
         try:
             # Without a run inside, reading the folder raises the error.
             inside = list(_folders_of_runs(folder, set())) or [folder]
@@ -51,20 +52,18 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
                     if each == folder:
                         raise
                     # A run that has just begun must not hide the others.
-                    problems.append(f"Skipped: {error}")
-            if len(problems) == len(inside):
-                raise UserError("\n".join([f"No run in {path} is readable.", *problems]))
-            found.problems.extend(problems)
+                    unread.append(f"Skipped: {error}")
+            if len(unread) == len(inside):
+                raise UserError("\n".join([f"No run in {path} is readable.", *unread]))
+            problems += unread
             for label, members in _groups(folder).items():
-                found.groups.setdefault(label, []).extend(members)
+                groups.setdefault(label, []).extend(members)
         except OSError as error:
             raise UserError(
                 f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
-    found.runs.extend(runs.values())
-    if group_by:
-        return dataclasses.replace(found, groups=_groups_by_key(found.runs, group_by))
-    return found
+    found = list(runs.values())
+    return DiscoveredRuns(found, _groups_by_key(found, group_by) if group_by else groups, problems)
 
 
 def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]:
@@ -74,8 +73,7 @@ def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]
         if key in run.config:
             groups.setdefault(f"{key}={to_yaml(run.config[key])}", []).append(str(run.folder))
     if not groups:
-        known = [name for run in runs for name in run.config]
-        close = close_matches(key, list(dict.fromkeys(known)))
+        close = close_matches(key, {name for run in runs for name in run.config})
         meant = f" Did you mean {close[0]}?" if close else ""
         raise UserError(f"group_by={key}: no run has this key in its config.yml.{meant}")
     return groups

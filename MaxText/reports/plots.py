@@ -71,9 +71,8 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             showlegend=False,
             meta={"kind": "reference", "needs": []},
         )
-    figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
-    if chart.percent:
-        figure.update_yaxes(tickformat=_PERCENT)
+    kind, form = "log" if chart.log_y else "linear", _PERCENT if chart.percent else None
+    figure.update_yaxes(type=kind, range=chart.y_range, tickformat=form)
     size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
     return Plot(chart.name, chart.title, figure, _describe(chart), chart.y_title, size)
 

@@ -104,9 +104,7 @@ class TensorBoardSink(Sink):
             # purge_step hides points from before a crash, which will be repeated, even from step 0.
             folder = str(self._folder)
             if is_object_store_path(folder):
-                self._temporary = self._temporary or tempfile.TemporaryDirectory(
-                    prefix="tensorboard_"
-                )
+                self._temporary = self._temporary or tempfile.TemporaryDirectory()
                 folder = tempfile.mkdtemp(dir=self._temporary.name)
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:
