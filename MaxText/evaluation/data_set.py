@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.schema import Config
-from MaxText.evaluation.scores import SourceScore
-from MaxText.evaluation.tasks import log_progress
+from MaxText.evaluation.scores import SourceScore, log_progress
 from MaxText.evaluation.text_bytes import TextBytes, TokenByteCounts
 from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel

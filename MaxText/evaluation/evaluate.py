@@ -4,13 +4,12 @@ User errors are detected before weights are loaded, and all but data errors befo
 """
 
 import datetime
-import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
@@ -19,8 +18,7 @@ from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
-from MaxText.evaluation.harness_run import find_tasks, run_harness
-from MaxText.evaluation.tasks import read_tasks, run_tasks
+from MaxText.evaluation.tasks import find_tasks, read_tasks, run_harness, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.text_files import check_not_input
@@ -65,6 +63,7 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     """
     config, scores_data = parse_request(loaded)
     scoring, typed = config.scoring, loaded.typed("tokenizer_path")
+    asks_tasks = bool(scoring.eval_tasks or scoring.harness.tasks)
     weights = resolve_weights(config)
     output_path(scoring.eval_output, weights.folder)  # raises if not writable
     for name, path in scoring.task_files.as_dict().items():
@@ -73,12 +72,13 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         find_tasks(scoring.harness.tasks, scoring.harness.task_path)
     tasks = read_tasks(config)
 
-    @functools.cache
-    def tokenizer() -> ModelTokenizer:
-        return open_tokenizer(config, weights.folder, weights.metadata, typed=typed)
-
-    data_set = _open_data_set(config, tokenizer, typed, log) if scores_data else None
-
+    try:
+        tokenizer = open_tokenizer(config, weights.folder, weights.metadata, typed=typed)
+    except UserError as error:
+        if typed or asks_tasks:
+            raise
+        tokenizer = error  # prepared data do without
+    data_set = _open_data_set(config, tokenizer, log) if scores_data else None
     trained = load_model(config, log, weights)
     devices = trained.sharding.mesh.devices.flat
     found: dict[str, Any] = {
@@ -88,17 +88,17 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         "dtype": trained.model.config.numerics.dtype,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "finished": "",  # the time, set below
+        "tokenizer_sha256": "",
     }
     if data_set is not None:
-        found["tokenizer_sha256"] = data_set.tokenizer_sha256
-        found["data"] = _score_data(trained, data_set, log)
-    if scoring.eval_tasks or scoring.harness.tasks:
-        found["tokenizer_sha256"] = tokenizer().tokenizer.entry.sha256
+        found["data"] = _score_data(trained, *data_set, log)
+    if isinstance(tokenizer, ModelTokenizer):
+        found["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
         if scoring.eval_tasks:
-            scores = run_tasks(tasks, trained, tokenizer(), config, log)
+            scores = run_tasks(tasks, trained, tokenizer, config, log)
             found["tasks"] = [score._asdict() for score in scores]
         if scoring.harness.tasks:
-            found["harness"] = run_harness(trained, tokenizer(), config, log)
+            found["harness"] = run_harness(trained, tokenizer, config, log)
     found["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     import jax  # already imported
 
@@ -108,52 +108,41 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     return found
 
 
-class _DataSet(NamedTuple):
-    """Opened data and the configuration to read them with."""
-
-    config: Config
-    opened: "list[OpenDataSource]"  # empty for random tokens
-    text_bytes: TextBytes
-    tokenizer_sha256: str  # of the weights' tokenizer; empty without one
-
-
 def _open_data_set(
-    config: Config, open_of_weights: Callable[[], ModelTokenizer], typed: bool, log: Log
-) -> _DataSet:
+    config: Config, tokenizer: ModelTokenizer | UserError, log: Log
+) -> "tuple[Config, list[OpenDataSource], TextBytes]":
     """Opens the data to score, using the tokenizer of the weights for text.
 
-    Raises UserError for missing or unsuitable data, or an unreadable tokenizer_path of the user's
-    (`typed`).
+    Returns the configuration to read them with, and no source for random tokens.
     """
     from MaxText.input_pipeline.loader import open_eval_sources
 
-    tokenizer, preparation = None, config.preparation
-    try:
-        tokenizer = open_of_weights()
-        of_model = tokenizer.tokenizer
-    except UserError as error:
-        if typed:
-            raise
-        of_model = error
-    if tokenizer is not None and not preparation.tokenizer_path:
+    of_model = tokenizer.tokenizer if isinstance(tokenizer, ModelTokenizer) else tokenizer
+    preparation = config.preparation
+    if isinstance(tokenizer, ModelTokenizer) and not preparation.tokenizer_path:
         adds_bos = preparation.add_bos or bool(tokenizer.prefix)
         keys = {"tokenizer_path": str(tokenizer.folder), "add_bos": adds_bos}
         config = unflatten(flatten(config) | keys)
-    sha256 = tokenizer.tokenizer.entry.sha256 if tokenizer else ""
     text_bytes = TextBytes(config.masking.mlm_training, of_model)
     opened = open_eval_sources(config, log)
     for source in opened:
         if warning := text_bytes.mismatch(source):
             log(warning)
-    return _DataSet(config, opened, text_bytes, sha256)
+    return config, opened, text_bytes
 
 
-def _score_data(trained: TrainedModel, data_set: _DataSet, log: Log) -> dict[str, Any]:
+def _score_data(
+    trained: TrainedModel,
+    config: Config,
+    opened: "list[OpenDataSource]",
+    text_bytes: TextBytes,
+    log: Log,
+) -> dict[str, Any]:
     from MaxText.evaluation.data_set import score_data_set
     from MaxText.evaluation.scores import source_table, total_score
 
-    config, data = data_set.config, data_set.config.data
-    scores = score_data_set(trained, data_set.opened, data_set.text_bytes, config, log)
+    data = config.data
+    scores = score_data_set(trained, opened, text_bytes, config, log)
     length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
     limit = config.evaluation.eval_steps
     windows = "no overlap" if stride == -1 else f"every {stride} targets"
@@ -181,8 +170,10 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     """
     if asked:
         path = parse_path(asked, "eval_output")
-        if problem := _write_error(path):
-            raise UserError(f"eval_output={asked} cannot be written: {problem}.")
+        if not _is_writable(path):
+            raise UserError(
+                f"eval_output={asked} cannot be written. Name a file in a folder of yours."
+            )
         return path
     step = parse_path(weights, "load_parameters_path")
     if step.parent.name != CHECKPOINTS:
@@ -190,22 +181,16 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
     folder = step.parent.parent / _FOLDER
     names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
     path = next(folder / name for name in names if not (folder / name).exists())
-    return None if _write_error(path) else path
+    return path if _is_writable(path) else None
 
 
-def _write_error(path: epath.Path) -> str:
-    """Returns why a file cannot be written, or ""; creates nothing."""
+def _is_writable(path: epath.Path) -> bool:
+    """Returns whether a file can be written; creates nothing."""
     if is_url(str(path)):
-        return ""
+        return True
     local = Path(os.fspath(path)).absolute()
-    if local.is_dir():
-        return "it is a folder"
-    there = next(folder for folder in local.parents if folder.exists())
-    if not there.is_dir():
-        return f"{there} is a file"
-    if not os.access(there, os.W_OK | os.X_OK):
-        return f"no permission to write in {there}"
-    return ""
+    folder = next(folder for folder in local.parents if folder.exists())
+    return not local.is_dir() and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def write_scores(path: epath.Path, scores: Mapping[str, Any], log: Log) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.errors import UserError
-from MaxText.evaluation.scorer_inputs import Continuation, Progress
+from MaxText.evaluation.scores import Continuation, Progress
 from MaxText.inference.engine import next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
 from MaxText.layers.batch import Batch
@@ -71,8 +71,7 @@ class Scorer:
         """Returns one score per continuation, in order.
 
         Contexts that exceed the window are truncated on the left. One-token answers to a question
-        share a forward pass. Raises UserError for a continuation without ids or longer than the
-        window.
+        share a forward pass.
         """
         by_input: dict[bytes, _ScoreRequest] = {}
         for number, (context, ids) in enumerate(continuations):
@@ -122,21 +121,16 @@ class Scorer:
                 some = alike[start : start + most]
                 # The remainder is padded to a power of two, so that few shapes are compiled.
                 num_rows = min(most, next_power_of_two(-(-len(some) // parts), 1) * parts)
-                arrays = self._arrays(some, num_rows, length, num_positions)
-                arrays = jax.device_put(arrays, sharding.batch_sharding(num_rows))
+                tokens_BT = np.zeros((num_rows, length), np.int32)
+                positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
+                for row, one in enumerate(some):
+                    tokens_BT[row, : len(one.ids)] = one.ids
+                    positions_BC[row, : len(one.positions)] = one.positions
+                    targets_BC[row, : len(one.positions)] = one.targets
+                arrays = jax.device_put(
+                    (tokens_BT, positions_BC, targets_BC), sharding.batch_sharding(num_rows)
+                )
                 yield some, self._score_positions(self._trained.params, *arrays)
-
-    def _arrays(
-        self, requests: Sequence[_ScoreRequest], num_rows: int, length: int, num_positions: int
-    ) -> tuple[np.ndarray, ...]:
-        """Returns (tokens_BT, positions_BC, targets_BC), zero-padded."""
-        tokens_BT = np.zeros((num_rows, length), np.int32)
-        positions_BC, targets_BC = np.zeros((2, num_rows, num_positions), np.int32)
-        for index, one in enumerate(requests):
-            tokens_BT[index, : len(one.ids)] = one.ids
-            positions_BC[index, : len(one.positions)] = one.positions
-            targets_BC[index, : len(one.positions)] = one.targets
-        return tokens_BT, positions_BC, targets_BC
 
 
 def padded_length(length: int, window: int) -> int:

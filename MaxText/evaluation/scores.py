@@ -1,12 +1,53 @@
-"""Scores of data sets and tasks, for the terminal and JSON."""
+"""Inputs of the scorer, and scores for the terminal and JSON."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.metrics.step_line import perplexity
+from MaxText.metrics.step_line import perplexity, shown_perplexity
 from MaxText.metrics.tables import format_table
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+_SECONDS_PER_LINE = 30.0  # between progress lines
+
+
+def log_progress(name: str, log: Callable[[str], None]) -> Progress:
+    """Returns a callback for progress every half minute."""
+    began = last = time.perf_counter()
+
+    def progress(done: int, whole: int) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        if now - last >= _SECONDS_PER_LINE and done < whole:
+            last = now
+            log(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
+
+    return progress
+
+
+class Continuation(NamedTuple):
+    """Ids to score after a context. Both hold at least one id."""
+
+    context: Sequence[int]
+    ids: Sequence[int]
+
+
+def rolling_windows(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:
+    """Splits a text into continuations with each id exactly once.
+
+    Windows are disjoint, except that the last one is moved left until it is full and scores only
+    the remaining ids. The first id follows `prefix`. Same as loglikelihood_rolling of
+    lm-evaluation-harness.
+    """
+    found = []
+    for start in range(0, len(ids), window):
+        end = min(start + window, len(ids))
+        context = ids[max(0, end - window - 1) : start] if start else [prefix]
+        found.append(Continuation(context, ids[start:end]))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +70,7 @@ class SourceScore:
     @property
     def loss(self) -> float:
         """Nats per target; NaN without targets."""
-        return self.total_nll / self.num_targets if self.num_targets else math.nan
+        return self.total_nll / (self.num_targets or math.nan)
 
     @property
     def perplexity(self) -> float | None:
@@ -46,13 +87,11 @@ class SourceScore:
     @property
     def masked_accuracy(self) -> float | None:
         """Share of hidden tokens predicted as argmax."""
-        if self.correct is None:
-            return None
-        return self.correct / self.num_targets if self.num_targets else math.nan
+        return None if self.correct is None else self.correct / (self.num_targets or math.nan)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_targets / self.seconds if self.seconds else math.nan
+        return self.num_targets / (self.seconds or math.nan)
 
     def to_json(self) -> dict[str, Any]:
         """Returns JSON values, including the derived metrics."""
@@ -80,14 +119,14 @@ class SourceScore:
 def total_score(scores: Sequence[SourceScore]) -> SourceScore:
     """Sums all sources; means are weighted by targets."""
     sizes = [score.num_bytes for score in scores]
-    missing = [score.bytes_unavailable_reason for score in scores if score.num_bytes is None]
+    missing = (score.bytes_unavailable_reason for score in scores if score.num_bytes is None)
     correct = [score.correct for score in scores]
     return SourceScore(
         name="total",
         total_nll=math.fsum(score.total_nll for score in scores),
         num_targets=sum(score.num_targets for score in scores),
         num_bytes=None if None in sizes else sum(size or 0 for size in sizes),
-        bytes_unavailable_reason=missing[0] if missing else "",
+        bytes_unavailable_reason=next(missing, ""),
         num_batches=sum(score.num_batches for score in scores),
         seconds=sum(score.seconds for score in scores),
         correct=None if None in correct else sum(count or 0 for count in correct),
@@ -122,24 +161,17 @@ def source_table(scores: Sequence[SourceScore]) -> str:
 
 
 def _cells(score: SourceScore) -> list[str]:
-    size, bits, perplexed = score.num_bytes, score.bits_per_byte, score.perplexity
+    size, bits = score.num_bytes, score.bits_per_byte
     cells = [
         score.name,
         f"{score.num_targets:,}",
         "-" if size is None else f"{size:,}",
         f"{score.loss:.4f}",
-        "-" if perplexed is None else f"{perplexed:.3f}" if perplexed < 1e6 else f"{perplexed:.3e}",
+        "-" if score.perplexity is None else shown_perplexity(score.perplexity),
         "-" if bits is None else f"{bits:.4f}",
     ]
     accuracy = score.masked_accuracy
     return cells if accuracy is None else [*cells, f"{accuracy:.4f}"]
-
-
-class TaskResult(NamedTuple):
-    """Numbers of one task."""
-
-    metrics: dict[str, float]  # perplexities, shares between 0 and 1, bits
-    counts: dict[str, int]  # of passages, pages, words, bytes, tokens
 
 
 class TaskScore(NamedTuple):
@@ -147,8 +179,8 @@ class TaskScore(NamedTuple):
 
     task: str
     path: str
-    metrics: dict[str, float]
-    counts: dict[str, int]
+    metrics: dict[str, float]  # perplexities, shares between 0 and 1, bits
+    counts: dict[str, int]  # of passages, pages, words, bytes, tokens
     seconds: float  # wall time
 
 

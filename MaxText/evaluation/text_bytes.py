@@ -8,12 +8,11 @@ V: ids of the tokenizer.
 """
 
 import base64
+import dataclasses
 import functools
 import json
-import tempfile
 import unicodedata
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -23,11 +22,8 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer, load_tokenizer
-from MaxText.input_pipeline.tokenization.sentence_piece import (
-    SENTENCE_PIECE_NAME,
-    SentencePieceTokenizer,
-)
-from MaxText.input_pipeline.tokenization.tiktoken_file import TIKTOKEN_NAME, TiktokenTokenizer
+from MaxText.input_pipeline.tokenization.sentence_piece import SentencePieceTokenizer
+from MaxText.input_pipeline.tokenization.tiktoken_file import TiktokenTokenizer
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.data_sources import OpenDataSource
@@ -38,6 +34,8 @@ _SAME_TOKENIZER = 0.1
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
+
+_of_path = functools.cache(load_tokenizer)  # of prepared data
 
 # Every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
@@ -65,13 +63,12 @@ def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     if isinstance(tokenizer, ByteTokenizer):
         bytes_by_id = {byte: bytes([byte]) for byte in range(256)}
     elif isinstance(tokenizer, TiktokenTokenizer):
-        lines = _file(tokenizer, TIKTOKEN_NAME).splitlines()
-        ranks = (line.split() for line in lines if line)
+        ranks = (line.split() for line in tokenizer.contents.splitlines() if line)
         bytes_by_id = {int(rank): base64.b64decode(token) for token, rank in ranks}
     elif isinstance(tokenizer, HuggingFaceTokenizer):
         bytes_by_id = _hugging_face(tokenizer.file_text)
     elif isinstance(tokenizer, SentencePieceTokenizer):
-        bytes_by_id = _sentence_piece(_file(tokenizer, SENTENCE_PIECE_NAME))
+        bytes_by_id = _sentence_piece(tokenizer.model)
     else:
         raise InexactByteCountError(f"the bytes of ids of {type(tokenizer).__name__} are not known")
     counts_V = np.zeros(tokenizer.entry.vocab_size, np.int32)
@@ -91,17 +88,7 @@ def token_byte_counts(tokenizer: Tokenizer) -> TokenByteCounts:
     return TokenByteCounts(counts_V, has_dummy_prefix_V)
 
 
-def _file(tokenizer: Tokenizer, name: str) -> bytes:
-    """Returns the contents of a file saved by the tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(Path(folder))
-        return (Path(folder) / name).read_bytes()
-
-
-def _sentence_piece(contents: bytes) -> dict[int, bytes]:
-    import sentencepiece
-
-    model = sentencepiece.SentencePieceProcessor(model_proto=contents)
+def _sentence_piece(model: Any) -> dict[int, bytes]:
     bytes_by_id = {}
     for i in range(model.get_piece_size()):
         if model.is_byte(i):
@@ -129,27 +116,19 @@ def _hugging_face(file_text: str) -> dict[int, bytes]:
     return bytes_by_id
 
 
+@dataclasses.dataclass(frozen=True)
 class TextBytes:
-    """Counts text bytes of targets by tokenizer, or else by manifest.
+    """Counts text bytes of targets by tokenizer or manifest, if exact."""
 
-    Gives a reason if neither is exact: bytes per token of another text or tokenizer would be wrong.
-    """
-
-    def __init__(self, masked: bool, model_tokenizer: Tokenizer | UserError):
-        """Takes the tokenizer of the weights, or the error of opening it.
-
-        With `masked`, targets are hidden tokens, which do not form a text.
-        """
-        self._masked = masked
-        self._model_tokenizer = model_tokenizer
-        self._of_path = functools.cache(lambda path: load_tokenizer(path))
+    masked: bool  # whether targets are hidden tokens, which do not form a text
+    model_tokenizer: Tokenizer | UserError  # of the weights, or the error of opening it
 
     def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
         """Returns bytes per id of a source, or None and the reason."""
         try:
             if source is None:
                 raise InexactByteCountError("random tokens are not text")
-            if self._masked:
+            if self.masked:
                 raise InexactByteCountError("hidden tokens are not text")
             return token_byte_counts(self._tokenizer(source)), ""
         except (InexactByteCountError, UserError) as error:
@@ -158,11 +137,8 @@ class TextBytes:
     def from_manifest(
         self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
-        """Returns the bytes of scored targets by the manifest, or None and why.
-
-        `why` is the reason of byte_counts.
-        """
-        if source is None or self._masked or not source.data.num_text_bytes:
+        """Returns the bytes of scored targets by the manifest, or None and `why`."""
+        if source is None or self.masked or not source.data.num_text_bytes:
             return None, why
         data, store = source.data, source.data.store
         all_targets = len(store) - (len(store.document_offsets) - 1)
@@ -175,20 +151,20 @@ class TextBytes:
         """Returns the tokenizer of a source's ids; raises if there is none."""
         folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
         if folder is None:
-            if isinstance(self._model_tokenizer, UserError):
-                raise self._model_tokenizer
-            return self._model_tokenizer
-        tokenizer = self._of_path(str(folder))
+            if isinstance(self.model_tokenizer, UserError):
+                raise self.model_tokenizer
+            return self.model_tokenizer
+        tokenizer = _of_path(str(folder))
         if sha256 and tokenizer.entry.sha256 != sha256:
             raise InexactByteCountError(f"the tokenizer in {folder} is not the one of the ids")
         return tokenizer
 
     def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
-        folder, model = source.data.tokenizer_folder, self._model_tokenizer
+        folder, model = source.data.tokenizer_folder, self.model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""
-        own = self._of_path(str(folder))
+        own = _of_path(str(folder))
         if own.entry.sha256 == model.entry.sha256:
             return ""
         size = min(own.entry.vocab_size, model.entry.vocab_size)

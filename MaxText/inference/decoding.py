@@ -149,7 +149,7 @@ def _generate(
         seed=config.decode_seed,
         names=[divmod(number, samples) for number in range(len(asked))],
         decode=tokenizer.decode,
-        on_text=(lambda number, piece: write(piece)) if streams else None,
+        on_text=lambda number, piece: write(piece) if streams else None,
         timing=timing,
     ):
         prompt = asked[number]

@@ -6,9 +6,8 @@ grows on demand, and are donated to the next step.
 B sequences, T tokens of the longest prompt, V vocab_size, D emb_dim.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +23,7 @@ SMALLEST_PROMPT = 16
 SMALLEST_CAPACITY = 64
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
+class DecodeState(NamedTuple):
     """Sequences in progress."""
 
     cache: States
@@ -37,17 +34,11 @@ class DecodeState:
     generated_BV: jax.Array | None  # bool, ids in each sequence; None without a repetition penalty
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """New tokens and their log-probabilities in nats."""
 
-    tokens_B: Any
-    log_probabilities_B: Any
-
-    def on_host(self) -> "StepOutput":
-        """Blocks until the arrays are ready and returns them as NumPy arrays."""
-        return jax.tree.map(np.asarray, self)
+    tokens_B: jax.Array
+    log_probabilities_B: jax.Array
 
 
 class Engine:
@@ -76,7 +67,7 @@ class Engine:
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
         self._decode_step = sharding.jit(self._decode, donate_argnums=1, **outputs)
         self._grow = sharding.jit(
-            lambda state, size: dataclasses.replace(state, cache=resize(state.cache, size)),
+            lambda state, size: state._replace(cache=resize(state.cache, size)),
             static_argnums=1,
         )
 
@@ -89,10 +80,9 @@ class Engine:
         seed: int,
         room: int,  # expected final length; affects speed only
     ) -> tuple[DecodeState, StepOutput]:
-        """Prefills prompts and draws a token for each.
+        """Prefills prompts (a multiple of batch_divisor); draws a token for each.
 
-        The number of prompts is a multiple of batch_divisor. Draws depend only on the seed, the
-        name and the tokens.
+        Draws depend only on the seed, the name and the tokens.
         """
         lengths = [len(prompt) for prompt in prompts]
         if not all(1 <= length <= self.window for length in lengths):
@@ -144,29 +134,28 @@ class Engine:
         h_BTD, cache = decoder.prefill(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
         key, fold = jax.random.key(seed), jax.random.fold_in
+        keys_B = jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2)
+        generated_BV = None
+        if self._sampling.repetition_penalty != 1:
+            rows_B1 = jnp.arange(len(tokens_BT))[:, None]
+            real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
+            none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
+            generated_BV = none_BV.at[rows_B1, tokens_BT].max(real_BT)
         state = DecodeState(
             cache=cache,
             tokens_B=lengths_B,  # placeholder, replaced in _draw
             lengths_B=lengths_B,
-            keys_B=jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2),
+            keys_B=keys_B,
             num_drawn_B=num_drawn_B,
-            generated_BV=self._seen(tokens_BT, lengths_B),
+            generated_BV=generated_BV,
         )
         return self._draw(decoder, last_B1D, state)
-
-    def _seen(self, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array | None:
-        if self._sampling.repetition_penalty == 1:
-            return None
-        rows_B1 = jnp.arange(len(tokens_BT))[:, None]
-        real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
-        none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
-        return none_BV.at[rows_B1, tokens_BT].max(real_BT)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
         tokens_BT, positions_BT = state.tokens_B[:, None], state.lengths_B[:, None] - 1
         h_B1D, cache = decoder.decode_step(tokens_BT, positions_BT, state.cache)
-        return self._draw(decoder, h_B1D, dataclasses.replace(state, cache=cache))
+        return self._draw(decoder, h_B1D, state._replace(cache=cache))
 
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, state: DecodeState
@@ -180,8 +169,7 @@ class Engine:
         )
         if generated_BV is not None:
             generated_BV = generated_BV.at[jnp.arange(len(tokens_B)), tokens_B].set(True)
-        state = dataclasses.replace(
-            state,
+        state = state._replace(
             tokens_B=tokens_B,
             lengths_B=state.lengths_B + 1,
             num_drawn_B=state.num_drawn_B + 1,

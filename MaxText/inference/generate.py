@@ -1,4 +1,4 @@
-"""Batched completion of prompts."""
+"""Batched completion of prompts, with streaming detokenization."""
 
 import dataclasses
 import math
@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from MaxText.errors import UserError
-from MaxText.inference.detokenizer import IncrementalDetokenizer
 from MaxText.inference.engine import Engine
 
 # New tokens that fit into the first decode states; more tokens grow them.
 _FORESEEN = 512
+
+_INCOMPLETE = "\ufffd"  # decoded from an incomplete character
+_LONGEST_CHARACTER = 8  # in tokens; a longer run is invalid, not incomplete
+_KNOWN_OF_PROMPT = 16  # prompt ids that give context to the first new one
+
+Decode = Callable[[Sequence[int]], str]
+OnText = Callable[[int, str], None]  # takes (prompt index, new text that can no longer change)
 
 # end: an end id; stop: a stop string; length: max_new_tokens or a full window.
 FinishReason = Literal["end", "stop", "length"]
@@ -26,7 +32,7 @@ class Completion:
     tokens: list[int] = dataclasses.field(default_factory=list)  # including an end id
     log_probabilities: list[float] = dataclasses.field(default_factory=list)  # nats, temperature 1
     finish_reason: FinishReason | None = None  # None while unfinished
-    text: str = ""  # up to a stop string; empty without a detokenizer
+    text: str = ""  # up to a stop string
 
 
 @dataclasses.dataclass
@@ -37,21 +43,13 @@ class Timing:
     steps: list[float] = dataclasses.field(default_factory=list)
 
 
-# Takes (prompt index, new text that can no longer change).
-OnText = Callable[[int, str], None]
-
-
 @dataclasses.dataclass(frozen=True)
 class StoppingCriteria:
-    """Stopping criteria.
+    """End of a text. Past the window, generation continues its newer half."""
 
-    With max_new_tokens=-1 the window is filled. Generation past the window continues from the newer
-    half of the tokens.
-    """
-
-    max_new_tokens: int = -1
+    max_new_tokens: int = -1  # -1 fills the window
     eos_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()  # strings that end a text; they require a detokenizer
+    stop_strings: tuple[str, ...] = ()  # strings that end a text
 
 
 def generate(
@@ -60,10 +58,10 @@ def generate(
     stopping: StoppingCriteria,
     *,
     batch_size: int,
+    decode: Decode,
     seed: int = 0,
     names: Sequence[tuple[int, int]] | None = None,
-    decode: Callable[[Sequence[int]], str] | None = None,
-    on_text: OnText | None = None,
+    on_text: OnText = lambda number, piece: None,
     timing: Timing | None = None,
 ) -> Iterator[tuple[int, Completion]]:
     """Yields (prompt index, completion), in order within each batch.
@@ -74,37 +72,86 @@ def generate(
     Args:
       batch_size: Rounded up to a multiple of engine.batch_divisor.
       names: Two non-negative numbers per prompt that seed its draws; default (index, 0).
-      decode: Detokenizer for the text of completions.
     """
-    if decode is None and stopping.stop_strings:
-        raise ValueError(f"stop_strings={stopping.stop_strings} need a detokenizer: pass decode")
     batch_size = -(-min(batch_size, len(prompts)) // engine.batch_divisor) * engine.batch_divisor
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     for first in range(0, len(order), batch_size):
         batch = []
         for number in sorted(order[first : first + batch_size]):
-            name = (number, 0) if names is None else names[number]
-            stream = None
-            if decode is not None:
-                stream = IncrementalDetokenizer(decode, stopping.stop_strings, prompts[number])
-            kept, wanted = _fitting(prompts[number], stopping.max_new_tokens, engine.window)
-            completion = Completion(kept, len(prompts[number]) - len(kept))
+            prompt, wanted = prompts[number], stopping.max_new_tokens
+            room, half = engine.window - len(prompt), engine.window // 2
+            if wanted == -1:
+                wanted = room if room > 0 else half
+            # Of a long prompt the end, with at most half of the window reserved for new tokens.
+            kept = prompt if room >= 0 else prompt[min(wanted, half) - engine.window :]
             batch.append(
-                _ActiveSequence(number, name, completion, wanted, stream, stopping.eos_ids, on_text)
+                _ActiveSequence(
+                    number,
+                    (number, 0) if names is None else names[number],
+                    Completion(list(kept), len(prompt) - len(kept)),
+                    wanted,
+                    IncrementalDetokenizer(decode, stopping.stop_strings, prompt),
+                    stopping.eos_ids,
+                    on_text,
+                )
             )
         _run(engine, batch, batch_size, seed, timing or Timing())
         yield from ((row.number, row.completion) for row in batch)
 
 
-def _fitting(prompt: Sequence[int], max_new_tokens: int, window: int) -> tuple[list[int], int]:
-    """Returns the ids of a prompt to read and the number of new tokens."""
-    room = window - len(prompt)
-    if max_new_tokens == -1:
-        max_new_tokens = room if room > 0 else window // 2
-    if len(prompt) <= window:
-        return list(prompt), max_new_tokens
-    # Keeps the end of a long prompt and reserves at most half of the window for new tokens.
-    return list(prompt[min(max_new_tokens, window // 2) - window :]), max_new_tokens
+class IncrementalDetokenizer:
+    """Text of a sequence growing by a token at a time.
+
+    A character may span several tokens, and a token may decode differently after another one, so
+    the newest tokens are decoded together with preceding ones. A possible start of a stop string is
+    held back. `text` is all final text without the stop string.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ):
+        """Starts after `prompt`: a first word may lose its space."""
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        self._ids = list(prompt[-_KNOWN_OF_PROMPT:])
+        # Ids from `_first` to `_known` have final text and are decoded again as context.
+        self._first, self._known = 0, len(self._ids)
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """Takes the next id and returns the new final text."""
+        self._ids.append(token)
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        """Returns the remaining text, including incomplete characters."""
+        return "" if self.stopped else self._advance(final=True)
+
+    def _advance(self, final: bool) -> str:
+        known = self._decode(self._ids[self._first : self._known])
+        both = self._decode(self._ids[self._first :])
+        waits = len(self._ids) - self._known < _LONGEST_CHARACTER
+        if not final and ((both.endswith(_INCOMPLETE) and waits) or len(both) <= len(known)):
+            return ""
+        self._first, self._known = self._known, len(self._ids)
+        pending = self._held + both[len(known) :]
+        places = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
+        if places:
+            self.stopped = True
+            certain = pending[: min(places)]
+        else:
+            # The longest end of the text that may be the start of a stop string.
+            starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
+            held = max((len(start) for start in starts if pending.endswith(start)), default=0)
+            certain = pending if final else pending[: len(pending) - held]
+        self._held = pending[len(certain) :]
+        self.text += certain
+        return certain
 
 
 @dataclasses.dataclass
@@ -115,9 +162,9 @@ class _ActiveSequence:
     name: tuple[int, int]
     completion: Completion
     wanted: int
-    stream: IncrementalDetokenizer | None
+    stream: IncrementalDetokenizer
     eos_ids: frozenset[int]
-    on_text: OnText | None
+    on_text: OnText
     dropped: int = 0
 
     @property
@@ -137,25 +184,18 @@ class _ActiveSequence:
                 "logits are not finite: the weights are corrupted or training diverged. Use an "
                 "earlier checkpoint."
             )
-        completion = self.completion
+        completion, stream = self.completion, self.stream
         completion.tokens.append(token)
         completion.log_probabilities.append(log_probability)
-        if token in self.eos_ids:
-            completion.finish_reason = "end"
-        elif self.stream is not None:
-            self._show(self.stream.add(token))
-            if self.stream.stopped:
-                completion.finish_reason = "stop"
-        if completion.finish_reason is None and len(completion.tokens) >= self.wanted:
-            completion.finish_reason = "length"
-        if completion.finish_reason is not None and self.stream is not None:
-            self._show(self.stream.finish())
-            completion.text = self.stream.text
-            if self.stream.stopped:
-                completion.finish_reason = "stop"  # found in the text that was held back
-
-    def _show(self, piece: str) -> None:
-        if piece and self.on_text is not None:
+        is_end, is_full = token in self.eos_ids, len(completion.tokens) >= self.wanted
+        piece = "" if is_end else stream.add(token)
+        if is_end or is_full:
+            completion.finish_reason = "end" if is_end else "length"
+            piece += stream.finish()
+        if stream.stopped:
+            completion.finish_reason = "stop"
+        completion.text = stream.text
+        if piece:
             self.on_text(self.number, piece)
 
 
@@ -177,17 +217,15 @@ def _run(
         while active:
             # Dispatches the next step before reading the last one's tokens, to keep the devices
             # busy. Tokens after the end of a sequence are dropped.
-            newest = output.on_host
+            newest = output
             more = any(len(row.completion.tokens) + 1 < row.wanted for row in active)
             room = length <= engine.window
             if more and room:
                 state = engine.ensure_cache_capacity(state, length)
                 state, output = engine.step(state)
                 length += 1
-            tokens = newest()
-            for row, token, log_probability in zip(
-                batch, tokens.tokens_B.tolist(), tokens.log_probabilities_B.tolist(), strict=False
-            ):
+            drawn = (array.tolist() for array in newest)
+            for row, token, log_probability in zip(batch, *drawn, strict=False):
                 if row.is_active:
                     row.take(token, log_probability)
             now = time.perf_counter()

@@ -10,12 +10,7 @@ from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import copy_folder
-from MaxText.input_pipeline.token_store.manifest import (
-    MANIFEST_NAME,
-    TOKENIZER_NAME,
-    TokenizerEntry,
-    read_manifest,
-)
+from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
 from MaxText.input_pipeline.tokenization.interface import (
     CONFIG_NAME,
     Tokenizer,
@@ -51,8 +46,7 @@ class ModelTokenizer:
     def prefix_token_id(self) -> int:
         """Returns the id before the first id of a scored text: bos, else eos.
 
-        As in lm-evaluation-harness, a tokenizer whose settings set bos_token to null uses eos,
-        whatever other tokens it has. Raises UserError if the tokenizer has neither.
+        As in lm-evaluation-harness, settings with bos_token null mean eos.
         """
         # A hub id is not a local path, so local files do not belong to it.
         folder = self.folder if self.folder.is_dir() else self.folder.parent
@@ -75,9 +69,8 @@ def encode_pair(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Returns the ids of a context and of its continuation.
 
-    As in lm-evaluation-harness, both are encoded as one text and split at the length of the encoded
-    context. Trailing white space of the context moves to the continuation. `prefix_id` precedes a
-    continuation without context.
+    As in lm-evaluation-harness, both are encoded as one text, after trailing white space of the
+    context moved to the continuation. `prefix_id` precedes a continuation without context.
     """
     stripped = context.rstrip()
     context, continuation = stripped, context[len(stripped) :] + continuation
@@ -94,10 +87,8 @@ def open_tokenizer(
     """Finds and loads the tokenizer of trained weights.
 
     Uses only tokenizer_path if the user set it (`typed`). Otherwise tries tokenizer_path if it
-    exists, the tokenizer next to the weights (a Hugging Face checkpoint, or a run imported from
-    one), the one of the dataset, and tokenizer_path as a hub id, in this order. `weights` and
-    `metadata` are those of TrainedModel. Raises UserError if there is none, or as
-    load_model_tokenizer does.
+    exists, the tokenizer next to the weights, the one of the dataset, and tokenizer_path as a hub
+    id, in this order. Raises UserError if there is none, or as load_model_tokenizer does.
     """
     asked = config.preparation.tokenizer_path
     folder = None if typed and asked else _find(config, weights)
@@ -114,10 +105,9 @@ def open_tokenizer(
 def load_model_tokenizer(
     path: str, config: Config, eos_ids: tuple[int, ...] = ()
 ) -> ModelTokenizer:
-    """Loads the tokenizer of a folder, file or hub id.
+    """Loads a tokenizer by folder, file or hub id; `eos_ids` default to its.
 
-    `eos_ids` default to its own. Raises UserError if it cannot be read, or has more ids than the
-    model.
+    Raises UserError if it cannot be read, or has more ids than the model.
     """
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type)
     where = Path(path).expanduser()
@@ -125,10 +115,13 @@ def load_model_tokenizer(
     adds_bos = _adds_bos(folder)
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
     prefix = _post_processor_prefix(folder) if adds_bos is None else ()
-    bos, rows = tokenizer.entry.bos_id, config.model.shape.vocab_size
+    entry, rows = tokenizer.entry, config.model.shape.vocab_size
+    bos = entry.bos_id
     if bos is not None and not prefix and (adds_bos or config.preparation.add_bos):
         prefix = (bos,)
-    largest = _largest_id(tokenizer.entry, prefix)
+    # Training accepts models without embeddings for ids that the data lack.
+    unused = {bos, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
+    largest = next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
     if largest >= rows:
         raise UserError(
             f"{path} has ids up to {largest}, but the model has vocab_size={rows}: it is the "
@@ -136,50 +129,35 @@ def load_model_tokenizer(
         )
     if bos is not None and bos >= rows:
         # The model was trained without bos: eos of the preceding text begins a text.
-        tokenizer.entry = tokenizer.entry.model_copy(update={"bos_id": None})
-    if not eos_ids and tokenizer.entry.eos_id is not None:
-        eos_ids = (tokenizer.entry.eos_id,)
+        tokenizer.entry = entry.model_copy(update={"bos_id": None})
+    if not eos_ids and entry.eos_id is not None:
+        eos_ids = (entry.eos_id,)
     return ModelTokenizer(tokenizer, prefix, eos_ids, where)
 
 
-def _largest_id(entry: TokenizerEntry, prefix: tuple[int, ...]) -> int:
-    """Returns the largest id in texts, including prefix and end; -1 if none.
-
-    Training accepts models without embeddings for ids that the data lack: padding, masks, and a bos
-    that no document begins with.
-    """
-    unused = {entry.bos_id, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
-    return next(i for i in range(entry.vocab_size - 1, -2, -1) if i not in unused)
-
-
 def _find(config: Config, weights: str) -> Path | None:
-    asked = config.preparation.tokenizer_path
+    asked, data = config.preparation.tokenizer_path, config.data
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
     # weights is <run>/checkpoints/<step>; the tokenizer is in the run folder.
     if is_url(weights):
         run = weights.rstrip("/").rsplit("/", 2)[0]
-        if found := _copied(f"{run}/{RUN_FOLDER_NAME}", config):
+        if found := copy_folder(f"{run}/{RUN_FOLDER_NAME}", data.local_cache_dir):
             return found
     step = Path(weights)
     for place in (step, step.parent.parent / RUN_FOLDER_NAME):
         if place.is_dir() and (found := find_tokenizer_near(str(place / CONFIG), str(place))):
             return found
-    data = config.data
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
         first = location.split(";")[0].rstrip("/")
         if is_url(first) and path_type(f"{first}/{MANIFEST_NAME}"):
-            return _copied(first, config)
+            return copy_folder(first, data.local_cache_dir)
         folder = Path(first).expanduser()
         if location and folder.exists():
             probe = str(folder / MANIFEST_NAME) if folder.is_dir() else str(folder)
             if found := find_tokenizer_near(probe, str(folder)):
                 return found
     return None
-
-
-def _copied(url: str, config: Config) -> Path | None:
-    return copy_folder(url, config.data.local_cache_dir)
 
 
 def _adds_bos(folder: Path) -> bool | None:

@@ -1,14 +1,11 @@
 """Sampling of the next token: greedy, or from a filtered distribution.
 
 Applied in this order; disabled steps are not compiled: repetition penalty, temperature, softmax or
-entmax, top_k, nucleus, min_p, typical, eta.
-
-Definitions follow transformers' logits processors: each filter sees the distribution renormalized
-after the previous ones. Differences: ids tied with the last kept one are kept, so that results do
-not depend on vocabulary order; thresholds have a relative tolerance of 1e-6, because 0.38 + 0.35
-can be less than 0.73 in float32; entmax is an addition. Instead of sorting, mass filters find their
-threshold exactly by 31 bisections over the float32 range, in a twentieth of the time of a sort on
-CPU.
+entmax, top_k, nucleus, min_p, typical, eta. Each filter sees the distribution renormalized after
+the previous ones, as in transformers, with two differences: ids tied with the last kept one are
+kept, so that vocabulary order does not matter, and thresholds have a relative tolerance of 1e-6,
+because 0.38 + 0.35 can be less than 0.73 in float32. Mass filters bisect the float32 range 31 times
+for their exact threshold, in a twentieth of the time of a sort on CPU.
 
 B sequences, V vocab_size.
 """
@@ -125,8 +122,6 @@ def probabilities(
 def _adjusted_logits(logits_BV, params, generated_BV, num_ids):
     logits_BV = logits_BV.astype(jnp.float32)
     if params.repetition_penalty != 1:
-        if generated_BV is None:
-            raise ValueError(f"repetition_penalty={params.repetition_penalty} needs generated_BV")
         penalty = params.repetition_penalty
         penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
         logits_BV = jnp.where(generated_BV, penalised_BV, logits_BV)

@@ -101,7 +101,8 @@ class JsonlWriter:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open(mode, encoding="utf-8") as file:
+            # A lone surrogate of a prompt's fields becomes the escape it was read from.
+            with self._path.open(mode, encoding="utf-8", errors="backslashreplace") as file:
                 file.write(text)
         except OSError as error:
             raise UserError(
@@ -109,7 +110,5 @@ class JsonlWriter:
             ) from error
 
     def add(self, row: dict[str, Any]) -> None:
-        # Writes a lone surrogate of a prompt's fields as the escape it was read from.
-        line = json.dumps(row, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
-        self._write(self._mode, line + "\n")
+        self._write(self._mode, json.dumps(row, ensure_ascii=False) + "\n")
         self._mode = "a"

@@ -1,6 +1,7 @@
 """Distributes the events of a run to sinks."""
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -9,10 +10,9 @@ import jax
 from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
-from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
+from MaxText.metrics.json_lines import EventFile, MetricsFile
 from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.metrics.sinks.tensorboard import TensorBoardSink
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
 
@@ -20,41 +20,34 @@ from MaxText.metrics.sinks.weights_and_biases import WandbSink
 _FLUSHED = ("start", "resume", "checkpoint")
 _SECONDS_WHEN_PREEMPTED = 10.0
 
+Callback = Callable[[Mapping[str, Any]], None]
 
+
+@dataclasses.dataclass(eq=False)
 class EventLog:
-    """Sends each event to every sink.
+    """Sends each event to every sink, and then to the callbacks.
 
     A run that resumes at step s first removes older rows of step s and later, so that each step
     occurs once. Flush the rows of a step before its checkpoint is saved, or they may be missing.
     `lost` is the cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
     """
 
-    def __init__(
-        self,
-        sinks: Sequence[Sink],
-        *,
-        restart: int = 0,
-        lost: Mapping[str, Any] | None = None,
-        flush_every: int = 100,
-        callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-    ):
-        """Takes sinks and callbacks, in order of delivery."""
-        self.lost = lost or {"steps": 0, "seconds": {}}
-        self._sinks = sinks
-        self._callbacks = callbacks
-        self._restart = restart
-        self._flush_every = flush_every
-        self._flushed_step: int | None = None
-        self._seconds_to_close = SECONDS_TO_CLOSE
+    sinks: Sequence[Sink]
+    restart: int = 0
+    lost: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"steps": 0, "seconds": {}})
+    flush_every: int = 100
+    callbacks: Sequence[Callback] = ()
+    _flushed_step: int | None = None
+    _seconds_to_close: float = SECONDS_TO_CLOSE
 
     def emit(
         self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: Any
     ) -> None:
         """Records an event at its end."""
-        event = Event(kind, time.time(), self._restart, step, seconds, fields)
-        for sink in self._sinks:
+        event = Event(kind, time.time(), self.restart, step, seconds, fields)
+        for sink in self.sinks:
             sink.write(event)
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback(event.row())
         if kind == "stop":
             if fields.get("reason") == "preempted":
@@ -65,7 +58,7 @@ class EventLog:
         elif kind == "step" and step is not None:
             if self._flushed_step is None:
                 self._flushed_step = step
-            if step - self._flushed_step >= self._flush_every:
+            if step - self._flushed_step >= self.flush_every:
                 self._flushed_step = step
                 self._flush_sinks()
 
@@ -77,23 +70,23 @@ class EventLog:
         self.emit(kind, seconds=time.perf_counter() - began, **fields)
 
     def _flush_sinks(self) -> None:
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.flush()
 
     def flush(self) -> None:
         """Makes all events durable, waiting at most a minute for remote records."""
         self._flush_sinks()
         until = time.monotonic() + self._seconds_to_close
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.wait_durable(until)
 
     def close(self) -> None:
         """Flushes and closes every sink, within a minute in all. Idempotent."""
         until = time.monotonic() + self._seconds_to_close
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.request_close()
         self._flush_sinks()  # all of them before the wait for the first
-        for sink in self._sinks:
+        for sink in self.sinks:
             sink.close(until)
 
 
@@ -106,7 +99,7 @@ def open_stream(
     first_step: int,
     first_evaluation: int | None = None,
     terminal: Sink,
-    callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+    callbacks: Sequence[Callback] = (),
 ) -> EventLog:
     """Opens the event stream of a new or resumed run.
 

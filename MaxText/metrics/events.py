@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 EVENTS_FILE = "events.jsonl"
+SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
 
 # Kind of event -> phase that the preceding time was spent in.
 PHASES: dict[str, str] = {

@@ -1,36 +1,36 @@
-"""Crash-safe JSON Lines files, with truncation to a step."""
+"""events.jsonl and metrics.jsonl, crash-safe and cut back by a resume."""
 
+import itertools
 import json
 import math
 import os
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import IO, Any, AnyStr
+from typing import Any
 
 from etils import epath
 
-from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import Sink
-from MaxText.storage.atomic import atomic_write_text
-from MaxText.storage.paths import is_object_store_path
+from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, SECONDS_TO_CLOSE, Event, Sink
+from MaxText.metrics.sinks.background import BackgroundUploader
+from MaxText.storage.atomic import atomic_write_bytes
+from MaxText.storage.paths import is_object_store_path, parse_path
 
-SECONDS_TO_CLOSE = 60.0  # limit on the time that closing waits for sinks
+METRICS_FILE = "metrics.jsonl"
+
+Keep = Callable[[dict[str, Any]], bool]
 
 
 class JsonlFile(Sink):
     """A growing file of JSON rows; `append` is durable against crashes.
 
     Object stores (gs://) cannot append, so rows go into segments of 4 MiB, `name.jsonl`,
-    `name.1.jsonl` and so on; a thread rewrites the newest one as a whole after `flush`. Failures
-    there log a warning, and the next `flush` tries again.
+    `name.1.jsonl` and so on. The newest one grows in a temporary folder; a thread uploads it as a
+    whole after `flush`. Failures there log a warning, and the next `flush` tries again.
     """
 
-    def __init__(
-        self,
-        path: str | epath.Path,
-        keep: Callable[[dict[str, Any]], bool] | None,
-        segment_bytes: int = 4 << 20,
-    ):
+    def __init__(self, path: str | epath.Path, keep: Keep | None, segment_bytes: int = 4 << 20):
         """Opens the file; drops malformed rows and those without `keep`.
 
         `keep` None keeps all rows, for a file shared by runs.
@@ -38,53 +38,51 @@ class JsonlFile(Sink):
         self.path = epath.Path(path)
         self._segment_bytes = segment_bytes
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[str] | None = None
-        self._object: BackgroundUploader | None = None
+        self._uploads: list[BackgroundUploader] = []  # of segments in a bucket, the newest last
+        self._temporary: tempfile.TemporaryDirectory | None = None
         self._open(keep)
 
-    def _open(self, keep: Callable[[dict[str, Any]], bool] | None) -> None:
-        is_remote = is_object_store_path(self.path)
+    def _open(self, keep: Keep | None) -> None:
         existing = list(_segments(self.path)) or [self.path]
-        lines: list[str] = []
-        if keep is not None or is_remote:
+        if keep is not None:
             for segment in existing:
-                lines = _kept(segment, keep or (lambda _row: True))
-        self._number, self._segment = len(existing) - 1, existing[-1]
-        self._last = lines[-1] if lines else ""
-        if is_remote:
-            self._begin(lines)
-            return
+                _drop(segment, keep)
+        self._begin(len(existing) - 1)
+
+    def _begin(self, number: int) -> None:
+        """Opens a segment, or the local copy of one in a bucket."""
+        self._number, segment = number, _segment(self.path, number)
+        self._local = segment
+        if is_object_store_path(self.path):
+            self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="records_")
+            self._local = pathlib.Path(self._temporary.name, segment.name)
+            self._uploaded = segment.read_bytes() if segment.exists() else b""
+            self._local.write_bytes(self._uploaded)
+            self._uploads.append(BackgroundUploader(segment))
+        self._open_local()
+
+    def _open_local(self) -> None:
         # Line-buffered, so that a killed process loses no finished row.
-        self._file = open(self._segment, "a", buffering=1)  # noqa: SIM115
-        if keep is None and _ends_within_a_line(self._segment):
+        self._file = open(self._local, "a", buffering=1)  # noqa: SIM115
+        content = self._local.read_bytes()
+        if content[-1:] not in (b"", b"\n"):
             self._file.write("\n")
+        self._last = content.rstrip(b"\n").rpartition(b"\n")[2].decode(errors="replace")
 
-    def _begin(self, lines: list[str]) -> None:
-        self._lines = lines
-        self._last = lines[-1] if lines else ""
-        self._changed = False  # since the last hand-over to the writer
-        self._object = BackgroundUploader(_segment(self.path, self._number))
-        self._full: list[BackgroundUploader] = []  # full segments still being written
-
-    def truncate(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def truncate(self, keep: Keep) -> None:
         """Atomically removes the newest rows by `keep`."""
-        if self._file is None:
-            kept = [line for line, row in _rows(self._lines) if keep(row)]
-            if kept or self._number == 0:
-                self._lines, self._changed = kept, True
-                self._last = kept[-1] if kept else ""
-                return
-        self.close()
-        self._open(keep)
+        self._file.close()
+        _drop(self._local, keep)
+        self._open_local()
+        if self._number and not self._last:
+            # Older segments may have rows to remove.
+            self.close()
+            self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row; NaN and infinity become null."""
-        line = self._last = _line(row)
-        if self._file is None:
-            self._lines.append(line)
-            self._changed = True
-        else:
-            self._file.write(line + "\n")
+        self._last = _line(row)
+        self._file.write(self._last + "\n")
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -93,56 +91,110 @@ class JsonlFile(Sink):
 
     def amend(self, more: Mapping[str, Any]) -> None:
         """Adds fields to the newest row of a file with a single writer."""
-        old, new = self._last, _line({**self.newest, **more})
-        if self._file is None:
-            self._lines[-1] = new
-            self._changed = True
-        else:
-            # The new row is longer, so one write replaces the old one.
-            with open(self._segment, "r+b") as file:
-                file.seek(-len(old.encode()) - 1, os.SEEK_END)
-                file.write(f"{new}\n".encode())
-        self._last = new
+        old, self._last = self._last, _line({**self.newest, **more})
+        # The new row is longer, so one write replaces the old one.
+        with open(self._local, "r+b") as file:
+            file.seek(-len(old.encode()) - 1, os.SEEK_END)
+            file.write(f"{self._last}\n".encode())
 
     def flush(self) -> None:
         """Makes rows durable: locally at once, else soon (`wait_durable`)."""
-        if self._object is not None:
-            if self._changed:
-                lines = list(self._lines)  # a copy, because rows may change during the write
-                self._object.write(lambda: "".join(f"{line}\n" for line in lines).encode())
-                self._changed = False
-            self._next_segment()
-        elif self._file is not None and not self._file.closed:
-            self._file.flush()
+        if self._file.closed:
+            return
+        self._file.flush()
+        if not self._uploads:
             os.fsync(self._file.fileno())
-
-    def _next_segment(self) -> None:
-        assert self._object is not None
-        for segment in [segment for segment in self._full if segment.is_durable]:
-            segment.close(time.monotonic())
-            self._full.remove(segment)
-        if sum(map(len, self._lines)) >= self._segment_bytes:
-            full = [*self._full, self._object]
-            self._number += 1
-            self._begin([])
-            self._full = full
+            return
+        content = self._local.read_bytes()
+        if content != self._uploaded:
+            self._uploads[-1].write(lambda: content)
+            self._uploaded = content
+        for upload in [full for full in self._uploads[:-1] if full.is_durable]:
+            upload.close(time.monotonic())
+            self._uploads.remove(upload)
+        if len(content) >= self._segment_bytes:
+            self._file.close()
+            self._begin(self._number + 1)
 
     def wait_durable(self, until: float) -> None:
-        if self._object is not None:
-            for segment in (*self._full, self._object):
-                segment.wait_durable(until)
+        for upload in self._uploads:
+            upload.wait_durable(until)
 
     def close(self, until: float | None = None) -> None:
         """Flushes and closes, waiting for an object store. Idempotent."""
-        if self._object is not None:
-            self.flush()
-            until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
-            for segment in (*self._full, self._object):
-                segment.close(until)
-            self._full = []
-        elif self._file is not None:
-            self.flush()
-            self._file.close()
+        self.flush()
+        until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
+        for upload in self._uploads:
+            upload.close(until)
+        self._uploads = []
+        self._file.close()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+
+class EventFile(JsonlFile):
+    """Appends each event as a row; `lost` is the cost of removed rows."""
+
+    def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
+        """Opens the file; removes rows from `first_step` on."""
+        first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
+        self.restart = 0
+        self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
+
+        def keep(row: dict[str, Any]) -> bool:
+            if row.get("event") not in PHASES:
+                return False  # not an event of this program
+            if row["event"] in ("start", "resume"):
+                self.restart += 1
+            first = first_of.get(row["event"], first_step)
+            if row["event"] not in REPEATED or (row.get("step") or 0) < first:
+                return True
+            seconds = self.lost["seconds"]
+            phase = str(row.get("phase"))
+            seconds[phase] = round(seconds.get(phase, 0.0) + (row.get("seconds") or 0.0), 6)
+            if row["event"] == "step":
+                self.lost["steps"] += row.get("updates") or 1
+            return False
+
+        super().__init__(folder / EVENTS_FILE, keep)
+
+    def write(self, event: Event) -> None:
+        self.append(event.row())
+
+
+class MetricsFile(JsonlFile):
+    """Appends the metrics of each report under MaxText's tags.
+
+    Evaluation metrics join the row of their step, if that was reported and the file is not shared.
+    """
+
+    def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
+        """Opens the file and removes this run's rows from `first_step` on.
+
+        Not from a `metrics_file`, which other runs may write: repeated steps occur twice there.
+        """
+        self._run_name = run_name
+        self._is_shared = bool(metrics_file)
+        path = parse_path(metrics_file, "metrics_file") if metrics_file else folder / METRICS_FILE
+        super().__init__(path, None if self._is_shared else self._before(first_step))
+
+    def _before(self, step: int) -> Callable[[dict[str, Any]], bool]:
+        return lambda row: row.get("step", -1) < step
+
+    def write(self, event: Event) -> None:
+        if event.kind == "rollback" and not self._is_shared:
+            self.truncate(self._before(event.fields["restored_step"]))
+        elif event.kind in ("step", "evaluation"):
+            prefix = "" if event.kind == "step" else "eval/"
+            fields = event.fields.items()
+            tags = {name: v for name, v in fields if "/" in name and name.startswith(prefix)}
+            joins = event.kind == "evaluation" and not self._is_shared
+            if joins and self.newest.get("step") == event.step:
+                self.amend(tags)
+            else:
+                row = {"step": event.step, "run_name": self._run_name, "time": round(event.time, 3)}
+                self.append({**row, **tags})
 
 
 def _segment(path: epath.Path, number: int) -> epath.Path:
@@ -150,29 +202,17 @@ def _segment(path: epath.Path, number: int) -> epath.Path:
 
 
 def _segments(path: epath.Path) -> Iterator[epath.Path]:
-    number = 0
-    while (segment := _segment(path, number)).exists():
-        yield segment
-        number += 1
+    segments = (_segment(path, number) for number in itertools.count())
+    return itertools.takewhile(lambda segment: segment.exists(), segments)
 
 
-def _kept(path: epath.Path, keep: Callable[[dict[str, Any]], bool]) -> list[str]:
-    """Returns the rows to keep, after removing the others atomically."""
-    if not path.exists():
-        return []
-    content = path.read_bytes()
-    kept = [line.decode() for line, row in _rows(content.split(b"\n")) if keep(row)]
-    wanted = "".join(f"{line}\n" for line in kept)
-    if wanted.encode() != content:
-        atomic_write_text(path, wanted)
-    return kept
-
-
-def _ends_within_a_line(path: epath.Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 1))
-        return file.read(1) not in (b"", b"\n")
+def _drop(path: epath.Path | pathlib.Path, keep: Keep) -> None:
+    """Atomically removes malformed rows and those without `keep`."""
+    if path.exists():
+        content = path.read_bytes()
+        kept = b"".join(line + b"\n" for line, row in _rows(content.split(b"\n")) if keep(row))
+        if kept != content:
+            atomic_write_bytes(path, kept)
 
 
 def last_change(path: str | epath.Path) -> float:
@@ -192,11 +232,10 @@ def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
             yield from (row for _, row in _rows(lines))
 
 
-def _rows(lines: Iterable[AnyStr]) -> Iterator[tuple[AnyStr, dict[str, Any]]]:
+def _rows(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     for line in lines:
         try:
-            # Otherwise json guesses the encoding of bytes.
-            row = json.loads(line.decode() if isinstance(line, bytes) else line)
+            row = json.loads(line.decode())  # otherwise json guesses the encoding
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):

@@ -1,5 +1,6 @@
 """Provenance of a run: command, code, packages, host, and main keys."""
 
+import contextlib
 import functools
 import importlib.metadata
 import platform
@@ -24,10 +25,8 @@ def provenance() -> dict[str, Any]:
     """Returns the provenance of this process as JSON values."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "command": shlex.join(sys.orig_argv),
         "commit": _commit(),

@@ -50,6 +50,10 @@ class RunHistory:
     events: list[dict[str, Any]]
     state: State
     goodput: Goodput
+    tokens: float  # without those of ancestors
+    flops: float
+    inherited_tokens: float  # of ancestors; 0 if unknown
+    inherited_flops: float
 
     @property
     def final_loss(self) -> float | None:
@@ -84,31 +88,6 @@ class RunHistory:
     def last_step(self) -> int | None:
         return self.steps[-1]["step"] if self.steps else None
 
-    @property
-    def tokens(self) -> float:
-        return self._spent("progress/tokens")
-
-    @property
-    def flops(self) -> float:
-        return self._spent("progress/flops")
-
-    @property
-    def inherited_tokens(self) -> float:
-        """Training tokens of its ancestors; 0 if unknown. Not part of `tokens`."""
-        return self._inherited("tokens")
-
-    @property
-    def inherited_flops(self) -> float:
-        return self._inherited("flops")
-
-    def _spent(self, tag: str) -> float:
-        rows = [row for row in (*self.steps[-1:], *self.evaluations[-1:]) if row.get(tag)]
-        return max((row[tag] for row in rows), default=0.0)
-
-    def _inherited(self, name: str) -> float:
-        lineage = self.facts.get("lineage") or []
-        return (lineage[-1].get(name) or 0.0) if lineage else 0.0
-
 
 def read_run(folder: str | PathLike[str]) -> RunHistory:
     """Reads a run, ignoring a partial last line."""
@@ -127,21 +106,30 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     replaced = _replaced(rows)
     kept = [row for index, row in enumerate(rows) if index not in replaced]
     facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
-    steps, state = _of_kind(kept, "step"), _state(rows, silent_for=time.time() - changed)
+    steps, evaluations = (
+        [row for row in kept if row["event"] == kind] for kind in ("step", "evaluation")
+    )
+    state = _state(rows, silent_for=time.time() - changed)
     # Earlier versions record a run as completed whatever its loss was.
     entropy = facts.get("unigram_entropy_nats")
     if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
         state = "diverged"
+    ancestor = (facts.get("lineage") or [{}])[-1]
+    last = [*steps[-1:], *evaluations[-1:]]
     return RunHistory(
         folder=path,
         name=str(facts.get("run_name") or path.name),
         config=_read_config(path / CONFIG_FILE),
         facts=facts,
         steps=steps,
-        evaluations=_of_kind(kept, "evaluation"),
+        evaluations=evaluations,
         events=[row for row in kept if row["event"] not in ("step", "evaluation")],
         state=state,
         goodput=measure_goodput(rows, replaced),
+        tokens=max((row.get("progress/tokens") or 0.0 for row in last), default=0.0),
+        flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
+        inherited_tokens=ancestor.get("tokens") or 0.0,
+        inherited_flops=ancestor.get("flops") or 0.0,
     )
 
 
@@ -192,10 +180,6 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
             roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))
     return replaced
-
-
-def _of_kind(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["event"] == kind]
 
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:

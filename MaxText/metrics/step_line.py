@@ -13,7 +13,7 @@ def perplexity(lm_loss: float) -> float:
         return math.inf
 
 
-def _shown(perplexity: float) -> str:
+def shown_perplexity(perplexity: float) -> str:
     return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
 
 
@@ -78,7 +78,7 @@ def step_line(step: int, row: Mapping[str, float], seconds_left: float | None = 
         f"lm_loss: {row['learning/lm_loss']:.3f}",
     ]
     if "learning/perplexity" in row:
-        parts.append(f"perplexity: {_shown(row['learning/perplexity'])}")
+        parts.append(f"perplexity: {shown_perplexity(row['learning/perplexity'])}")
     if "perf/mfu" in row:
         parts.append(f"mfu: {100 * row['perf/mfu']:.1f}%")
     if "learning/grad_norm" in row:
@@ -126,16 +126,16 @@ class EvaluationReport:
     @property
     def loss(self) -> float:
         """Mean loss in nats per token; NaN without targets."""
-        return self.total_loss / self.total_weights if self.total_weights else math.nan
+        return self.total_loss / (self.total_weights or math.nan)
 
     @property
     def masked_accuracy(self) -> float | None:
-        if self.correct is None:
-            return None
-        return self.correct / self.total_weights if self.total_weights else math.nan
+        return None if self.correct is None else self.correct / (self.total_weights or math.nan)
 
     def line(self) -> str:
-        shown = f", perplexity={_shown(perplexity(self.loss))}" if self.has_perplexity else ""
+        shown = (
+            f", perplexity={shown_perplexity(perplexity(self.loss))}" if self.has_perplexity else ""
+        )
         accuracy = self.masked_accuracy
         return (
             f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "

@@ -34,12 +34,8 @@ def parameter_table(
     if sharding_of is not None:
         header.append("split over")
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
-    return "\n".join(
-        [
-            format_table(header, rows, total, right=(3, 4)),
-            f"{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}",
-        ]
-    )
+    table = format_table(header, rows, total, right=(3, 4))
+    return f"{table}\n{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}"
 
 
 def _shapes(shapes: Sequence[Sequence[int]]) -> str:

@@ -14,6 +14,7 @@ from MaxText.reports.chart import Axis, AxisName, Kind, Series
 from MaxText.reports.entries import Entry, averaged
 
 Row = Mapping[str, Any]
+Values = Callable[[RunHistory, Sequence[Row]], np.ndarray]  # of rows, float [N], NaN for none
 
 MAX_POINTS = 1200  # about a screen's columns; more would only slow the page down
 MAX_SMOOTH_POINTS = 400
@@ -30,23 +31,21 @@ class Axes:
         self._seconds, unit = time_unit(longest)  # two units, so that the axis has labels
         inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
         words = ", those of ancestors included" if inherited else ""
-        self.axes = (
+        axes = (
             Axis("tokens", f"tokens{words}", "tokens"),
             Axis("flops", f"floating point operations{words}", "FLOPs"),
             Axis("time", f"time running ({unit})", "time"),
             Axis("step", "step", "steps"),
         )
-
-    def axis(self, name: AxisName) -> Axis:
-        return next(axis for axis in self.axes if axis.name == name)
+        self.by_name: dict[AxisName, Axis] = {axis.name: axis for axis in axes}
 
     def places(self, run: RunHistory, rows: Sequence[Row]) -> dict[AxisName, np.ndarray]:
         """Returns the positions of rows on each axis: float [N], NaN if unknown."""
         return {
-            "tokens": _column(rows, "progress/tokens") + run.inherited_tokens,
-            "flops": _column(rows, "progress/flops") + run.inherited_flops,
+            "tokens": column("progress/tokens")(run, rows) + run.inherited_tokens,
+            "flops": column("progress/flops")(run, rows) + run.inherited_flops,
             "time": run.goodput.running_at(rows) / self._seconds,
-            "step": _column(rows, "step"),
+            "step": column("step")(run, rows),
         }
 
 
@@ -54,7 +53,7 @@ def curve(
     entry: Entry,
     axes: Axes,
     rows_of: Callable[[RunHistory], Sequence[Row]],
-    value: Callable[[RunHistory, Sequence[Row]], np.ndarray],
+    value: Values,
     *,
     label: str,
     kind: Literal["smooth", "exact", "dots"],
@@ -64,7 +63,6 @@ def curve(
 
     For a run: its values, with "smooth" faint below their running median. For a group: their mean
     over the seeds with its band, and a thin line per seed unless there are few values ("dots").
-    `value` maps a run and rows to float [N], NaN for none.
     """
     color = entry.color if color is None else color
     raw: list[Series] = []
@@ -115,22 +113,17 @@ def _mean(lines: Sequence[Series]) -> Series:
     return Series("", lines[0].owner, lines[0].color, lines[0].kind, x, y_SN.mean(0), *band)
 
 
-def _column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """Returns a field of each row; NaN if absent or null."""
-    return np.array([row.get(name) for row in rows], float)
+def column(name: str) -> Values:
+    """Returns a function for a field of rows; NaN if absent or null."""
+    return lambda _run, rows: np.array([row.get(name) for row in rows], float)
 
 
-def column(name: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
-    """Returns a function for a field of rows."""
-    return lambda _run, rows: _column(rows, name)
-
-
-def ratio(name: str, other: str) -> Callable[[RunHistory, Sequence[Row]], np.ndarray]:
+def ratio(name: str, other: str) -> Values:
     """Returns a function dividing one field of rows by another; NaN for 0."""
 
-    def value(_run: RunHistory, rows: Sequence[Row]) -> np.ndarray:
-        below = _column(rows, other)
-        return _column(rows, name) / np.where(below == 0, np.nan, below)
+    def value(run: RunHistory, rows: Sequence[Row]) -> np.ndarray:
+        below = column(other)(run, rows)
+        return column(name)(run, rows) / np.where(below == 0, np.nan, below)
 
     return value
 

@@ -1,5 +1,6 @@
 """Tables about the model: cost, memory, lineage, samples."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,10 +33,12 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
     rows, notes = [], []
     for names, found in costs:
         parameters, flops = found.get("parameters") or 0, found.get("flops_per_token") or 0
-        for part in found.get("parts") or ():
-            own = part.get("parameters") or 0, part.get("flops_per_token") or 0
-            rows.append([names, *_cost_row(str(part.get("name", "")), own, (parameters, flops))])
-        rows.append([names, *_cost_row("total", (parameters, flops), (parameters, flops))])
+        for part in (*(found.get("parts") or ()), {**found, "name": "total"}):
+            held, spent = part.get("parameters") or 0, part.get("flops_per_token") or 0
+            held_share = formatting.share(held / (parameters or math.nan))
+            spent_share = formatting.share(spent / (flops or math.nan))
+            numbers = [formatting.whole(held), held_share, short_count(spent), spent_share]
+            rows.append([names, str(part.get("name", "")), *numbers])
         notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
     peaks = alike(entries, _peak)
     for names, (peak, source) in peaks:
@@ -56,14 +59,6 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
 def _peak(run: RunHistory) -> tuple[float, str] | None:
     peak = run.facts.get("peak_tflops")
     return (peak, str(run.facts.get("peak_source") or "of unknown origin")) if peak else None
-
-
-def _cost_row(name: str, own: tuple[float, float], total: tuple[float, float]) -> list[str]:
-    held, spent = (
-        formatting.share(part / whole if whole else None)
-        for part, whole in zip(own, total, strict=True)
-    )
-    return [name, formatting.whole(own[0]), held, short_count(own[1]), spent]
 
 
 def memory(entries: Sequence[Entry]) -> list[PageSection]:

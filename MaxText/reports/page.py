@@ -6,14 +6,15 @@ import hashlib
 import html
 import json
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from typing import Literal
 
 import plotly.graph_objects as go
 import plotly.offline
 
-from MaxText.reports.chart import PALETTE, Axis, color_of, dash_of
+from MaxText.reports.chart import PALETTE, SYMBOLS, Axis, Chart, color_of, dash_of
+from MaxText.reports.entries import Entry, all_runs
 from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
@@ -115,19 +116,12 @@ def render(page: Page) -> str:
     )
 
 
-def controls(
-    axes: Sequence[Axis],
-    runs: Mapping[str, int],
-    notes: Sequence[str],
-    marks: Sequence[str],
-    has_validation: bool,
-) -> str:
-    """Returns the choices above the charts as HTML.
-
-    `runs` maps the label of each run or group to its color, with a note on each; `marks` are the
-    kinds of marks that occur.
-    """
-    is_crowded = len(runs) > _CROWDED
+def controls(entries: Sequence[Entry], axes: Iterable[Axis], charts: Sequence[Chart]) -> str:
+    """Returns the choices above the charts as HTML."""
+    is_crowded = len(entries) > _CROWDED
+    has_validation = any(run.evaluations for run in all_runs(entries).values())
+    marks = {mark.kind for chart in charts for mark in chart.marks}
+    seeds = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
 
     def box(name: str, value: str, text: str, is_on: bool, before: str = "") -> str:
         state = " checked" if is_on else ""
@@ -136,7 +130,7 @@ def controls(
             f"{before}{_text(text)}</label>"
         )
 
-    only = "".join(f"<option>{_text(label)}</option>" for label in runs)
+    only = "".join(f"<option>{_text(entry.label)}</option>" for entry in entries)
     groups = {
         "x": [
             f'<label><input type="radio" name="axis" value="{index}"{"" if index else " checked"} '
@@ -145,12 +139,13 @@ def controls(
         ],
         # With many runs their losses are what matters.
         "show": [
-            box("show", "training", "training", len(runs) <= len(PALETTE) or not has_validation),
+            box("show", "training", "training", len(entries) <= len(PALETTE) or not has_validation),
             box("show", "validation", "validation", True),
             box("show", "raw", "raw (unsmoothed)", not is_crowded),
             *(
                 box("show", f"mark {kind}", kind, not (is_crowded and kind == "checkpoint"))
-                for kind in marks
+                for kind in SYMBOLS
+                if kind in marks
             ),
         ],
         "scale": [
@@ -159,13 +154,13 @@ def controls(
         ],
         "runs": [
             *(
-                box("show", f"run {label}", label + note, True, _chip(color))
-                for (label, color), note in zip(runs.items(), notes, strict=True)
+                box("show", f"run {each.label}", each.label + note, True, _chip(each.color))
+                for each, note in zip(entries, seeds, strict=True)
             ),
             f'<label>only <select name="only"><option></option>{only}</select></label>',
         ],
     }
-    hidden = {"runs"} if len(runs) == 1 else ()
+    hidden = {"runs"} if len(entries) == 1 else ()
     fields = "\n".join(
         f'<fieldset class="{name}"{" hidden" if name in hidden else ""}><legend>{name}</legend>'
         f"{''.join(inputs)}</fieldset>"
@@ -226,9 +221,10 @@ def _table(table: PageTable, page: Page) -> str:
         chip = _chip(page.colors[text]) if is_run and text in page.colors else ""
         return f"<{tag}{kind}>{chip}{content}</{tag.split()[0]}>"
 
+    keys = [_text(text).replace("_", "_<wbr>") for text in table.header]  # may break there
     header = "".join(
-        cell('th scope="col"', kind, text, f"<button type=button>{_breakable(text)}</button>", True)
-        for text, kind in zip(table.header, kinds, strict=True)
+        cell('th scope="col"', kind, text, f"<button type=button>{key}</button>", True)
+        for text, key, kind in zip(table.header, keys, kinds, strict=True)
     )
     rows = []
     for row in table.rows:
@@ -270,11 +266,6 @@ def _kind(cells: Sequence[str]) -> str:
 
 def _text(text: str) -> str:
     return html.escape(text, quote=True)
-
-
-def _breakable(key: str) -> str:
-    """Returns a key as HTML with line breaks allowed at underscores."""
-    return _text(key).replace("_", "_<wbr>")
 
 
 def _own(name: str) -> str:

@@ -36,30 +36,28 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
     Traces have their positions on each axis as customdata [N, axes]. A trace's `meta` says what
     page.js needs: its owner, its kind, and the switches that must all be on (`needs`).
     """
-    names: list[AxisName] = [axis.name for axis in axes.axes]
+    names: list[AxisName] = [*axes.by_name]
     # The colors of several runs are explained above the charts.
     colors = {(series.owner, series.color) for series in chart.series}
     is_alone = len({owner for owner, _ in colors}) < len(colors)
     figure = _figure(hovermode="x unified", showlegend=is_alone, legend=_LEGEND)
     for series in chart.series:
         _add_series(figure, chart, series, names)
-    for kind, (symbol, _) in SYMBOLS.items():
-        for owner in dict.fromkeys(mark.owner for mark in chart.marks if mark.kind == kind):
-            marks = [mark for mark in chart.marks if (mark.kind, mark.owner) == (kind, owner)]
-            figure.add_scatter(
-                customdata=np.array(
-                    [[mark.x[name] for name in names] for mark in marks], np.float32
-                ),
-                y=np.array([mark.y for mark in marks], np.float32),
-                text=[html.escape(mark.text) for mark in marks],
-                name=html.escape(owner),
-                mode="markers",
-                marker={"symbol": symbol, "size": 10, "color": _QUIET},
-                marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
-                hovertemplate="%{text}",
-                showlegend=False,
-                meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
-            )
+    for kind, owner in dict.fromkeys((mark.kind, mark.owner) for mark in chart.marks):
+        marks = [mark for mark in chart.marks if (mark.kind, mark.owner) == (kind, owner)]
+        symbol, _ = SYMBOLS[kind]
+        figure.add_scatter(
+            customdata=np.array([[mark.x[name] for name in names] for mark in marks], np.float32),
+            y=np.array([mark.y for mark in marks], np.float32),
+            text=[html.escape(mark.text) for mark in marks],
+            name=html.escape(owner),
+            mode="markers",
+            marker={"symbol": symbol, "size": 10, "color": _QUIET},
+            marker_line={"width": 1.6 if symbol.endswith("-open") else 0, "color": _QUIET},
+            hovertemplate="%{text}",
+            showlegend=False,
+            meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
+        )
     for label, level in chart.references:
         ends = np.stack([[each.x[name][[0, -1]] for name in names] for each in chart.series])
         figure.add_scatter(
@@ -73,9 +71,8 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             showlegend=False,
             meta={"kind": "reference", "needs": []},
         )
-    figure.update_yaxes(type="log" if chart.log_y else "linear", range=chart.y_range)
-    if chart.percent:
-        figure.update_yaxes(tickformat=_PERCENT)
+    kind, form = "log" if chart.log_y else "linear", _PERCENT if chart.percent else None
+    figure.update_yaxes(type=kind, range=chart.y_range, tickformat=form)
     size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
     return Plot(chart.name, chart.title, figure, _describe(chart), chart.y_title, size)
 
@@ -113,17 +110,13 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
 def _describe(chart: Chart) -> str:
     """Returns the text alternative of a chart."""
     lines = [each for each in chart.series if each.label]
-    words = [
-        f"{each.label}: from {_first(each.y):.4g} to {_first(each.y[::-1]):.4g}, "
-        f"lowest {np.nanmin(each.y):.4g}, highest {np.nanmax(each.y):.4g}"
-        for each in lines[:_MAX_DESCRIBED]
-    ]
+    words = []
+    for each in lines[:_MAX_DESCRIBED]:
+        y = each.y[np.isfinite(each.y)]
+        ends = f"from {y[0]:.4g} to {y[-1]:.4g}"
+        words.append(f"{each.label}: {ends}, lowest {y.min():.4g}, highest {y.max():.4g}")
     words += [f"{len(lines) - _MAX_DESCRIBED} more curves"] if len(lines) > _MAX_DESCRIBED else []
     return f"{chart.title}. {'; '.join(words)}."
-
-
-def _first(values_N: np.ndarray) -> float:
-    return float(values_N[np.isfinite(values_N)][0])
 
 
 def plot_goodput(entries: Sequence[Entry]) -> Plot:

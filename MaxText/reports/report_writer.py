@@ -11,10 +11,9 @@ from etils import epath
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import model_tables, run_tables
-from MaxText.reports.chart import SYMBOLS, AxisName, Chart
+from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
-from MaxText.reports.figures import draw_chart
 from MaxText.reports.page import Page, PageSection, controls, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
@@ -51,7 +50,10 @@ def write_report(
     Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
-    title = title or _title(entries)
+    labels = [entry.label for entry in entries]
+    if len(labels) > 4:
+        labels = [f"{len(labels)} runs: {labels[0]}", *labels[1:3], "..."]
+    title = title or ", ".join(labels)
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     differences = differing_keys(entries)
@@ -93,7 +95,7 @@ def write_report(
             *model_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
-        controls=_controls(entries, axes, charts),
+        controls=controls(entries, axes.by_name.values(), charts),
         colors=colors if len(runs) > 1 else {},
         links=_links(entries, output),
         refresh=refresh,
@@ -102,7 +104,7 @@ def write_report(
         output.mkdir(parents=True, exist_ok=True)
         loss = next((chart for chart in charts if chart.name == "loss"), None)
         for axis in _FIGURES:
-            figure = draw_chart(loss, axes.axis(axis), title) if loss else None
+            figure = draw_chart(loss, axes.by_name[axis], title) if loss else None
             file = output / f"loss_{axis}.png"
             if figure is None:
                 # A figure of an earlier report would be mistaken for one of this report.
@@ -122,26 +124,12 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
     run = read_run(run_folder)
     axes = Axes([run])
     chart = loss_chart(group_runs([run]), axes)
-    figure = draw_chart(chart, axes.axis("step"), run.name) if chart else None
+    figure = draw_chart(chart, axes.by_name["step"], run.name) if chart else None
     if figure is None:
         return None
     path = run.folder / _LOSS_CURVE
     path.write_bytes(figure)
     return path
-
-
-def warnings_about(
-    runs: Sequence[RunHistory], groups: Mapping[str, Sequence[str]] | None = None
-) -> list[str]:
-    """Returns warnings against comparing the losses of these runs."""
-    return model_tables.warnings(group_runs(runs, groups))
-
-
-def _title(entries: Sequence[Entry]) -> str:
-    labels = [entry.label for entry in entries]
-    if len(labels) > 4:
-        return f"{len(labels)} runs: {', '.join(labels[:3])}, ..."
-    return ", ".join(labels)
 
 
 def _made(runs: Sequence[RunHistory], refresh: int) -> str:
@@ -154,15 +142,6 @@ def _made(runs: Sequence[RunHistory], refresh: int) -> str:
         "Goodput is the share of the time running that went into useful steps; "
         "docs/reference/run_folder_and_events.md defines it and its parts."
     )
-
-
-def _controls(entries: Sequence[Entry], axes: Axes, charts: Sequence[Chart]) -> str:
-    notes = [f" (mean of {n} seeds)" if (n := len(each.runs)) > 1 else "" for each in entries]
-    kinds = {mark.kind for chart in charts for mark in chart.marks}
-    marks = [kind for kind in SYMBOLS if kind in kinds]
-    validated = any(run.evaluations for run in all_runs(entries).values())
-    colors = {each.label: each.color for each in entries}
-    return controls(axes.axes, colors, notes, marks, validated)
 
 
 def _links(entries: Sequence[Entry], output: Path) -> dict[str, str]:

@@ -40,10 +40,9 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     found = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
     if len(kinds) == 1:
         return [chart for _, chart in found]
-    names = ("loss", *(f"loss_{number}" for number in range(2, len(found) + 1)))
     return [
-        dataclasses.replace(chart, name=name, title=f"Loss: {kind}")
-        for name, (kind, chart) in zip(names, found, strict=False)
+        dataclasses.replace(chart, name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
+        for n, (kind, chart) in enumerate(found, 1)
     ]
 
 
@@ -66,7 +65,11 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
         )
     if not series:
         return None
-    references = _unigram_entropy(entries)
+    baselines = {run.facts.get("unigram_entropy_nats") for run in all_runs(entries).values()}
+    level = baselines.pop()
+    references: list[tuple[str, float]] = []
+    if level is not None and not baselines:  # the same for all runs
+        references = [(f"unigram entropy, {level:.2f}", level)]
     marks = [
         mark
         for entry in entries
@@ -91,7 +94,8 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
         if not series or (is_mfu and differing_peaks(entries)):
             continue
         log_y = name == "gradient_norm" and all(np.nanmin(each.y) > 0 for each in series)
-        y_range = None if log_y else _range_from_zero(series)
+        top = max(float(np.nanmax(each.y)) for each in series if each.kind != "raw")
+        y_range = None if log_y else (0.0, 1.08 * top or 1.0)
         charts.append(
             Chart(name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu)
         )
@@ -130,13 +134,6 @@ def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np
     return column("perf/per_device_tokens_per_sec")(run, rows) * counts
 
 
-def _unigram_entropy(entries: Sequence[Entry]) -> list[tuple[str, float]]:
-    """Returns the unigram baseline if it is the same for all runs."""
-    found = {run.facts.get("unigram_entropy_nats") for run in all_runs(entries).values()}
-    level = found.pop()
-    return [] if found or level is None else [(f"unigram entropy, {level:.2f}", level)]
-
-
 def _marks(entry: Entry, run: RunHistory, axes: Axes, series: Sequence[Series]) -> list[Annotation]:
     """Returns the events of a run, placed on its entry's curve."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
@@ -145,9 +142,8 @@ def _marks(entry: Entry, run: RunHistory, axes: Axes, series: Sequence[Series]) 
     places = axes.places(run, run.steps)
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in run.events:
-        if row.get("step") is not None:
-            by_kind.setdefault(_mark_kind(row), []).append(row)
-    by_kind.pop("", None)
+        if row.get("step") is not None and (kind := _mark_kind(row)):
+            by_kind.setdefault(kind, []).append(row)
     there = np.isfinite(line.y)
     marks = []
     for kind, rows in by_kind.items():
@@ -182,7 +178,3 @@ def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[
     high = max([high, *(level for level in references if level < high + _ROOM * (high - low))])
     margin = 0.06 * max(high - low, 0.1)
     return low - margin, high + margin
-
-
-def _range_from_zero(series: Sequence[Series]) -> tuple[float, float]:
-    return 0.0, 1.08 * max(float(np.nanmax(each.y)) for each in series if each.kind != "raw") or 1.0

@@ -74,10 +74,11 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     kind = facts.get("device_kind") or facts.get("platform") or ""
     planned = facts.get("num_steps")
     done = 0 if run.last_step is None else run.last_step + 1
+    loss, updates = run.training_loss or (None, 0)
     return [
         _state(run, done, recent),
         formatting.loss(run.final_loss),
-        _training_loss(run),
+        f"{formatting.loss(loss)} (mean of {updates:,} steps)" if updates else formatting.ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_ancestors(run.tokens, run.inherited_tokens, short_count),
         _with_ancestors(run.flops, run.inherited_flops, formatting.operations),
@@ -88,13 +89,6 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
         short_count(facts["num_parameters"]) if facts.get("num_parameters") else formatting.ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
-
-
-def _training_loss(run: RunHistory) -> str:
-    if run.training_loss is None:
-        return formatting.ABSENT
-    loss, updates = run.training_loss
-    return f"{formatting.loss(loss)} (mean of {updates:,} steps)"
 
 
 def _with_ancestors(own: float, inherited: float, words) -> str:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from MaxText.errors import UserError
 from MaxText.evaluation import scorers
-from MaxText.evaluation.scorer_inputs import Continuation, rolling_windows
 from MaxText.evaluation.scorers import Scorer, padded_length
+from MaxText.evaluation.scores import Continuation, rolling_windows
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 from tests.multi_device.same_results import MIXED
 

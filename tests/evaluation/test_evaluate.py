@@ -134,8 +134,8 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
         (["dataset_path=nowhere"], "dataset_path=nowhere"),
         (["vocab_size=200"], "vocab_size=200"),
         (["tokenizer_path=nowhere.json"], "tokenizer_path=nowhere.json: no such file"),
-        (["eval_output=."], "eval_output=. cannot be written: it is a folder"),
-        (["eval_output=pyproject.toml/a.json"], "is a file"),
+        (["eval_output=."], "eval_output=. cannot be written"),
+        (["eval_output=pyproject.toml/a.json"], "cannot be written"),
         (["harness.tasks=[a]", "harness.task_path=nowhere"], "harness"),
     ],
 )  # fmt: skip
@@ -167,7 +167,7 @@ def test_the_program(root, tmp_path, users_environment):
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     (error,) = [line for line in lines if not line.startswith("import time:")]
-    assert error == "error: eval_output=. cannot be written: it is a folder."
+    assert error == "error: eval_output=. cannot be written. Name a file in a folder of yours."
     imported = {line.rpartition("|")[2].strip() for line in lines}
     assert "MaxText.evaluation.evaluate" in imported
     assert "jax" not in imported

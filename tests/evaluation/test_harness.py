@@ -10,7 +10,7 @@ import pytest
 
 from MaxText.config.loading import load_config
 from MaxText.errors import UserError
-from MaxText.evaluation import harness_run, lambada
+from MaxText.evaluation import tasks
 from MaxText.evaluation.scorers import Scorer
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
@@ -228,7 +228,7 @@ def run(trained, tokenizer, tmp_path, offline, monkeypatch):
     def run(folder, *names):
         shown = []
         config = request(folder, *names)
-        return harness_run.run_harness(trained, tokenizer, config, shown.append), shown
+        return tasks.run_harness(trained, tokenizer, config, shown.append), shown
 
     return run
 
@@ -250,7 +250,8 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     found, shown = run(tmp_path / "tasks", name)
     results = found["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
-    actual = lambada.score(lambada.read_passages(path), Scorer(trained), tokenizer).metrics
+    passages = tasks.read_passages(path)
+    actual, _ = tasks.score_lambada(passages, Scorer(trained), tokenizer)
     assert results["perplexity,none"] == pytest.approx(actual["perplexity"], rel=1e-6)
     assert results["acc,none"] == actual["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(actual["accuracy_standard_error"])
@@ -301,9 +302,9 @@ def test_arguments_of_the_harness(monkeypatch):
 
 
 def test_without_the_harness(monkeypatch):
-    monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install '\.\[lm-eval\]'"):
-        harness_run.find_tasks(("arc_easy",), "")
+        tasks.find_tasks(("arc_easy",), "")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     monkeypatch.delitem(sys.modules, "MaxText.evaluation.harness", raising=False)
@@ -312,6 +313,6 @@ def test_without_the_harness(monkeypatch):
 
 
 def test_a_folder_of_tasks_that_is_not_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(harness_run.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(tasks.importlib.util, "find_spec", lambda name: name)
     with pytest.raises(UserError, match=r"harness.task_path=.*none is not a folder"):
-        harness_run.find_tasks(("arc_easy",), str(tmp_path / "none"))
+        tasks.find_tasks(("arc_easy",), str(tmp_path / "none"))

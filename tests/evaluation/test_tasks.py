@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from MaxText.config.loading import load_config
 from MaxText.errors import UserError
-from MaxText.evaluation import lambada, tasks, wikitext
-from MaxText.evaluation.lambada import Passage
+from MaxText.evaluation import tasks
 from MaxText.evaluation.scorers import Scorer
 from MaxText.evaluation.scores import TaskScore, task_table
+from MaxText.evaluation.tasks import Passage
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
 from MaxText.metrics.step_line import perplexity
@@ -51,21 +51,21 @@ def test_passages_of_both_kinds_of_file(tmp_path):
     rows = tmp_path / "lambada.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in passages))
     mat, be = Passage("the cat sat on the", " mat"), Passage("to be or\nnot to", " be")
-    assert lambada.read_passages(str(rows)) == [mat, Passage("a ", " b"), be]
+    assert tasks.read_passages(str(rows)) == [mat, Passage("a ", " b"), be]
     plain = tmp_path / "lambada.txt"
     plain.write_text("the cat sat on the mat\n\na b \n")
-    assert lambada.read_passages(str(plain)) == [mat, Passage("a", " b")]
+    assert tasks.read_passages(str(plain)) == [mat, Passage("a", " b")]
 
 
 def test_lambada_by_brute_force(trained, tokenizer):
     passages = [Passage("abc def", " gh"), Passage("it is so very long a text", " end")]
-    found = lambada.score(passages, Scorer(trained), tokenizer)
+    metrics, counts = tasks.score_lambada(passages, Scorer(trained), tokenizer)
     # All of the window is read: 16 ids before the last.
     sums = [
         following(trained, (a + b).encode()[-(WINDOW + 1) :], len(b)).sum() for a, b in passages
     ]
-    assert found.metrics["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-4)
-    assert found.counts == {"passages": 2, "tokens": 3 + 4}
+    assert metrics["perplexity"] == pytest.approx(math.exp(-np.mean(sums)), rel=1e-4)
+    assert counts == {"passages": 2, "tokens": 3 + 4}
 
 
 def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
@@ -73,21 +73,21 @@ def test_accuracy_counts_whole_words(trained, tokenizer, monkeypatch):
     scorer = Scorer(trained)
     scores = [SimpleNamespace(log_probability=0.0, is_greedy=greedy) for greedy in right]
     monkeypatch.setattr(scorer, "score_continuations", lambda *_: scores)
-    found = lambada.score([Passage("a", " b")] * 4, scorer, tokenizer)
-    assert found.metrics["accuracy"] == 0.75
-    assert found.metrics["accuracy_standard_error"] == pytest.approx(0.25)
+    metrics, _ = tasks.score_lambada([Passage("a", " b")] * 4, scorer, tokenizer)
+    assert metrics["accuracy"] == 0.75
+    assert metrics["accuracy_standard_error"] == pytest.approx(0.25)
 
 
 def test_pages_begin_at_their_titles(tmp_path):
     file = tmp_path / "wiki.test.raw"
     file.write_text(" \n" + PAGES, encoding="utf-8")
-    pages = wikitext.read_pages(str(file))
+    pages = tasks.read_pages(str(file))
     assert "\n".join(pages) == PAGES
     assert [page.split("\n")[0] for page in pages] == [" = Tin = ", " = The sea = "]
     assert "Uses" in pages[0]
     rows = tmp_path / "wiki.jsonl"
     rows.write_text("".join(json.dumps({"page": page}) + "\n" for page in pages))
-    assert wikitext.read_pages(str(rows)) == pages
+    assert tasks.read_pages(str(rows)) == pages
 
 
 def test_titles():
@@ -95,11 +95,11 @@ def test_titles():
     others = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
               "a = b = ", "= 5", ""]  # fmt: skip
     for line in titles + others:
-        assert len(wikitext.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
+        assert len(tasks.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
 
 
 def test_text_as_people_write_it():
-    assert [wikitext.detokenized(page) for page in wikitext.split_pages(PAGES)] == [
+    assert [tasks.detokenized(page) for page in tasks.split_pages(PAGES)] == [
         " = Tin =\n\nTin is a metal; it melts at 231.9°C.\n\n"
         "== Uses ==\n\nIt was (and is) sold in 1,000 kg lots.\n",
         " = The sea =\n\nHe said \"no\" to John's dogs' well-known home.\n",
@@ -108,24 +108,24 @@ def test_text_as_people_write_it():
 
 def test_wikitext_by_brute_force(trained, tokenizer):
     pages = [" = Tin = \n \n Tin is a metal . \n", " = A 1 @.@ 5 ° sea = \n \n It is wet . \n"]
-    found = wikitext.score(pages, Scorer(trained), tokenizer)
+    metrics, counts = tasks.score_wikitext(pages, Scorer(trained), tokenizer)
     loss = 0.0
     for page in pages:
-        ids = list(wikitext.detokenized(page).encode())
+        ids = list(tasks.detokenized(page).encode())
         # Two windows: the first begins after the id that begins a text, the last is moved left.
         assert 2 * WINDOW > len(ids) > WINDOW
         loss -= following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
         loss -= following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
     num_bytes = len("".join(pages).encode())
     words = sum(1 + len(page.split()) + 1 for page in pages)
-    num_tokens = sum(len(wikitext.detokenized(page).encode()) for page in pages)
+    num_tokens = sum(len(tasks.detokenized(page).encode()) for page in pages)
     assert num_tokens < num_bytes
-    assert found.counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
+    assert counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
     expected = {
         "word_perplexity": math.exp(loss / words), "byte_perplexity": math.exp(loss / num_bytes),
         "bits_per_byte": loss / num_bytes / math.log(2),
     }  # fmt: skip
-    assert found.metrics == pytest.approx(expected, rel=1e-4)
+    assert metrics == pytest.approx(expected, rel=1e-4)
 
 
 WIKI_LETTERS = st.sampled_from([*"ab sN1@-,.:;!?()[]{}\"'=°\n", " 's ", " @-@ ", "= = ", " N "])
@@ -140,9 +140,9 @@ def harness_rules():
 
 @given(page=st.lists(WIKI_LETTERS, max_size=60).map("".join))
 def test_the_rules_of_the_harness(harness_rules, page):
-    assert wikitext.detokenized(page) == harness_rules.wikitext_detokenizer({"page": page})
+    assert tasks.detokenized(page) == harness_rules.wikitext_detokenizer({"page": page})
     _, words = harness_rules.process_results({"page": page}, (0.0,))["word_perplexity"]
-    assert wikitext.count_words(page) == words
+    assert tasks.count_words(page) == words
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from MaxText.config.loading import load_config
 from MaxText.conversion.hf_checkpoint import TensorFiles, read_json
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.errors import UserError
-from MaxText.evaluation import lambada
+from MaxText.evaluation import tasks
 from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.token_store.megatron import MAGIC, read_header
@@ -124,7 +124,7 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
     ("name", "read"),
     [
         ("list.json", read_texts), ("rows.jsonl", read_texts),
-        ("lambada.jsonl", lambda path: lambada.read_passages(str(path))),
+        ("lambada.jsonl", lambda path: tasks.read_passages(str(path))),
         ("config.json", read_json),
         ("config.json", lambda path: checkpoint_config.load([
             f"load_parameters_path=hf:{path.parent}"], "decode.py")),

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.config.inference_sections import DecodingConfig
 from MaxText.errors import UserError
-from MaxText.evaluation import lambada, wikitext
+from MaxText.evaluation import tasks
 from MaxText.inference.text_files import read_prompts
 from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
 from tests.hostile.files import damaged
@@ -38,8 +38,8 @@ READERS: dict[str, Callable[[Path], list[str]]] = {
     "prompt_file": lambda path: [
         prompt.text for prompt in read_prompts(DecodingConfig(prompt_file=str(path)))
     ],
-    "task_files.lambada": lambda path: [a + b for a, b in lambada.read_passages(str(path))],
-    "task_files.wikitext": lambda path: wikitext.read_pages(str(path)),
+    "task_files.lambada": lambda path: [a + b for a, b in tasks.read_passages(str(path))],
+    "task_files.wikitext": lambda path: tasks.read_pages(str(path)),
 }
 
 

@@ -44,13 +44,13 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
         sequences, drawn = engine.prefill(
             [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, room=room
         )
-        tokens = [drawn.on_host().tokens_B]
+        tokens = [np.asarray(drawn.tokens_B)]
         capacities = capacities_of(sequences)
         for length in range(4, 40):
             sequences = engine.ensure_cache_capacity(sequences, length)
             sequences, drawn = engine.step(sequences)
             capacities |= capacities_of(sequences)
-            tokens.append(drawn.on_host().tokens_B)
+            tokens.append(np.asarray(drawn.tokens_B))
         return np.array(tokens), capacities
 
     grown, capacities = run(room=4)

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from MaxText.inference.detokenizer import IncrementalDetokenizer
+from MaxText.inference.generate import IncrementalDetokenizer
 
 
 def decode(ids):

@@ -35,8 +35,13 @@ GREEDY = SamplingParams(temperature=0)
 DRAWN = SamplingParams(temperature=0.9, top_k=20, repetition_penalty=1.2)
 
 
+def decode(ids):
+    return "".join(chr(40 + i) for i in ids)
+
+
 def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
-    found = dict(generate(engine, prompts, stopping, batch_size=batch_size, **options))
+    keys = {"batch_size": batch_size, "decode": decode} | options
+    found = dict(generate(engine, prompts, stopping, **keys))
     return [found[number] for number in range(len(prompts))]
 
 
@@ -95,20 +100,14 @@ def test_an_end_id_ends_its_row_alone(small):
 
 def test_a_stop_string_ends_a_text(small):
     engine = small[-1](GREEDY)
-
-    def decode(ids):
-        return "".join(chr(40 + i) for i in ids)
-
-    free = completions(engine, StoppingCriteria(12), decode=decode)
+    free = completions(engine, StoppingCriteria(12))
     stop = free[0].text[3:5]
     shown = dict.fromkeys(range(4), "")
 
     def on_text(number, piece):
         shown[number] += piece
 
-    stopped = completions(
-        engine, StoppingCriteria(12, stop_strings=(stop,)), decode=decode, on_text=on_text
-    )
+    stopped = completions(engine, StoppingCriteria(12, stop_strings=(stop,)), on_text=on_text)
     for number, (before, after) in enumerate(zip(free, stopped, strict=True)):
         assert after.text == before.text.partition(stop)[0] == shown[number]
         assert after.finish_reason == ("stop" if stop in before.text else "length")

@@ -10,9 +10,8 @@ from etils import epath
 
 from MaxText.metrics import event_stream, json_lines
 from MaxText.metrics.event_stream import EventLog
-from MaxText.metrics.json_lines import read_rows
+from MaxText.metrics.json_lines import EventFile, MetricsFile, read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.jsonl_sinks import EventFile, MetricsFile
 from MaxText.runtime import processes
 from tests.programs import ended, started
 

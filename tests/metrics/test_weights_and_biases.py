@@ -17,8 +17,8 @@ from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
+from MaxText.metrics.json_lines import EventFile
 from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.jsonl_sinks import EventFile
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
 from tests.programs import ended, started

@@ -50,7 +50,8 @@ def texts(devices, **keys):
     params = model.unstack_params(fresh_parameters(model, sharding))
     engine = Engine(model, params, sharding, choice)
     # 20 + 50 tokens also fill the window, from where the newer half goes on.
-    found = dict(generate(engine, PROMPTS, StoppingCriteria(50), batch_size=4, seed=1))
+    stopping = StoppingCriteria(50)
+    found = dict(generate(engine, PROMPTS, stopping, batch_size=4, decode=str, seed=1))
     return [found[number].tokens for number in range(len(PROMPTS))]
 
 

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from MaxText.metrics.run_record import read_run
-from MaxText.reports.chart import PALETTE
+from MaxText.reports.chart import PALETTE, draw_chart
 from MaxText.reports.curves import MAX_POINTS, MAX_SMOOTH_POINTS, Axes, downsample, running_median
 from MaxText.reports.entries import all_runs, group_runs
-from MaxText.reports.figures import draw_chart
 from MaxText.reports.plots import plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, quantity_charts
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
@@ -90,7 +89,7 @@ def test_ancestors_shift_a_run_to_the_right(tmp_path):
     run.steps(0, 5)
     chart = charts_of([run.write()])["loss"]
     assert of_kind(chart, "raw")[0].x["tokens"][0] == 1e6 + TOKENS_PER_UPDATE
-    assert "ancestors" in Axes([read_run(run.folder)]).axis("tokens").title
+    assert "ancestors" in Axes([read_run(run.folder)]).by_name["tokens"].title
 
 
 def test_seeds_have_a_mean_and_a_band(tmp_path):
@@ -122,7 +121,7 @@ def test_figures_show_any_name(tmp_path):
     assert [entry.label for entry in entries] == names
     chart = charts_of(folders)["loss"]
     for name in names[:4]:
-        assert draw_chart(chart, axes.axis("flops"), name).startswith(b"\x89PNG")
+        assert draw_chart(chart, axes.by_name["flops"], name).startswith(b"\x89PNG")
 
 
 def test_thinning_keeps_spikes_gaps_and_both_ends():

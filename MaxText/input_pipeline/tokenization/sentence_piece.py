@@ -28,31 +28,31 @@ class SentencePieceTokenizer(Tokenizer):
         """
         self._model_bytes = model
         self._settings = control_token_settings(settings)
-        self._model = _parse(model, origin)
+        self.model = _parse(model, origin)
         ids = control_ids(settings, self._id_of)
         for name in ("bos", "eos", "pad"):
-            own = getattr(self._model, f"{name}_id")()
+            own = getattr(self.model, f"{name}_id")()
             if f"{name}_token" not in self._settings and own >= 0:
                 ids[name] = own
-        vocab_size = self._model.get_piece_size()
+        vocab_size = self.model.get_piece_size()
         super().__init__(origin, model, vocab_size, ids, "sentencepiece")
         self._check_special_tokens_as_text(
-            {i: self._model.id_to_piece(i) for i in ids.values() if i is not None},
+            {i: self.model.id_to_piece(i) for i in ids.values() if i is not None},
             "Train the model with that token among control_symbols, or name another one in "
             "tokenizer_config.json.",
         )
 
     def _id_of(self, token: str) -> int | None:
-        found = self._model.piece_to_id(token)
+        found = self.model.piece_to_id(token)
         # Missing pieces get the id of the unknown piece.
-        return found if self._model.id_to_piece(found) == token else None
+        return found if self.model.id_to_piece(found) == token else None
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode(text), np.uint32)
+        return np.array(self.model.encode(text), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes; control ids have no text."""
-        return self._model.decode([int(i) for i in ids if 0 <= i < self.entry.vocab_size])
+        return self.model.decode([int(i) for i in ids if 0 <= i < self.entry.vocab_size])
 
     def save(self, folder: Path) -> list[Path]:
         return write_files(folder, {SENTENCE_PIECE_NAME: self._model_bytes}, self._settings)

@@ -117,7 +117,7 @@ class TiktokenTokenizer(Tokenizer):
         `name` is the file name without extension, which identifies a published vocabulary. Raises
         UserError for a damaged file or an unknown word pattern.
         """
-        self._contents = contents
+        self.contents = contents
         ranks = _read_ranks(contents, origin)
         stated = _read_settings(settings, origin)
         published = _PUBLISHED.get(stated.word_pattern) or _find_published(name, len(ranks))
@@ -183,7 +183,7 @@ class TiktokenTokenizer(Tokenizer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> list[Path]:
-        return write_files(folder, {TIKTOKEN_NAME: self._contents}, self._settings)
+        return write_files(folder, {TIKTOKEN_NAME: self.contents}, self._settings)
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:

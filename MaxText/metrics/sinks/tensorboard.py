@@ -12,10 +12,9 @@ from etils import epath
 
 from MaxText.config.serialization import section_lines
 from MaxText.config.values import to_yaml
-from MaxText.metrics.background_uploader import BackgroundUploader
-from MaxText.metrics.events import Event, Sink
-from MaxText.metrics.json_lines import SECONDS_TO_CLOSE
+from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
 from MaxText.metrics.provenance import MAIN_KEYS
+from MaxText.metrics.sinks.background import BackgroundUploader
 from MaxText.storage.paths import is_object_store_path
 
 TENSORBOARD_FOLDER = "tensorboard"
@@ -105,9 +104,7 @@ class TensorBoardSink(Sink):
             # purge_step hides points from before a crash, which will be repeated, even from step 0.
             folder = str(self._folder)
             if is_object_store_path(folder):
-                self._temporary = self._temporary or tempfile.TemporaryDirectory(
-                    prefix="tensorboard_"
-                )
+                self._temporary = self._temporary or tempfile.TemporaryDirectory()
                 folder = tempfile.mkdtemp(dir=self._temporary.name)
             self._writer = SummaryWriter(folder, purge_step=self._first_step)
             if self._temporary is not None:

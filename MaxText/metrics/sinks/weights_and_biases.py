@@ -70,12 +70,12 @@ class WandbSink(Sink):
         self._exit_code = 1  # unless the run reports completion
         self._recent = _NO_LOSSES
         self._losses: dict[int, tuple[float | None, float]] = {}  # at evaluations, by step
-
-    @property
-    def remedy(self) -> str:
-        return (
+        # W&B's process writes to local disks only.
+        is_remote = str(run_folder).startswith("gs://")
+        self._parent = pathlib.Path.cwd() if is_remote else pathlib.Path(run_folder)
+        self.remedy = (
             "a restart of the unfinished run sends what W&B lacks, and `wandb sync` what is in "
-            f"{self._local_folder() / 'wandb'}"
+            f"{self._parent / 'wandb'}"
         )
 
     def write(self, event: Event) -> None:
@@ -124,7 +124,7 @@ class WandbSink(Sink):
             id=self._state["id"],
             resume="allow",
             mode=self._monitoring.wandb.mode,
-            dir=str(self._local_folder()),
+            dir=str(self._parent),
             config=self._config,
             allow_val_change=True,
             tags=[tag for tag in (kind, model) if tag and tag != "default"],
@@ -196,12 +196,6 @@ class WandbSink(Sink):
         self._row += 1
         return self._row - 1
 
-    def _local_folder(self) -> pathlib.Path:
-        """Returns the parent of `wandb`: W&B's process writes to local disks only."""
-        if str(self._folder).startswith("gs://"):
-            return pathlib.Path.cwd()
-        return pathlib.Path(self._folder)
-
     @functools.cached_property
     def _state(self) -> dict[str, Any]:
         path = self._folder / STATE_FILE
@@ -220,7 +214,5 @@ class WandbSink(Sink):
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {
-        name: value.item() if hasattr(value, "item") else value for name, value in fields.items()
-    }
-    return {name: value for name, value in plain.items() if isinstance(value, str | int | float)}
+    plain = ((name, v.item() if hasattr(v, "item") else v) for name, v in fields.items())
+    return {name: value for name, value in plain if isinstance(value, str | int | float)}
