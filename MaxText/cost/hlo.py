@@ -121,7 +121,7 @@ class HloModule:
         return 1
 
     def _counter_step(self, condition: Sequence[Instruction], body: str) -> int:
-        """Returns the constant added to the counter; products in windows take two at a time."""
+        """Returns what is added to the counter, 2 for products in windows."""
         index = [_INDEX.search(i.rest) for i in condition if i.kind == "get-tuple-element"]
         lines = {i.name: i for i in self._computations.get(body, ())}
         results = _operands([*lines.values()][-1]) if lines else []
