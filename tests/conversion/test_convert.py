@@ -238,7 +238,7 @@ def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
     np.testing.assert_allclose(logits["again"], logits["run"], **near)
     # The message about the zoom names the other obstacles to the layout.
     other = checkpoint_config.load(["load_parameters_path=large", "ffn_bias=true"]).config
-    with pytest.raises(UserError, match=r"(?s)zoom_dims\.ffn=40\.0, .*ffn_bias=True, "):
+    with pytest.raises(UserError, match=r"(?s)ffn_bias=True, .*zoom_dims\.ffn=40\.0, "):
         find_family(other, "tokenformer")
 
 

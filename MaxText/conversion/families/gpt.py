@@ -46,22 +46,11 @@ _AROUND_LAYERS = (
     *norm("transformer.ln_f", "decoder_norm"),
     row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
 )
-_PARTS = {
-    "block_arrangement": "sequential",
-    "normalization_type": "layer_norm",
-    "normalization_bias": True,
-    "position_embedding": "learned",
-    "qkv_bias": True,
-    "proj_bias": True,
-    "ffn_bias": True,
-    "use_qk_norm": False,
-}
 
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     decoder_block="gpt2",
-    own=_PARTS,
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped("n_positions", "trainable_position_size max_target_length"),
@@ -137,7 +126,6 @@ GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     decoder_block="gpt_neo",
-    own={**_PARTS, "attention_scale": 1.0, "qkv_bias": False},
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped(
@@ -192,13 +180,6 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     decoder_block="gpt_neox",
-    own={
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "position_embedding": "rotary",
-        "ffn_bias": True,
-        "use_qk_norm": False,
-    },
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped("max_position_embeddings", "max_target_length", default=2048),
