@@ -8,7 +8,6 @@ inside gelu, and the norm cancels any factor of the keys, so folding is impossib
 """
 
 import collections
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -36,12 +35,8 @@ from MaxText.layers.pattention import slot_place, slots_by_place
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _num_bytes(spec: jax.ShapeDtypeStruct) -> int:
-    return spec.size * spec.dtype.itemsize
-
-
 class HFExporter:
-    """Plans and writes a Hugging Face checkpoint: all tensors and config.json."""
+    """Writes a Hugging Face checkpoint: all tensors and config.json."""
 
     def __init__(
         self,
@@ -66,47 +61,52 @@ class HFExporter:
         for names, tensors in self.map.groups.items():
             arrays = [self.weights.read(name) for name in names]
             for tensor in tensors:
-                yield tensor.name, self._cast(tensor.name, self.map.whole(tensor, arrays))
+                whole, wanted = self.map.whole(tensor, arrays), self.specs[tensor.name].dtype
+                with np.errstate(over="ignore"):
+                    cast = whole.astype(wanted, copy=False)
+                if wanted == np.float16 and np.isinf(cast).any() and not np.isinf(whole).any():
+                    raise UserError(
+                        f"{tensor.name} has {np.abs(whole.astype(np.float32)).max():.6g}, and "
+                        "float16 ends at 65504. Use dtype=bfloat16 or dtype=float32."
+                    )
+                yield tensor.name, cast
 
-    def _cast(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        wanted = self.specs[name].dtype
-        if tensor.dtype == wanted:
-            return tensor
-        with np.errstate(over="ignore"):
-            cast = tensor.astype(wanted)
-        if wanted == np.float16 and np.isinf(cast).any() and not np.isinf(tensor).any():
-            raise UserError(
-                f"{name} has {np.abs(tensor.astype(np.float32)).max():.6g}, and float16 ends at "
-                "65504. Use dtype=bfloat16 or dtype=float32."
-            )
-        return cast
+    def write_configs(
+        self,
+        folder: Path,
+        kept: Mapping[str, Any],
+        generation: Mapping[str, Any] | None,
+        token_ids: Mapping[str, int],
+    ) -> list[str]:
+        """Writes config.json and generation_config.json; returns the file names.
 
-    def config_json(self, kept: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
-        """Returns config.json.
-
-        Keys of `kept`, the imported one, are preserved if no table determines them; `token_ids` are
-        those of the tokenizer, used if `kept` has none.
+        Keys of `kept`, the imported config.json, are preserved if no table determines them;
+        `token_ids` are those of the tokenizer, used if `kept` has none. `generation` is the
+        imported generation_config.json; else it is derived if transformers has the family.
         """
         sizes = collections.Counter()
         for spec in self.specs.values():
-            sizes[spec.dtype.name] += _num_bytes(spec)
-        same_family = hf_config.lookup_family(kept) is self.family
-        determined = hf_config.table_names(self.family)
-        if self.family.has_model_type or self._dtype:
-            # Without effect the original dtype stays: published float32 TokenFormers say float16.
-            determined |= {"dtype", "torch_dtype", "transformers_version"}
-        written, rest = hf_config.to_config_json(self.family, self.weights.config), {}
-        if same_family:
-            written |= hf_config.kept_window(self.family, kept, written)
+            sizes[spec.dtype.name] += spec.size * spec.dtype.itemsize
+        family = self.family
+        written, rest = hf_config.to_config_json(family, self.weights.config), {}
+        if hf_config.lookup_family(kept) is family:
+            determined = hf_config.table_names(family)
+            if family.has_model_type or self._dtype:
+                # Without effect the original dtype stays: published float32 TokenFormers say
+                # float16.
+                determined |= {"dtype", "torch_dtype", "transformers_version"}
+            written |= hf_config.kept_window(family, kept, written)
             rest = {name: value for name, value in kept.items() if name not in determined}
         # Without these, transformers defaults to the ids of its own tokenizers.
-        named = _TOKEN_IDS if self.family.has_model_type else token_ids
-        return {
-            **written,
-            "torch_dtype": sizes.most_common(1)[0][0],
-            **{name: token_ids.get(name) for name in named},
-            **rest,
-        }
+        named = _TOKEN_IDS if family.has_model_type else token_ids
+        ids = {name: token_ids.get(name) for name in named}
+        config = {**written, "torch_dtype": sizes.most_common(1)[0][0], **ids, **rest}
+        write_json(folder / CONFIG, config)
+        if not generation and not family.in_transformers:
+            return [CONFIG]
+        ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
+        write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
+        return [CONFIG, GENERATION_CONFIG]
 
 
 def write_safetensors(
@@ -121,7 +121,7 @@ def write_safetensors(
     """
     # The factory groups tensors that share memory; no storage id means none do.
     split = split_state_dict_into_shards_factory(
-        {name: _num_bytes(one) for name, one in specs.items()},
+        {name: one.size * one.dtype.itemsize for name, one in specs.items()},
         get_storage_size=lambda size: size,
         get_storage_id=lambda size: None,
         filename_pattern=SAFETENSORS.replace(".", "{suffix}."),
@@ -136,28 +136,8 @@ def write_safetensors(
             save_file(waiting.pop(file), folder / file, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        path = folder / (SAFETENSORS + ".index.json")
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_json(folder / (SAFETENSORS + ".index.json"), index)
     return list(split.filename_to_tensors)
-
-
-def write_configs(
-    folder: Path,
-    config_json: Mapping[str, Any],
-    generation: Mapping[str, Any] | None,
-    family: Family,
-) -> list[str]:
-    """Writes config.json and generation_config.json; returns the file names.
-
-    generation_config.json is the imported one, or derived from config.json if transformers has the
-    family.
-    """
-    write_json(folder / CONFIG, config_json)
-    if not generation and not family.in_transformers:
-        return [CONFIG]
-    ids = {name: config_json[name] for name in _TOKEN_IDS if config_json.get(name) is not None}
-    write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
-    return [CONFIG, GENERATION_CONFIG]
 
 
 _LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last

@@ -26,6 +26,7 @@ class HFWeights(WeightSource):
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
         self.family = resolve_family(self.config_json, str(folder))
+        self.place = f"{folder} ({self.family.architecture})"
         keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
         try:
             super().__init__(load_config(**keys))

@@ -14,8 +14,12 @@ from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import list_dir
 from MaxText.config.schema import Config
-from MaxText.conversion.stored_arrays import LazyCheckpointReader
-from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
+from MaxText.conversion.weight_source import (
+    LazyCheckpointReader,
+    WeightSource,
+    check_arrays,
+    common_format,
+)
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
@@ -104,7 +108,7 @@ class MaxTextWeights(WeightSource):
         given = parse_path(path, "from")
         if "://" not in path:
             given = given.absolute()  # required by Orbax
-        self.folder = _find_items(given, path)
+        self.place = self.folder = _find_items(given, path)
         in_model = (
             config.model.block.normalization_type == "layer_norm"
             or config.model.attention.use_qk_norm

@@ -13,7 +13,7 @@ from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import find_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.initial_weights import open_pretrained
-from MaxText.conversion.stored_arrays import LazyCheckpointReader, RunWeights
+from MaxText.conversion.weight_source import LazyCheckpointReader, RunWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
