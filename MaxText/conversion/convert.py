@@ -15,7 +15,7 @@ from MaxText.config import import_modules, values
 from MaxText.config.loading import load
 from MaxText.config.serialization import flatten
 from MaxText.config.sources import Source
-from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy, verification
+from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_import import HFWeights
@@ -69,7 +69,7 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         given = {name: values.from_text(text) for name, text in request.keys.items()}
         weights = HFWeights(folder, given)
         if request.verify:
-            verification.check_possible(weights.family, weights.config)
+            hf_export.check_verifiable(weights.family, weights.config)
         tokenizer_copy.check_ids(folder, weights.config.model.shape.vocab_size)
         generation = read_json(folder / GENERATION_CONFIG) or None
         record = {"config": weights.config_json, "generation_config": generation}
@@ -119,7 +119,7 @@ def _to_run(
             copied = tokenizer_copy.copy_files(weights.folder, tokenizer)
             if request.verify:
                 place = str(weights.folder)
-                verification.verify(RunWeights(str(partial)), weights.folder, place, log)
+                hf_export.verify(RunWeights(str(partial)), weights.folder, place, log)
     imported_run.log_next_command(request.target, copied, log)
 
 
@@ -130,7 +130,7 @@ def _to_folder(
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
     family = hf_config.find_family(folded.config, request.family, hf_config.lookup_family(kept))
     if request.verify:
-        verification.check_possible(family, folded.config)
+        hf_export.check_verifiable(family, folded.config)
     export = hf_export.HFExporter(folded, family, request.dtype, record.get("formats"))
     if zoom_note:
         log(zoom_note)
@@ -146,7 +146,7 @@ def _to_folder(
         configs = export.write_configs(partial, kept, generation, token_ids)
         files = export.write(partial, request.max_shard_size)
         if request.verify:
-            verification.verify(weights, partial, str(request.target), log, request.dtype)
+            hf_export.verify(weights, partial, str(request.target), log, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
     names = [*configs, shards, *copied]
     log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
