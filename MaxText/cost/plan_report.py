@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
-from MaxText.cost.cost_table import MFU_RULE
 from MaxText.cost.device_memory import GPU_FRACTION
+from MaxText.cost.flops import MFU_RULE
 from MaxText.cost.job_plan import USABLE_SHARE, JobPlan, command_with_plan
 from MaxText.metrics.tables import format_table, short_count, short_time
 
