@@ -142,7 +142,15 @@ class RunWeights(WeightSource):
         """
         self.stored = self.place = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
-        super().__init__(given or self._own_config())
+        if given is None:
+            place, flat = str(self.stored), self.metadata.get("config")
+            if not flat:
+                raise UserError(
+                    f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
+                )
+            import_modules.check_named(flat, place)
+            given = catalog.unflatten(with_current_names(flat, place))
+        super().__init__(given)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(
             self._arrays.params,
@@ -152,15 +160,6 @@ class RunWeights(WeightSource):
             "from=maxtext:... reads MaxText's.",
         )
         self.formats = {name: leaf.dtype for name, leaf in self._arrays.params.items()}
-
-    def _own_config(self) -> Config:
-        flat = self.metadata.get("config")
-        if not flat:
-            raise UserError(
-                f"{self.stored} has no configuration. Add it: convert.py CONFIG.yml from=..."
-            )
-        import_modules.check_named(flat, str(self.stored))
-        return catalog.unflatten(with_current_names(flat, str(self.stored)))
 
     def read(self, name: str) -> np.ndarray:
         return self._arrays.read(PARAMS + name)

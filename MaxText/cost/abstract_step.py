@@ -184,16 +184,8 @@ def make_program(
     length = model_config.shape.max_target_length
     plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
     check_lengths(length, config.batch, sharding)
-    return Program(
-        config,
-        tuple(choices),
-        sharding,
-        sizes,
-        abstract_model(model_config),
-        rows,
-        length,
-        assumes_cudnn,
-    )
+    model = abstract_model(model_config)
+    return Program(config, tuple(choices), sharding, sizes, model, rows, length, assumes_cudnn)
 
 
 def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:

@@ -26,13 +26,7 @@ from MaxText.cost.abstract_step import Program, abstract_model, make_program
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
-from MaxText.cost.step_time import (
-    CommCost,
-    StepTime,
-    communication_costs,
-    min_step_time,
-    step_time,
-)
+from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import assert_params_sufficiently_sharded
 from MaxText.training import backend_defaults

@@ -246,6 +246,14 @@ def _bytes_of_update(
     return peak_memory(traced(closed.jaxpr, size_of=_size_of(platform))).size
 
 
+@dataclasses.dataclass(eq=False)
+class _Step:
+    node: Node
+    reads: frozenset[Value]
+    writes: tuple[Value, ...]
+    body: PeakMemory  # needs of its largest body
+
+
 def peak_memory(
     program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
 ) -> PeakMemory:
@@ -256,7 +264,16 @@ def peak_memory(
         a loop body, whose results leave at once.
       between: Bytes live from before the first loop to the end of the last.
     """
-    steps = _steps(program)
+    steps = [
+        _Step(
+            node,
+            frozenset(root for value in node.inputs for root in value.roots),
+            tuple(value for value in node.outputs if value.is_written),
+            max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING),
+        )
+        for node in program.nodes
+        if node.is_written
+    ]
     left: dict[Value, float] = {}
     results = {root for value in program.results for root in value.roots} if kept else set()
     for value, share in zip(program.results, kept, strict=False):
@@ -267,27 +284,6 @@ def peak_memory(
     return min(
         (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
     )
-
-
-@dataclasses.dataclass(eq=False)
-class _Step:
-    node: Node
-    reads: frozenset[Value]
-    writes: tuple[Value, ...]
-    body: PeakMemory  # needs of its largest body
-
-
-def _steps(program: Traced) -> list[_Step]:
-    return [
-        _Step(
-            node,
-            frozenset(root for value in node.inputs for root in value.roots),
-            tuple(value for value in node.outputs if value.is_written),
-            max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING),
-        )
-        for node in program.nodes
-        if node.is_written
-    ]
 
 
 def _peak(

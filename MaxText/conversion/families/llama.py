@@ -215,11 +215,7 @@ _NO_WINDOW = supported(
 )
 
 MISTRAL = _descendant(
-    "MistralForCausalLM",
-    _length(131_072),
-    *_window(4096),
-    without=_BIASES,
-    window=_WINDOW,
+    "MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES, window=_WINDOW
 )
 
 MIXTRAL = _descendant(
