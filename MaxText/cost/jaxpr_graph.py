@@ -290,7 +290,7 @@ def _makes_squares(node: Node) -> bool:
 
 
 def _consumers(value: Value) -> Iterable[Node]:
-    """Yields the nodes that read a value, through views."""
+    """Yields the readers of a value, through views."""
     for node in value.readers:
         if node.name in _VIEWS and node.name != "convert_element_type":
             for made in node.outputs:

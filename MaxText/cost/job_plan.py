@@ -1,4 +1,4 @@
-"""Plan of a configuration on hardware, and the search for ones that fit.
+"""Plan of a configuration on hardware, and the search for a fitting one.
 
 The search finds a mesh, microbatch and remat policy, fastest first. A step keeps its number of
 sequences: smaller microbatches are accumulated. (GPT-Neo's --auto_layout did this for its own
