@@ -48,8 +48,7 @@ def main() -> int:
 def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> bool:
     """Prints the plan; returns whether it fits."""
     from MaxText.cost import hardware, plan_report
-    from MaxText.cost.job_plan import make_plan, peak_of
-    from MaxText.cost.plan_search import find_fitting_plans
+    from MaxText.cost.job_plan import find_fitting_plans, make_plan, peak_of
 
     target = hardware.find_hardware(options.hardware)
     peak = peak_of(target)

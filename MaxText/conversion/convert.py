@@ -1,25 +1,32 @@
 """Runs a conversion; writes either the complete result or nothing."""
 
 import collections
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import flatbuffers  # noqa: F401 (jax serializes programs with it, and does not ask for it)
+import jax
+import jax.export
+import jax.numpy as jnp
+
 from MaxText.config import import_modules, values
-from MaxText.config.loading import LoadedConfig, load
+from MaxText.config.loading import load
 from MaxText.config.serialization import flatten
 from MaxText.config.sources import Source
-from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy, verification
+from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import ConvertArgs
-from MaxText.conversion.stored_arrays import RunWeights
-from MaxText.conversion.weight_source import WeightSource
+from MaxText.conversion.weight_source import RunWeights, WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import read_json
+from MaxText.layers.batch import Batch
+from MaxText.storage.atomic import sync_file
 
 Log = Callable[[str], None]
 
@@ -28,6 +35,9 @@ _SCALINGS = {
     "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
     "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
 }
+_PLATFORMS = ("cpu", "cuda", "tpu")  # of an exported program
+# Weights are constants of the program, and the serializer uses 32-bit sizes.
+_MAX_BYTES = 2**31 - 2**24
 
 
 def convert(request: ConvertArgs, log: Log) -> None:
@@ -36,100 +46,92 @@ def convert(request: ConvertArgs, log: Log) -> None:
     Raises UserError if the source or the target cannot be used.
     """
     imported_run.require_absent(request.target)
-    loaded = None
-    if request.source_kind == "hf":
-        source = resolve_hf_path(request.source, "from")
-        given = {name: values.from_text(text) for name, text in request.keys.items()}
-        weights = HFWeights(source, given)
-        if request.verify:
-            verification.check_possible(weights.family, weights.config)
-        tokenizer_copy.check_ids(source, weights.config.model.shape.vocab_size)
-        shown = f"{source}: {weights.family.architecture}, "
-    elif request.source_kind == "run":
-        if request.config_file:
-            loaded = load(request.arguments)
-        else:
-            import_modules.collect(request.arguments, {})
-        weights = RunWeights(request.source, loaded.config if loaded else None)
-        shown = f"{weights.stored}: "
-        for warning in import_modules.changes(weights.metadata):
-            log(warning)
-    elif not request.arguments:
-        raise UserError(
-            f"{_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
-            f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
-            "keys."
-        )
-    else:
-        loaded = load(request.arguments)
-        if request.source_kind == "maxtext":
-            weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
-            shown = f"{weights.folder}: "
-        else:
-            weights = FattoribCheckpoint(request.source, loaded.config)
-            shown = f"{weights.file}: "
+    weights, keys, record = _open(request, log)
     sizes = collections.Counter()
     for name, param in weights.model.parameters.items():
         sizes[weights.formats[name].name] += param.size
     formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
-    log(f"Reading {shown}{weights.model.num_parameters:,} parameters ({formats})")
+    log(f"Reading {weights.place}: {weights.model.num_parameters:,} parameters ({formats})")
     if isinstance(weights, MaxTextWeights):
         log(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
     if request.target_kind == "stablehlo":
         _to_program(request, weights, log)
     elif request.target_kind == "hf":
-        _to_folder(request, weights, log)
+        _to_folder(request, weights, record, log)
     else:
-        _to_run(request, weights, loaded, log)
+        _to_run(request, weights, keys, record, log)
+
+
+def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any], dict[str, Any]]:
+    """Returns weights, model keys of a run, and a record of the import."""
+    if request.source_kind == "hf":
+        folder = resolve_hf_path(request.source, "from")
+        given = {name: values.from_text(text) for name, text in request.keys.items()}
+        weights = HFWeights(folder, given)
+        if request.verify:
+            hf_export.check_verifiable(weights.family, weights.config)
+        tokenizer_copy.check_ids(folder, weights.config.model.shape.vocab_size)
+        generation = read_json(folder / GENERATION_CONFIG) or None
+        record = {"config": weights.config_json, "generation_config": generation}
+        return weights, weights.keys, record | {"formats": weights.widened}
+    if request.source_kind == "run":
+        given = load(request.arguments).config if request.config_file else None
+        if given is None:
+            import_modules.collect(request.arguments, {})
+        weights = RunWeights(request.source, given)
+        for warning in import_modules.changes(weights.metadata):
+            log(warning)
+        return weights, {}, weights.metadata.get("hugging_face") or {}
+    if not request.arguments:
+        raise UserError(
+            f"{_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
+            f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
+            "keys."
+        )
+    loaded = load(request.arguments)
+    computed = (Source.DEFAULT, Source.DERIVED)
+    chosen = {name for name, origin in loaded.origins.items() if origin.source not in computed}
+    keys = hf_config.model_keys(flatten(loaded.config), {"decoder_block", *chosen})
+    record = {"path": request.source}
+    if request.source_kind == "fattorib":
+        return FattoribCheckpoint(request.source, loaded.config), keys, record
+    weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
+    return weights, keys, record | {"query_scaling": weights.query_scaling}
 
 
 def _to_run(
-    request: ConvertArgs, weights: WeightSource, loaded: LoadedConfig | None, log: Log
+    request: ConvertArgs,
+    weights: WeightSource,
+    keys: Mapping[str, Any],
+    record: Mapping[str, Any],
+    log: Log,
 ) -> None:
-    source = weights.folder if isinstance(weights, HFWeights) else None
-    if isinstance(weights, HFWeights):
-        widened, keys = weights.widened, weights.keys
-        for narrow in sorted(set(widened.values())):
-            log(f"{narrow} becomes float32, which is exact")
-        generation = weights.folder / GENERATION_CONFIG
-        note: dict[str, Any] = {
-            "config": weights.config_json,
-            "generation_config": read_json(generation) or None,
-            "formats": widened,
-        }
-        origin = f"{weights.folder.name} ({weights.family.architecture})"
-    else:
-        assert loaded is not None
-        given = [
-            name
-            for name, origin in loaded.origins.items()
-            if origin.source not in (Source.DEFAULT, Source.DERIVED)
-        ]
-        keys = hf_config.model_keys(flatten(loaded.config), {"decoder_block", *given})
-        note = {"path": request.source}
-        if isinstance(weights, MaxTextWeights):
-            note["query_scaling"] = weights.query_scaling
-        origin = f"the {_PROGRAMS[request.source_kind]} checkpoint {request.source}"
-    metadata = {"hugging_face" if source else request.source_kind: note}
-    comment = [f"Model of {origin}, imported by convert.py."]
+    for narrow in sorted(set(record.get("formats", {}).values())):
+        log(f"{narrow} becomes float32, which is exact")
+    is_folder = isinstance(weights, HFWeights)
+    metadata = {"hugging_face" if is_folder else request.source_kind: record}
+    comment = [f"Model of {weights.place}, imported by convert.py."]
     copied = []
     with imported_run.atomic_target(request.target) as partial:
         imported_run.write_run(partial, weights, keys, comment, metadata)
-        if source:
-            copied = tokenizer_copy.copy_files(source, partial / tokenizer_copy.RUN_FOLDER_NAME)
-        if source and request.verify:
-            verification.verify(RunWeights(str(partial)), source, str(source), log)
+        if is_folder:
+            tokenizer = partial / tokenizer_copy.RUN_FOLDER_NAME
+            copied = tokenizer_copy.copy_files(weights.folder, tokenizer)
+            if request.verify:
+                place = str(weights.folder)
+                hf_export.verify(RunWeights(str(partial)), weights.folder, place, log)
     imported_run.log_next_command(request.target, copied, log)
 
 
-def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
-    note = weights.hugging_face if isinstance(weights, RunWeights) else {}
-    kept = note.get("config") or {}
+def _to_folder(
+    request: ConvertArgs, weights: WeightSource, record: Mapping[str, Any], log: Log
+) -> None:
+    kept = record.get("config") or {}
     folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
     family = hf_config.find_family(folded.config, request.family, hf_config.lookup_family(kept))
     if request.verify:
-        verification.check_possible(family, folded.config)
-    export = hf_export.HFExporter(folded, family, request.dtype, note.get("formats"))
+        hf_export.check_verifiable(family, folded.config)
+    export = hf_export.HFExporter(folded, family, request.dtype, record.get("formats"))
     if zoom_note:
         log(zoom_note)
     tokenizer = _tokenizer(request, weights)
@@ -137,15 +139,14 @@ def _to_folder(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
-        copied, token_ids = ([], {})
+        copied, token_ids = [], {}
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
-        config_json = export.config_json(kept, token_ids)
-        generation = note.get("generation_config")
-        configs = hf_export.write_configs(partial, config_json, generation, family)
+        generation = record.get("generation_config")
+        configs = export.write_configs(partial, kept, generation, token_ids)
         files = export.write(partial, request.max_shard_size)
         if request.verify:
-            verification.verify(weights, partial, str(request.target), log, request.dtype)
+            hf_export.verify(weights, partial, str(request.target), log, request.dtype)
     shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
     names = [*configs, shards, *copied]
     log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
@@ -188,11 +189,35 @@ def _tokenizer(request: ConvertArgs, weights: WeightSource) -> Path | None:
 
 
 def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
-    from MaxText.conversion import stablehlo
+    """Writes a program for jax and flatbuffers alone.
 
-    longest = weights.config.model.shape.max_target_length
+    Maps int32 [b, length] to float32 [b, length, vocab] for any b. Computes in the configuration's
+    dtype, float32 if it is auto.
+    """
+    model = weights.model
+    longest = model.config.shape.max_target_length
     length = longest if request.length == -1 else request.length
     if length > longest:
         raise UserError(f"length={length} is above max_target_length={longest} of the model.")
-    stablehlo.check_size(weights)
-    stablehlo.write(weights, length, request.target, log)
+    parameters = model.parameters.items()
+    size = sum(spec.size * weights.formats[name].itemsize for name, spec in parameters)
+    if size > _MAX_BYTES:
+        raise UserError(
+            f"the weights take {size / 2**30:.1f} GiB, and a program with embedded weights is "
+            f"limited to {_MAX_BYTES / 2**30:.1f} GiB. Export a folder with to=hf:FOLDER instead."
+        )
+    params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
+
+    def forward(tokens_BT: jax.Array) -> jax.Array:
+        decoder = model.merge(params)
+        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
+        return decoder(batch)
+
+    shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), length), jnp.int32)
+    program = jax.export.export(jax.jit(forward), platforms=_PLATFORMS)(shape).serialize()
+    with imported_run.atomic_target(request.target) as partial:
+        partial.write_bytes(program)
+        sync_file(partial)
+    target, megabytes = request.target, math.ceil(len(program) / 2**20)
+    log(f"Wrote {target} ({megabytes:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
+    log(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

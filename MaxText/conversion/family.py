@@ -21,6 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import yaml
+
+from MaxText.config.catalog import all_keys, flatten, unflatten, with_entries
+from MaxText.config.config_files import DECODER_BLOCKS
 
 REQUIRED = object()
 
@@ -281,12 +285,12 @@ class Family:
 
     model_type: str  # as in config.json
     architecture: str  # as in `architectures` of config.json
-    decoder_block: str  # nearest preset
-    own: Mapping[str, Any]  # our keys with fixed values, besides SHARED_PARTS
+    decoder_block: str  # whose choices hold for all keys without a setting
     settings: tuple[ConfigMapping, ...]
     rows: tuple[WeightMapping, ...]
     prefix: str  # common to all tensor names but the head; absent in files of the bare model
     head: str = "lm_head.weight"  # optional in files of tied models
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
     window: str = ""  # key of the sliding window, if all layers share one
     in_transformers: bool = True  # whether transformers has the class
@@ -299,7 +303,7 @@ class Family:
     def parts(self) -> dict[str, Any]:
         """Keys without a setting, with their values."""
         decided = {name for setting in self.settings for name in setting.keys}
-        every = {**SHARED_PARTS, **self.own}
+        every = {**_choices(self.decoder_block), **self.own}
         return {name: value for name, value in every.items() if name not in decided}
 
     @property
@@ -314,42 +318,29 @@ class Family:
         return self.in_transformers or bool(self.auto_map)
 
 
-# Parts that no family varies. Excludes keys that only change how the same function is computed
-# (attention, attention_block_size, dense_saved_aggregates, dense_aggregation_impl,
-# logits_dot_in_fp32).
-SHARED_PARTS: Mapping[str, Any] = {
-    "mixer": "attention",
-    "connection_type": "auto",
-    "layer_pattern": "",
-    "layer_kinds": {},
-    "causal": True,
-    "dense_conn": False,
-    "dynamic_mlp_dim": False,
-    "rope_table_dtype": "float32",
-    "attn_logits_soft_cap": 0.0,
-    "final_logits_soft_cap": 0.0,
-    "normalize_embedding_logits": False,
-    "normalization_zero_centered": False,
-    "scale_embedding": False,
-    "block_norm_parametric": True,
-    "parallel_residual_shared_norm": False,
-    "use_rezero": False,
-    "use_macaron": False,
-    "share_layer_params": False,
-    "attention_scale": None,
-    "attention_types": (),
-    "num_mem_kv": 0,
-    "static_sgu": False,
-    "num_experts": 1,
-    "final_norm": True,
-    "final_normalization_type": "auto",
-    "logits_bias": False,
-    "logits_embedding_dtype": "auto",
-    "head_qk": False,
-    "head_type": "auto",
-    "attention_projections": "dense",
-    "feed_forward_type": "mlp",
-}
+# Sections that make up a model besides its sizes, and those of their keys that only change how the
+# same function is computed or that no layer of a family reads.
+_SECTIONS = ("embedding", "block", "position", "attention", "feed_forward", "pattention",
+             "dense_connections", "head")  # fmt: skip
+_WITHOUT_EFFECT = (
+    "attention", "attention_block_size", "context_parallel_load_balance",
+    "context_parallel_strategy", "dense_saved_aggregates", "dense_aggregation_impl",
+    "logits_dot_in_fp32", "gpt_neo_none_attention_bug", "linear_attention.chunk",
+    "linear_attention.epsilon", "qkv_slot_num", "sliding_window_size",
+)  # fmt: skip
+
+
+@functools.cache
+def _choices(decoder_block: str) -> dict[str, Any]:
+    """Returns keys chosen by a decoder_block, with entries and defaults."""
+    text = (DECODER_BLOCKS / f"{decoder_block}.yml").read_text(encoding="utf-8")
+    values = with_entries(flatten(unflatten(yaml.safe_load(text))))
+    sections = [key for key in all_keys().values() if key.section[-1] in _SECTIONS]
+    keys = [one for key in sections for one in (key.entries.values() or [key])]
+    chosen = {key.name: values[key.name] for key in keys if key.name not in _WITHOUT_EFFECT}
+    # No family scales the logits of a tied head, and only Mixtral has experts.
+    return chosen | {"normalize_embedding_logits": False, "num_experts": 1}
+
 
 BOOLEANS = ((True, True), (False, False))
 PARALLEL = ((True, "parallel"), (False, "sequential"))

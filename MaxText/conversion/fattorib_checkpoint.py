@@ -34,12 +34,12 @@ class FattoribCheckpoint(WeightSource):
                 f"from=fattorib:{path}: the configuration is not a fattorib/transformer model; use "
                 f"the one that was trained, for example model_name=fattorib-base: {error}"
             ) from error
-        self.file = _find(parse_path(path, "from"), path)
-        self._arrays = _arrays(self.file)
+        self.place = _find(parse_path(path, "from"), path)
+        self._arrays = _arrays(self.place)
         check_arrays(
             {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
-            f"{self.file} does not hold the model of the configuration",
+            f"{self.place} does not hold the model of the configuration",
             "Use the model that was trained, for example model_name=fattorib-base.",
         )
         stored = {name: array.dtype.name for name, array in self._arrays.items()}

@@ -161,10 +161,8 @@ def _open(file: Path) -> Any:
         file.open("rb").close()  # safetensors reports "no such file" without read permission
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}.") from error
-    return (_open_safetensors if file.suffix == ".safetensors" else _open_torch)(file)
-
-
-def _open_safetensors(file: Path) -> Any:
+    if file.suffix != ".safetensors":
+        return _open_torch(file)
     import jax  # noqa: F401 (makes the name bfloat16 known to NumPy)
     from safetensors import SafetensorError, safe_open
 

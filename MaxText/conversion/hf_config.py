@@ -164,11 +164,15 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
     `values` holds all known keys of the configuration; absent ones have their default.
     """
     schema = all_keys()
-    return {
-        name: value
-        for name, value in names.items()
-        if (key := split_entry(name)[0]) not in schema or _has_effect(schema[key], values)
-    }
+
+    def is_read(name: str) -> bool:
+        name, entry = split_entry(name)
+        if name not in schema:
+            return True
+        key = schema[name]
+        return _has_effect(key, values) and (not entry or _has_effect(key.entries[entry], values))
+
+    return {name: value for name, value in names.items() if is_read(name)}
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
@@ -240,9 +244,10 @@ def absent_in_transformers(family: Family, config: Config) -> str:
 
 def _mismatches(family: Family, config: Config) -> list[str]:
     values, own = model_config_values(config), part_keys(family, config)
+    read_there = drop_unused_keys(values | family.parts, family.parts)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}"
-        for name, wanted in drop_unused_keys(values, family.parts).items()
+        for name, wanted in drop_unused_keys(values, read_there).items()
         if values[name] != wanted and name not in own
     ]
     written = _written(family, values)

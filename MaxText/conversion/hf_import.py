@@ -26,6 +26,7 @@ class HFWeights(WeightSource):
         self.folder = folder
         self.config_json = read_json(folder / CONFIG)
         self.family = resolve_family(self.config_json, str(folder))
+        self.place = f"{folder} ({self.family.architecture})"
         keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
         try:
             super().__init__(load_config(**keys))
@@ -47,7 +48,11 @@ class HFWeights(WeightSource):
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.legacy_names, tensor.name.removeprefix(prefix))
             names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head, used = self._tied_head(), set(names.values())
+        head, used = None, set(names.values())
+        if "logits_dense/kernel" not in self.model.parameters:  # it is tied
+            rows = [row for row in self.family.rows if row.hf_name == self.family.head]
+            possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
+            head = next((name for name in possible if name in found), None)
         check_arrays(
             {
                 name: one
@@ -67,13 +72,6 @@ class HFWeights(WeightSource):
                 f"{CONFIG}."
             )
         return names
-
-    def _tied_head(self) -> str | None:
-        if "logits_dense/kernel" in self.model.parameters:
-            return None
-        rows = [row for row in self.family.rows if row.hf_name == self.family.head]
-        possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
-        return next((name for name in possible if name in self.files.found), None)
 
     @property
     def widened(self) -> dict[str, str]:

@@ -14,22 +14,18 @@ from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import list_dir
 from MaxText.config.schema import Config
-from MaxText.conversion.stored_arrays import LazyCheckpointReader
-from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
+from MaxText.conversion.weight_source import (
+    LazyCheckpointReader,
+    WeightSource,
+    check_arrays,
+    common_format,
+)
 from MaxText.errors import UserError
 from MaxText.storage.paths import parse_path
 
 _MUDDFORMER_ITEMS = "state"
 _ITEMS = ("items", _MUDDFORMER_ITEMS, "default")  # MaxText, MUDDFormer's program, older MaxText
 
-# Our names outside layers -> MaxText's.
-_NAMES = {
-    "token_embedder/embedding": "token_embedder/embedding",
-    "position_embedder/embedding": "decoder/position_embedder/embedding",
-    "decoder_norm/scale": "decoder/decoder_norm/scale",
-    "decoder_norm/bias": "decoder/decoder_norm/bias",
-    "logits_dense/kernel": "decoder/logits_dense/kernel",
-}
 # normalization_type -> our part of a layer -> MaxText's. Llama's block names the pre-MLP norm after
 # what precedes it; the gpt3 block (LayerNorm) has it inside the MLP.
 _LAYER_NAMES = {
@@ -104,7 +100,7 @@ class MaxTextWeights(WeightSource):
         given = parse_path(path, "from")
         if "://" not in path:
             given = given.absolute()  # required by Orbax
-        self.folder = _find_items(given, path)
+        self.place = self.folder = _find_items(given, path)
         in_model = (
             config.model.block.normalization_type == "layer_norm"
             or config.model.attention.use_qk_norm
@@ -151,7 +147,7 @@ class MaxTextWeights(WeightSource):
             after, within = name.removeprefix("connections/after/").split("/", 1)
             names = [_CONNECTION_NAMES[within].format(layer=int(after) - 1)]
         elif layers is None:
-            names = [_NAMES[name]]
+            names = [name if name.startswith("token_embedder/") else f"decoder/{name}"]
         else:
             names = [f"decoder/layers_{i}/{self._layer_name(within)}" for i in layers]
             if _slots_of(within) in _SHARED_SLOTS:

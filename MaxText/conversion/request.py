@@ -148,12 +148,13 @@ def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
             f"{request.config_file} has no effect: the model comes from the folder's config.json. "
             "Set single keys instead, for example max_target_length=2048."
         )
-    if request.source_kind == "run" and not request.config_file:
-        for name in [name for name in request.keys if name != import_modules.KEY][:1]:
-            yield (
-                f"{name}={request.keys[name]} has no effect: the model comes from the run's own "
-                "configuration."
-            )
+    ignored = [name for name in request.keys if name != import_modules.KEY]
+    if ignored and request.source_kind == "run" and not request.config_file:
+        name = ignored[0]
+        yield (
+            f"{name}={request.keys[name]} has no effect: the model comes from the run's own "
+            "configuration."
+        )
 
 
 def _wrong_growth(request: ConvertArgs) -> Iterator[str]:

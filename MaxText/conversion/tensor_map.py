@@ -1,7 +1,7 @@
 """Maps Hugging Face tensors to the arrays of one model."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -57,8 +57,7 @@ class TensorMap:
             )
         assert sorted(named) == sorted(model.parameters), "the table has arrays twice"
 
-    def _declared(self) -> list[tuple[WeightMapping, int]]:
-        found = []
+    def _declared(self) -> Iterator[tuple[WeightMapping, int]]:
         for layer, one in enumerate(self.model.config.layers):
             feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
@@ -66,9 +65,7 @@ class TensorMap:
                     name = f"{folder}/{param}"
                     if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name
-                        row = WeightMapping(hf_name, (f"layers/{name}",), _linear(spec))
-                        found.append((row, layer))
-        return found
+                        yield WeightMapping(hf_name, (f"layers/{name}",), _linear(spec)), layer
 
     def _add(self, row: WeightMapping, layer: int) -> None:
         config = self.model.config

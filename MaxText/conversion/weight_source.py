@@ -1,18 +1,26 @@
-"""Sources of weights and what their readers share."""
+"""Sources of weights, runs among them, and what their readers share."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from etils import epath
 from flax import traverse_util
 
+from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.compatibility import ArraySpec, mismatches
+from MaxText.checkpointing.checkpoint_reader import translate_errors
+from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
+from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path, mismatches
+from MaxText.config import catalog, import_modules
 from MaxText.config.schema import Config
+from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
+PARAMS = "params/"
 _MAX_LINES = 20
 
 
@@ -20,6 +28,7 @@ class WeightSource:
     """Arrays under our names, read one at a time."""
 
     formats: dict[str, np.dtype]  # by parameter name
+    place: Any = ""  # shown to the user
 
     def __init__(self, config: Config):
         self.config = config
@@ -73,3 +82,84 @@ def check_arrays(
         more = len(problems) - _MAX_LINES
         lines = problems[:_MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
         raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
+
+
+class LazyCheckpointReader:
+    """An Orbax PyTree on disk. Verifies checksums if they were saved.
+
+    `leaves` maps paths such as "params/decoder_norm/scale" to shapes and formats, and includes
+    optimizer state; `params` has names such as "decoder_norm/scale".
+    """
+
+    def __init__(self, folder: epath.Path):
+        """Reads the tree metadata; UserError if unreadable or altered."""
+        import orbax.checkpoint as ocp
+
+        self.folder = folder
+        with corruption_as_user_error(folder), translate_errors():
+            tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
+            checksums = checkpoint_files.StoredCheckpoint(folder, None).metadata.checksums
+            # Optimizer states have entries without arrays.
+            arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
+            self.leaves: dict[str, ArraySpec] = array_specs(arrays)
+            if checksums is not None and (found := first_spec_mismatch(self.leaves, checksums)):
+                raise CheckpointCorruptedError(found)
+        entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._paths = [leaf_path(path) for path, _ in entries]
+        self._checksums = checksums
+        self.params = {
+            path.removeprefix(PARAMS): leaf
+            for path, leaf in self.leaves.items()
+            if path.startswith(PARAMS)
+        }
+
+    def read(self, path: str) -> np.ndarray:
+        import orbax.checkpoint as ocp
+
+        which = self._paths.index(path)
+        items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
+        items[which] = 0
+        wanted = self._structure.unflatten(items)
+        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
+        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
+        with corruption_as_user_error(self.folder), translate_errors():
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                restored = checkpointer.restore(self.folder, args=restore)
+            array = np.asarray(jax.tree.leaves(restored)[which])
+            if self._checksums is not None and host_checksum(array) != self._checksums[path]:
+                raise CheckpointCorruptedError(f"{path}: checksum mismatch")
+        return array
+
+
+class RunWeights(WeightSource):
+    """Weights of a checkpoint (checkpoint_files.resolve_checkpoint)."""
+
+    def __init__(self, path: str, given: Config | None = None):
+        """Reads names and shapes of a run, its checkpoints, a step or its items.
+
+        `given` is the configuration for a checkpoint without one. Raises UserError for a missing,
+        unreadable or mismatched checkpoint.
+        """
+        self.stored = self.place = checkpoint_files.resolve_checkpoint(path, "from")
+        self.metadata = self.stored.try_metadata()
+        if given is None:
+            place, flat = str(self.stored), self.metadata.get("config")
+            if not flat:
+                raise UserError(
+                    f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
+                )
+            import_modules.check_named(flat, place)
+            given = catalog.unflatten(with_current_names(flat, place))
+        super().__init__(given)
+        self._arrays = LazyCheckpointReader(self.stored.items)
+        check_arrays(
+            self._arrays.params,
+            {name: spec.shape for name, spec in self.model.parameters.items()},
+            f"{self.stored} does not hold the model of its configuration",
+            "Put the run's own config.yml before from=, or use a checkpoint of this program; "
+            "from=maxtext:... reads MaxText's.",
+        )
+        self.formats = {name: leaf.dtype for name, leaf in self._arrays.params.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self._arrays.read(PARAMS + name)

@@ -80,17 +80,22 @@ class Program:
     def tokens_per_update(self) -> int:
         return self.rows * self.num_microbatches * self.length
 
-    @functools.cached_property
+    @property
     def optimizer(self) -> optax.GradientTransformation:
-        model_config = _weights_of(self.config.model)
-        return _optimizer(model_config, self.config.optimizer, self.config.schedule)
+        return self._optimizer_and_shapes[0]
 
     @functools.cached_property
     def abstract_state(self) -> Any:
         """Shapes and shardings of the TrainState."""
-        config, model_config = self.config, _weights_of(self.config.model)
-        shapes = _state_shapes(model_config, config.optimizer, config.schedule, config.guard)
-        return self.sharding.with_shardings(shapes, self.model.parameters)
+        return self.sharding.with_shardings(self._optimizer_and_shapes[1], self.model.parameters)
+
+    @property
+    def _optimizer_and_shapes(self) -> tuple[optax.GradientTransformation, Any]:
+        config = self.config
+        # Plans with other policies, which do not change weights, share the result.
+        memory = config.model.memory.model_copy(update={"remat_policy": "none"})
+        model_config = config.model.model_copy(update={"memory": memory})
+        return _optimizer_and_shapes(model_config, config.optimizer, config.schedule, config.guard)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -179,16 +184,8 @@ def make_program(
     length = model_config.shape.max_target_length
     plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
     check_lengths(length, config.batch, sharding)
-    return Program(
-        config,
-        tuple(choices),
-        sharding,
-        sizes,
-        abstract_model(model_config),
-        rows,
-        length,
-        assumes_cudnn,
-    )
+    model = abstract_model(model_config)
+    return Program(config, tuple(choices), sharding, sizes, model, rows, length, assumes_cudnn)
 
 
 def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
@@ -215,31 +212,14 @@ def abstract_model(model_config: ModelConfig) -> Model:
     return Model(model_config)
 
 
-def _weights_of(model_config: ModelConfig) -> ModelConfig:
-    """Drops settings without an effect on weights, for better caching."""
-    memory = model_config.memory.model_copy(update={"remat_policy": "none"})
-    return model_config.model_copy(update={"memory": memory})
-
-
 @cached
-def _optimizer(
-    model_config: ModelConfig, optimizer: OptimizerConfig, schedule: ScheduleConfig
-) -> optax.GradientTransformation:
-    parameters = abstract_model(model_config).parameters
-    return make_optimizer(optimizer, learning_rate_schedule(schedule), parameters)
-
-
-@cached
-def _state_shapes(
-    model_config: ModelConfig,
-    optimizer: OptimizerConfig,
-    schedule: ScheduleConfig,
-    guard: GuardConfig,
-) -> Any:
-    initialize = make_initialize(
-        abstract_model(model_config), _optimizer(model_config, optimizer, schedule), guard
-    )
-    return jax.eval_shape(initialize, jax.random.key(0))
+def _optimizer_and_shapes(
+    model_config: ModelConfig, config: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
+) -> tuple[optax.GradientTransformation, Any]:
+    model = abstract_model(model_config)
+    optimizer = make_optimizer(config, learning_rate_schedule(schedule), model.parameters)
+    initialize = make_initialize(model, optimizer, guard)
+    return optimizer, jax.eval_shape(initialize, jax.random.key(0))
 
 
 def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:

@@ -36,9 +36,10 @@ def train_compile(
     try:
         compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:
-        if device_memory.is_out_of_memory(error):
-            raise device_memory.out_of_memory(target, error) from error
-        raise
+        _, is_exhausted, what = str(error).partition("RESOURCE_EXHAUSTED: ")
+        if not is_exhausted:
+            raise
+        raise device_memory.out_of_memory(target, what) from error
     log(f"compiled in {seconds:.1f} s")
     program = _program(compiled, log)
     needed = device_memory.memory_breakdown(planned, compiled)

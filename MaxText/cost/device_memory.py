@@ -22,7 +22,6 @@ from MaxText.training.assembly import TrainSetup
 
 _GIB, _MIB = 2**30, 2**20
 _LARGE_ARRAYS = 8  # number shown
-_EXHAUSTED = "RESOURCE_EXHAUSTED: "
 _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
@@ -91,20 +90,8 @@ def usable_bytes(target: CompileTarget) -> int:
     """Returns the usable bytes of a device; 0 if unknown."""
     if target.platform != "gpu":
         return target.memory
-    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "")
-    return int(target.memory * (float(fraction) if fraction else GPU_FRACTION))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return _EXHAUSTED in str(error)
-
-
-def out_of_memory(target: CompileTarget, error: BaseException) -> UserError:
-    """Returns an error if compilation ran out of memory.
-
-    The compiler's message goes on with its largest arrays.
-    """
-    return _oom_message(target, str(error).partition(_EXHAUSTED)[2])
+    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or GPU_FRACTION
+    return int(target.memory * float(fraction))
 
 
 def check_fits(target: CompileTarget, memory: MemoryBreakdown, program: HloModule) -> None:
@@ -115,10 +102,11 @@ def check_fits(target: CompileTarget, memory: MemoryBreakdown, program: HloModul
             f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
             f"({limit / target.memory:.0%} of the device)"
         )
-        raise _oom_message(target, "\n".join([needs, *describe_memory(memory, program)]))
+        raise out_of_memory(target, "\n".join([needs, *describe_memory(memory, program)]))
 
 
-def _oom_message(target: CompileTarget, what: str) -> UserError:
+def out_of_memory(target: CompileTarget, what: str) -> UserError:
+    """Returns an error with advice; `what` may end in the largest arrays."""
     name = target.name if target.num_slices == 1 else f"{target.num_slices}x{target.name}"
     return UserError(
         f"{name} has too little memory: {what}\n"

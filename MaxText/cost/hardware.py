@@ -145,27 +145,20 @@ def find_hardware(name: str) -> Hardware:
     times, number = int(count or 1), None if number is None else int(number)
     if 0 in (times, number):
         raise UserError(f"hardware={name}: numbers start at 1.")
-    if chip is CPU:
-        return Hardware(name, CPU, times * (number or 1))
-    if chip.platform == "gpu":
-        if count is None and number is None:
+    if chip.platform == "tpu":
+        if number is None or number % chip.cores:
+            counted = "TensorCores, two per chip" if chip.cores == 2 else "chips"
             raise UserError(
-                f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or {kind}-8."
+                f"hardware={name}: the name ends in the number of {counted}, for example "
+                f"{chip.name}-{8 * chip.cores}."
             )
-        times *= number or 1
-        return Hardware(name, chip, times, max(1, -(-times // chip.num_linked)))
-    if number is None:
+        return Hardware(name, chip, times * number // chip.cores, times)
+    if chip is not CPU and count is None and number is None:
         raise UserError(
-            f"hardware={name}: the number is missing. Write for example "
-            f"{chip.name}-{8 * chip.cores}; it counts "
-            f"{'TensorCores, two per chip' if chip.cores == 2 else 'chips'}."
+            f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or {kind}-8."
         )
-    if number % chip.cores:
-        raise UserError(
-            f"hardware={name}: the number counts TensorCores, {chip.cores} per chip, so it must be "
-            f"a multiple of {chip.cores}."
-        )
-    return Hardware(name, chip, times * number // chip.cores, times)
+    times *= number or 1
+    return Hardware(name, chip, times, 1 if chip is CPU else -(-times // chip.num_linked))
 
 
 def _unknown(name: str) -> UserError:

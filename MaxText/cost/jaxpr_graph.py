@@ -84,7 +84,7 @@ class Value:
     is_square: bool = False  # attention scores, or derived from them at their size
     # arrays in memory that it is read from; itself if it is written
     roots: frozenset["Value"] = frozenset()
-    readers: list[int] = dataclasses.field(default_factory=list)
+    readers: list["Node"] = dataclasses.field(default_factory=list)
 
     @property
     def is_written(self) -> bool:
@@ -128,31 +128,32 @@ class Traced:
 def traced(
     jaxpr: core.Jaxpr,
     *,
-    weights: Sequence[float],
+    weights: Sequence[float] = (),
     size_of: SizeOf = plain_size,
-    is_square: Sequence[bool] | None = None,
+    is_square: Sequence[bool] = (),
     first_slice: int | None = None,
 ) -> Traced:
     """Parses a program.
 
     Args:
-      weights: For each argument, the share of a parameter that a device gathers; 0 for others.
+      weights: Shares of parameters that a device gathers, the first arguments.
       first_slice: In a loop body, index of the first argument that is a slice of a stack.
     """
     given = [_value(variable.aval, size_of) for variable in jaxpr.invars]
-    squares = is_square or [False] * len(given)
-    for value, weight, square in zip(given, weights, squares, strict=True):
-        value.weight, value.is_square = weight, square
+    for value, weight in zip(given, weights, strict=False):
+        value.weight = weight
+    for value, square in zip(given, is_square, strict=False):
+        value.is_square = square
     nodes: list[Node] = []
     results = _inline_calls(jaxpr, given, nodes, size_of)
     nodes = _drop_dead_nodes(nodes, results)
     if first_slice is not None:
         nodes = _with_slices(nodes, [value for value in given[first_slice:] if not value.weight])
-    for number, node in enumerate(nodes):
-        for value in node.inputs:
-            value.readers.append(number)
     for node in nodes:
-        _find_roots(node, nodes)
+        for value in node.inputs:
+            value.readers.append(node)
+    for node in nodes:
+        _find_roots(node)
         if node.name in ("scan", "while", "cond"):
             node.bodies, node.times = _bodies(node, size_of)
         if node.name == "scan":
@@ -234,7 +235,7 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
     return complete
 
 
-def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
+def _find_roots(node: Node) -> None:
     restacked = _restacked_results(node)
     # The gradient of reading a slice.
     pads_with_constants = node.name == "dynamic_update_slice" and not node.inputs[0].roots
@@ -247,27 +248,24 @@ def _find_roots(node: Node, nodes: Sequence[Node]) -> None:
         elif node.name in _WRITTEN and not pads_with_constants:
             value.roots = frozenset([value])
             value.is_square = _makes_squares(node)
-            readers = list(_consumers_through_views(value, nodes))
-            if node.name in PRODUCTS and len(readers) == 1:
-                reader = nodes[readers[0]]
-                if reader.name == "convert_element_type":
-                    converted = reader.outputs[0]
-                    if converted.size < value.size or _is_read_from_memory(converted, nodes):
-                        value.size = converted.size
+            readers = list(_consumers(value))
+            if node.name in PRODUCTS and [one.name for one in readers] == ["convert_element_type"]:
+                converted = readers[0].outputs[0]
+                if converted.size < value.size or _is_read_from_memory(converted):
+                    value.size = converted.size
         else:
-            _fuse(node, value, nodes)
+            _fuse(node, value)
 
 
-def _is_read_from_memory(value: Value, nodes: Sequence[Node]) -> bool:
-    readers = {nodes[reader].name for reader in _consumers_through_views(value, nodes)}
+def _is_read_from_memory(value: Value) -> bool:
+    readers = {reader.name for reader in _consumers(value)}
     return any(name in _WRITTEN - PRODUCTS and not name.startswith(REDUCTIONS) for name in readers)
 
 
-def _fuse(node: Node, value: Value, nodes: Sequence[Node]) -> None:
+def _fuse(node: Node, value: Value) -> None:
     arrays = [read for read in node.inputs if read.size]
     value.is_square = any(read.is_square and read.size >= value.size / 2 for read in arrays)
-    readers = [nodes[reader] for reader in _consumers_through_views(value, nodes)]
-    products = [reader for reader in readers if reader.name in PRODUCTS]
+    products = [reader for reader in _consumers(value) if reader.name in PRODUCTS]
     if arrays and all(read.weight for read in arrays):
         value.weight = min(read.weight for read in arrays)
         if products:
@@ -291,14 +289,14 @@ def _makes_squares(node: Node) -> bool:
     return len(batch) > 1 and inner <= min(node.outputs[0].shape[len(batch) :], default=0)
 
 
-def _consumers_through_views(value: Value, nodes: Sequence[Node]) -> Iterable[int]:
-    for reader in value.readers:
-        node = nodes[reader]
+def _consumers(value: Value) -> Iterable[Node]:
+    """Yields the readers of a value, through views."""
+    for node in value.readers:
         if node.name in _VIEWS and node.name != "convert_element_type":
             for made in node.outputs:
-                yield from _consumers_through_views(made, nodes)
+                yield from _consumers(made)
         else:
-            yield reader
+            yield node
 
 
 def _body_of(loop: Any) -> Any:
@@ -339,18 +337,15 @@ def _restacked_results(node: Node) -> dict[int, int]:
 
 
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:
-    if node.name == "scan":
-        inside = _body_of(node)
-        body = traced(
-            inside,
-            weights=[read.weight for read in node.inputs],
-            is_square=[read.is_square for read in node.inputs],
-            size_of=size_of,
-            first_slice=_first_stacked(node.inputs, inside.invars),
-        )
-        return (body,), node.params["length"]
-    programs = node.params["branches"] if node.name == "cond" else [node.params["body_jaxpr"]]
-    return tuple(
-        traced(body.jaxpr, weights=[0.0] * len(body.jaxpr.invars), size_of=size_of)
-        for body in programs
-    ), 1
+    if node.name != "scan":
+        programs = node.params["branches"] if node.name == "cond" else [node.params["body_jaxpr"]]
+        return tuple(traced(body.jaxpr, size_of=size_of) for body in programs), 1
+    inside = _body_of(node)
+    body = traced(
+        inside,
+        weights=[read.weight for read in node.inputs],
+        is_square=[read.is_square for read in node.inputs],
+        size_of=size_of,
+        first_slice=_first_stacked(node.inputs, inside.invars),
+    )
+    return (body,), node.params["length"]

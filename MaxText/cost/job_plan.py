@@ -1,20 +1,50 @@
-"""Plan of a configuration on hardware: memory, communication and time."""
+"""Plan of a configuration on hardware, and the search for a fitting one.
 
+The search finds a mesh, microbatch and remat policy, fastest first. A step keeps its number of
+sequences: smaller microbatches are accumulated. (GPT-Neo's --auto_layout did this for its own
+model.) Meshes are visited by their lower bound of time, known without tracing, until no remaining
+mesh can be among the proposals.
+"""
+
+import bisect
 import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
+from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.config.catalog import unflatten
+from MaxText.config.model_sections import PipelineConfig
+from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config
-from MaxText.cost.abstract_step import Program, make_program
-from MaxText.cost.communication import CommCost, communication_costs
+from MaxText.config.serialization import diff_configs, flatten
+from MaxText.cost.abstract_step import Program, abstract_model, make_program
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak
-from MaxText.cost.step_memory import MemoryEstimate, estimate_memory
-from MaxText.cost.step_time import StepTime, step_time
+from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
+from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import assert_params_sufficiently_sharded
+from MaxText.training import backend_defaults
 
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
+POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
+MAX_PROPOSALS = 6
+_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
+_RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
+MAX_TENSOR = 8
+MAX_STAGES = 16
+# Minimum length from which sequences are split despite a large enough batch, and maximum parts.
+LONG_SEQUENCE = 8192
+MAX_CONTEXT = 8
+_BYTES_OF_A_WEIGHT = 16  # a float32 weight, two moments, and its gradient
+_PIPELINE = tuple(PipelineConfig.model_fields)
+MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_AXES), *_PIPELINE)
+Keys = dict[str, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,3 +96,233 @@ def peak_of(hardware: Hardware) -> PeakFlops:
         return known
     measured = measure_peak(jax.devices("cpu")[0])
     return measured._replace(tflops=measured.tflops / hardware.num_chips)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mesh:
+    seconds: float  # lower bound of a step
+    keys: dict[str, Any]  # configuration of the mesh
+    # configurations of the batch, from the largest microbatch that divides
+    batches: list[dict[str, Any]]
+
+
+def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[JobPlan]:
+    """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
+    search = _PlanSearch(flatten(config), hardware, peak)
+    found: list[JobPlan] = []
+    smallest: JobPlan | None = None
+    for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
+        if len(found) == MAX_PROPOSALS and mesh.seconds >= found[-1].time.estimate:
+            break
+        fits, closest = search.plans(mesh)
+        found = sorted([*found, *fits], key=lambda plan: plan.time.estimate)[:MAX_PROPOSALS]
+        if closest and (smallest is None or closest.memory.total < smallest.memory.total):
+            smallest = closest
+    if found:
+        return found
+    if smallest is None:
+        raise UserError(
+            f"no mesh of {hardware.num_devices} devices in {hardware.num_slices} equal slices "
+            "divides this model and batch. Set another number of devices, another "
+            "per_device_batch_size, or a higher sharding_tolerance."
+        )
+    keys = " ".join(command_with_plan((), smallest, config)) or "the configuration as it is"
+    raise NothingFits(
+        f"nothing fits {hardware.describe()}: the smallest plan needs "
+        f"{smallest.memory.total / 1e9:.1f} GB per device, with {keys}, and a device has "
+        f"{hardware.memory / 1e9:.1f} GB. Use more devices, a smaller model, or an optimizer with "
+        "less state (opt_type=adafactor, mu_dtype=bfloat16)."
+    )
+
+
+class NothingFits(UserError):
+    """Raised if no mesh, microbatch and remat policy fits."""
+
+    exit_code = 1
+
+
+def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
+    changed = diff_configs(flatten(config), flatten(plan.program.config))
+    searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
+    # YAML needs these quotes, the command line does not.
+    new = {name: changed[name][1].strip('"') for name in searched if name in changed}
+    kept = [word for word in arguments if word.partition("=")[0] not in new]
+    return [*kept, *(f"{name}={value}" for name, value in new.items())]
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlanSearch:
+    given: dict[str, Any]
+    hardware: Hardware
+    peak: PeakFlops
+
+    def meshes(self, config: Config) -> Iterator[_Mesh]:
+        every = microbatches(config, self.hardware)
+        for keys in candidate_meshes(config, self.hardware):
+            for number, batch in enumerate(every):
+                program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
+                if program is not None:
+                    communication = communication_costs(program, self.hardware)
+                    seconds = min_step_time(program, self.hardware, communication, self.peak)
+                    yield _Mesh(seconds, keys, every[number:])
+                    break
+
+    def plans(self, mesh: _Mesh) -> tuple[list[JobPlan], JobPlan | None]:
+        """Returns fitting plans, and the one with the least memory.
+
+        Each policy has its largest microbatch, unless a faster one (that saves more) fits with an
+        equal one.
+        """
+        batches = self._small_enough(mesh)
+
+        @functools.cache
+        def plan_with(policy: str, number: int) -> JobPlan | None:
+            program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
+            return None if program is None else plan_of(program, self.hardware, self.peak)
+
+        def fits(policy: str, number: int) -> bool:
+            plan = plan_with(policy, number)
+            return plan is not None and plan.fits
+
+        closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
+        found: list[JobPlan] = []
+        if closest is None or not closest.fits:
+            return found, closest
+        larger = len(batches)  # microbatches before this index are larger than all that fit
+        for policy in POLICIES:
+            if larger and fits(policy, larger - 1):
+                is_fit = functools.partial(fits, policy)
+                larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
+                plan = plan_with(policy, larger)
+                assert plan is not None, "it fits"
+                found.append(plan)
+        return found, closest
+
+    def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
+        """Drops microbatches with a too large lower bound, except the last."""
+        left, last = [], []
+        for batch in mesh.batches:
+            program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
+            if program is not None:
+                last = [batch]
+                if min_memory(program) <= USABLE_SHARE * self.hardware.memory:
+                    left.append(batch)
+        return left or last
+
+    def _program(self, changes: dict[str, Any]) -> Program | None:
+        config = unflatten(self.given | changes)
+        of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
+        blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
+        if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
+            return None
+        try:
+            return make_program_for(config, self.hardware)
+        except UserError:
+            return None
+
+
+def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
+    """Returns the step's sequences in increasingly many microbatches."""
+    given, sequences = config.batch, sequences_of(config, hardware)
+    found, steps = [], 1
+    while True:
+        sizes = dict(zip(_BATCH, (sequences / steps / hardware.num_devices, steps), strict=True))
+        if given.enable_rampup_batch_size:
+            smaller = given.gradient_accumulation_steps / steps
+            sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
+        found.append(sizes)
+        rest = sequences // steps
+        if rest <= 1:
+            return found
+        # Usually halves; finally each sequence is its own microbatch.
+        steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)
+
+
+def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
+    """Yields mesh keys, and pipeline keys if there are stages.
+
+    Within a slice, weights are sharded over all or half of the devices, or replicated; across
+    slices replicated, sharded, or split by layers. Model, batch or rules may reject some.
+    """
+    num_devices = hardware.num_devices // hardware.num_slices
+    width = config.model.shape.dimensions.emb_dim
+    for within, across in itertools.product(
+        _within(config, hardware, num_devices), _across(hardware.num_slices)
+    ):
+        # A factor of fsdp moves to fsdp_transpose, for divisible widths.
+        fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
+        divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
+        sizes = within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
+        mesh = {
+            size_key(axis, network): of.get(axis, 1)
+            for network, of in zip(NETWORKS, (sizes, across), strict=True)
+            for axis in MESH_AXES
+        }
+        mesh["dcn_data_parallelism"] = -1  # the default: fills the remaining devices
+        num_stages = sizes.get("stage", 1) * across["stage"]
+        for pipeline in _pipelines(num_stages):
+            yield mesh | pipeline
+
+
+def sequences_of(config: Config, hardware: Hardware) -> int:
+    batch = config.batch
+    per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
+    return round(per_device * hardware.num_devices)
+
+
+def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
+    for expert, tensor, context, stage in itertools.product(
+        _experts(config),
+        _powers(MAX_TENSOR),
+        _contexts(config, hardware),
+        _stages(config, hardware, num_devices),
+    ):
+        rest, left = divmod(num_devices, expert * tensor * context * stage)
+        if left:
+            continue
+        for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
+            if rest % fsdp == 0:
+                yield {
+                    "data": rest // fsdp, "stage": stage, "fsdp": fsdp, "context": context,
+                    "expert": expert, "tensor": tensor,
+                }  # fmt: skip
+
+
+def _across(num_slices: int) -> Iterator[Keys]:
+    for stage in (n for n in range(1, MAX_STAGES + 1) if num_slices % n == 0):
+        rest = num_slices // stage
+        for fsdp in dict.fromkeys((1, rest)):
+            yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
+
+
+def _experts(config: Config) -> list[int]:
+    experts = config.model.mixture_of_experts
+    if experts.num_experts == 1 or experts.capacity_factor <= 0:
+        return [1]
+    return [n for n in _powers(8) if experts.num_experts % n == 0]
+
+
+def _contexts(config: Config, hardware: Hardware) -> list[int]:
+    length = config.model.shape.max_target_length
+    most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
+    waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
+    if waiting > 1:
+        most = max(most, 2 ** (waiting - 1).bit_length())
+    return [n for n in _powers(most) if length % n == 0]
+
+
+def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
+    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
+    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
+    return _powers(MAX_STAGES if needed > hardware.memory else 1)
+
+
+def _pipelines(num_stages: int) -> Iterator[Keys]:
+    several = (1, 2, 4) if num_stages > 1 else ()
+    choices = itertools.product((1, -1), (n * num_stages for n in several))
+    for repeats, parts in choices if several else [(-1, -1)]:
+        yield dict(zip(_PIPELINE, (parts, repeats, -1), strict=True))
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length())]

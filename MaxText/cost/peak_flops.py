@@ -40,21 +40,17 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
     if not cache_folder:
         return measure_peak(device)
     file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
-    kept = _kept(file)
+    try:
+        found = json.loads(file.read_text())
+        kept = {key: PeakFlops(**peak)._asdict() for key, peak in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        kept = {}  # missing or damaged
     if name not in kept:
         kept[name] = measure_peak(device)._asdict()
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # measured again at the next start
                 file.write_text(json.dumps(kept, indent=1))
     return PeakFlops(**kept[name])
-
-
-def _kept(file: epath.Path) -> dict[str, Any]:
-    try:
-        kept = json.loads(file.read_text())
-        return {name: PeakFlops(**peak)._asdict() for name, peak in kept.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}  # missing or damaged
 
 
 def _name_of(device: Any) -> str:

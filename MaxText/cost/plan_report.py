@@ -1,17 +1,15 @@
 """Text of a plan."""
 
 import shlex
-import string
 import textwrap
 from collections.abc import Sequence
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.schema import Config
 from MaxText.cost.abstract_step import Program
-from MaxText.cost.cost_table import MFU_RULE
 from MaxText.cost.device_memory import GPU_FRACTION
-from MaxText.cost.job_plan import USABLE_SHARE, JobPlan
-from MaxText.cost.plan_search import command_with_plan
+from MaxText.cost.flops import MFU_RULE
+from MaxText.cost.job_plan import USABLE_SHARE, JobPlan, command_with_plan
 from MaxText.metrics.tables import format_table, short_count, short_time
 
 _GB = 1e9
@@ -99,17 +97,19 @@ def _communication(plan: JobPlan) -> str:
     if not plan.communication:
         return "communication: none, one device"
     rows = [
-        (one.axis, str(one.size), one.num_bytes, f"{one.bandwidth / _GB:.0f}", one.seconds)
+        [
+            one.axis,
+            str(one.size),
+            f"{one.num_bytes / _GB:.2f}",
+            f"{one.bandwidth / _GB:.0f}",
+            short_time(one.seconds),
+        ]
         for one in plan.communication
     ]
-    received = sum(one.num_bytes for one in plan.communication)
-    rows.append(("all, not overlapped", "", received, "", plan.time.comm_seconds))
-    *cells, total = (
-        [axis, size, f"{num_bytes / _GB:.2f}", speed, short_time(seconds)]
-        for axis, size, num_bytes, speed, seconds in rows
-    )
+    received = sum(one.num_bytes for one in plan.communication) / _GB
+    total = ["all, not overlapped", "", f"{received:.2f}", "", short_time(plan.time.comm_seconds)]
     header = ["communication per step", "devices", "GB received", "GB/s", "time"]
-    return format_table(header, cells, total, right=(1, 2, 3, 4))
+    return format_table(header, rows, total)
 
 
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
@@ -192,24 +192,9 @@ def format_proposals(
         first, *more = textwrap.wrap(_mesh_words(plan.program), _WIDTH - len(rule) - 2)
         rows += [[first, *cells], *([line] for line in more)]
     table = format_table(["mesh", *header], rows, right=range(3, 8))
-    words = ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
+    words = map(shlex.quote, command_with_plan(arguments, plans[0], config))
+    command = " \\\n    ".join(["  python MaxText/train.py", *words])
     return (
         f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
-        f"To train with the first, add your data:\n{_shell_lines(words)}"
+        f"To train with the first, add your data:\n{command}"
     )
-
-
-def _shell_lines(words: Sequence[str]) -> str:
-    # Breaks between words only.
-    hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
-    shown = {letter: space for space, letter in hidden.items()}
-    whole = [shlex.quote(word).translate(hidden) for word in words]
-    lines = textwrap.wrap(
-        " ".join(whole),
-        _WIDTH - len(" \\"),
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return " \\\n".join(lines).translate(shown)

@@ -1,10 +1,25 @@
-"""Saves a compiled step to a file, and loads it for a matching run."""
+"""Saves a compiled step to a file, and loads it for a matching run.
 
+Loading one executes its contents: machine code and JAX's pickle around it. So nothing is unpickled
+before the signature is verified, an HMAC-SHA256 under the user's key: anybody could compute a mere
+checksum. The file:
+
+    MaxText compiled step 1       a line
+    signature                     a line, hexadecimal, of all that follows
+    facts                         a line of JSON: what it was compiled for and from
+    executable                    the rest
+"""
+
+import contextlib
 import hashlib
+import hmac
 import importlib.metadata
+import json
 import os
 import pathlib
 import re
+import secrets
+import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,12 +31,16 @@ from MaxText.config.catalog import flatten, keys_by_section
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.values import to_yaml
-from MaxText.cost import serialized_executable
 from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime.compilation_cache import cpu_fingerprint
+from MaxText.storage.atomic import atomic_write_bytes
+from MaxText.storage.paths import is_object_store_path, parse_path
 
+_FIRST_LINE = b"MaxText compiled step 1\n"
+KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
+_KEY_BYTES = 32
 _SHOWN = 8  # differences listed
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
@@ -51,7 +70,7 @@ def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled
         "batch": _describe(planned.batch),
         "metrics": sorted(metrics),
     }
-    return serialized_executable.write(path, kept, executable)
+    return write_signed(path, kept, executable)
 
 
 def load_compiled(
@@ -66,7 +85,7 @@ def load_compiled(
     path = config.run.compiled_trainstep_file
     if not path:
         return None
-    kept, executable = serialized_executable.read(path)
+    kept, executable = read_signed(path)
     different = _differences(kept["run"], _fingerprint(config, model_config, sharding, state))
     if different:
         more = len(different) - _SHOWN
@@ -162,3 +181,70 @@ def _hash_of_sources() -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def write_signed(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
+    """Signs and atomically writes a file; returns the signature."""
+    content = json.dumps(facts, sort_keys=True).encode() + b"\n" + executable
+    signature = _signature(content, may_make_key=True)
+    file = parse_path(path, "compiled_trainstep_file")
+    try:
+        if not is_object_store_path(file):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_bytes(file, _FIRST_LINE + signature.encode() + b"\n" + content)
+    except OSError as error:
+        raise UserError(f"compiled_trainstep_file={path}: cannot write it ({error})") from error
+    return signature
+
+
+def read_signed(path: str) -> tuple[dict[str, Any], bytes]:
+    """Returns (facts, executable) of a verified file; else UserError."""
+    try:
+        whole = parse_path(path, "compiled_trainstep_file").read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"compiled_trainstep_file={path} cannot be read ({error}). Create it by "
+            "train_compile.py with the same configuration and compile_topology, or remove the key."
+        ) from error
+    refused = f"compiled_trainstep_file={path} is rejected, and none of it was executed:"
+    if not whole.startswith(_FIRST_LINE):
+        raise UserError(f"{refused} it is not a file of this version's train_compile.py.")
+    signature, _, content = whole.removeprefix(_FIRST_LINE).partition(b"\n")
+    if not hmac.compare_digest(_signature(content).encode(), signature):
+        raise UserError(
+            f"{refused} invalid signature for key {_key_file()}: the file is corrupted, was "
+            "modified, or was signed with another key.\n"
+            "  What to do: compile it again, or copy the key of the machine that compiled it; "
+            f"{KEY_VARIABLE} is the path of the key."
+        )
+    facts, _, executable = content.partition(b"\n")
+    return json.loads(facts), executable
+
+
+def _key_file() -> pathlib.Path:
+    return pathlib.Path(os.environ.get(KEY_VARIABLE) or "~/.maxtext/signing_key").expanduser()
+
+
+def _signature(content: bytes, may_make_key: bool = False) -> str:
+    file = _key_file()
+    try:
+        if may_make_key and not file.exists():
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another process just made it
+                file.touch(0o600, exist_ok=False)  # never readable by others
+                file.write_text(secrets.token_hex(_KEY_BYTES) + "\n")
+        mode, key = file.stat().st_mode, file.read_bytes().strip()
+    except OSError as error:
+        raise UserError(
+            f"no key to sign or verify compiled_trainstep_file: {file} ({error}).\n"
+            "  What to do: copy that file from the machine that compiled, with its permissions, or "
+            f"set {KEY_VARIABLE} to its path."
+        ) from error
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise UserError(
+            f"other users can access the signing key {file}, and could sign anything with it. Run: "
+            f"chmod 600 {file}"
+        )
+    if len(key) < _KEY_BYTES:
+        raise UserError(f"the signing key {file} is shorter than {_KEY_BYTES} bytes")
+    return hmac.new(key, _FIRST_LINE + content, hashlib.sha256).hexdigest()

@@ -1,12 +1,16 @@
 """MemoryEstimate of a train step on one device, by cause.
 
 Parameters, optimizer state and gradients are exact, from the abstract state and shardings.
-Activations come from tracing loss and gradients (liveness.py) at one device's shapes.
+Activations come from tracing loss and gradients at one device's shapes, without compiling them. An
+array lives from the node that writes it to the last one that reads it, through fused operations.
+The order is the program's or a greedy one that frees most first, whichever needs less. Arrays of a
+loop's body are live while the loop runs.
 """
 
+import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -18,13 +22,39 @@ from jax.sharding import Mesh
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import ModelConfig
 from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
-from MaxText.cost.jaxpr_graph import SizeOf, Traced, plain_size, tiled_size, traced
-from MaxText.cost.liveness import PeakMemory, peak_memory
+from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, tiled_size, traced
 from MaxText.layers.batch import batch_shapes
-from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import Rules, axis_rules
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.objective import loss_sums, num_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveBuffer:
+    """A live array at the peak."""
+
+    size: float  # bytes
+    shape: tuple[int, ...]  # on one device
+    writer: str  # name of a primitive
+
+
+@dataclasses.dataclass(frozen=True)
+class PeakMemory:
+    """Memory of a program besides its arguments."""
+
+    outside: float  # bytes at the peak outside of loop bodies
+    in_loops: float  # bytes of the running loop's body at the peak; 0 without one
+    between: float  # bytes live from the first loop to the last, if the peak is there
+    # other live arrays at the peak, largest first
+    live: tuple[LiveBuffer, ...]
+    in_body: tuple[LiveBuffer, ...] = ()  # live arrays inside that body
+
+    @property
+    def size(self) -> float:
+        return self.outside + self.in_loops + self.between
+
+
+_NOTHING = PeakMemory(0.0, 0.0, 0.0, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +105,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         fetched=fetched,
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
         gradients=gradients,
-        peak=peak_memory(_trace_turns(program), kept, _converted_bytes(program)),
+        peak=peak_memory(trace(program, all_stages=True), kept, _converted_bytes(program)),
         update=_update_bytes(program),
     )
 
@@ -104,24 +134,17 @@ def _bytes(tree: Any, size_of: SizeOf) -> float:
     )
 
 
-def trace(program: Program) -> Traced:
+def trace(program: Program, all_stages: bool = False) -> Traced:
     """Traces loss and gradients of one microbatch at one device's shapes.
 
-    Of a pipeline, the layers of a stage read all sequences at once.
+    Of a pipeline, the layers of a stage read all sequences at once; with `all_stages`, stages run
+    turn by turn, and a device has a share of every array.
     """
-    return _trace_of(program, program.local_model, program.local_batch().tokens_BT.shape)
-
-
-def _trace_turns(program: Program) -> Traced:
-    """Traces all stages turn by turn; a device has a share of every array."""
-    num_stages = program.sharding.mesh.shape["stage"]
-    if num_stages == 1:
-        return trace(program)
-    size = program.local_batch_size, program.local_tokens // program.local_batch_size
-    return _trace_of(program, program.model_of_all_stages, size, num_stages)
-
-
-def _trace_of(program: Program, model: Model, size: tuple[int, int], num_stages: int = 1) -> Traced:
+    model, size = program.local_model, program.local_batch().tokens_BT.shape
+    num_stages = program.sharding.mesh.shape["stage"] if all_stages else 1
+    if num_stages > 1:
+        model = program.model_of_all_stages
+        size = program.local_batch_size, program.local_tokens // program.local_batch_size
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
@@ -164,8 +187,7 @@ def _trace(
     batch = batch_shapes(*size, with_documents=False)
     with axis_rules(Mesh(devices.reshape(sizes), MESH_AXES), rules):
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
-    others = (0.0,) * (len(closed.jaxpr.invars) - len(weights))
-    found = traced(closed.jaxpr, weights=weights + others, size_of=size_of)
+    found = traced(closed.jaxpr, weights=weights, size_of=size_of)
     if assumes_cudnn:
         # Traced in blocks, because cuDNN's kernel cannot be traced without a GPU.
         found.drop_scores()
@@ -221,5 +243,99 @@ def _bytes_of_update(
     arrays = [jax.ShapeDtypeStruct(*shard) for shard in shards]
     params, moments = jax.tree.unflatten(structure, arrays)
     closed = jax.make_jaxpr(optimizer.update)(params, moments, params)
-    weights = [0.0] * len(closed.jaxpr.invars)
-    return peak_memory(traced(closed.jaxpr, weights=weights, size_of=_size_of(platform))).size
+    return peak_memory(traced(closed.jaxpr, size_of=_size_of(platform))).size
+
+
+@dataclasses.dataclass(eq=False)
+class _Step:
+    node: Node
+    reads: frozenset[Value]
+    writes: tuple[Value, ...]
+    body: PeakMemory  # needs of its largest body
+
+
+def peak_memory(
+    program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
+) -> PeakMemory:
+    """Returns the memory needed by a program.
+
+    Args:
+      kept: Bytes of each result (gradient) that a device keeps if sharded; None for all. Empty for
+        a loop body, whose results leave at once.
+      between: Bytes live from before the first loop to the end of the last.
+    """
+    steps = [
+        _Step(
+            node,
+            frozenset(root for value in node.inputs for root in value.roots),
+            tuple(value for value in node.outputs if value.is_written),
+            max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING),
+        )
+        for node in program.nodes
+        if node.is_written
+    ]
+    left: dict[Value, float] = {}
+    results = {root for value in program.results for root in value.roots} if kept else set()
+    for value, share in zip(program.results, kept, strict=False):
+        for root in value.roots:
+            if share is not None and value.size:
+                left[root] = root.size * min(share / value.size, 1.0)
+    orders = (steps, _greedy(steps, left, results))
+    return min(
+        (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
+    )
+
+
+def _peak(
+    order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
+) -> PeakMemory:
+    last = {value: number for number, step in enumerate(order) for value in step.reads}
+    loops = [number for number, step in enumerate(order) if step.node.bodies]
+    living: dict[Value, LiveBuffer] = {}
+    most = _NOTHING
+    for number, step in enumerate(order):
+        for value in step.writes:
+            # The stacked results of a loop are sharded from the beginning.
+            size = left.get(value, value.size) if step.node.bodies else value.size
+            living[value] = LiveBuffer(size, value.shape, step.node.name)
+        outside = sum(array.size for array in living.values())
+        held = between if loops and loops[0] <= number <= loops[-1] else 0.0
+        if outside + step.body.size + held > most.size:
+            live = tuple(sorted(living.values(), key=lambda array: -array.size))
+            most = PeakMemory(outside, step.body.size, held, live, step.body.live)
+        for value in step.writes:
+            living[value] = dataclasses.replace(living[value], size=left.get(value, value.size))
+        for value in [*step.reads, *step.writes]:
+            if value in living and value not in results and last.get(value, number) <= number:
+                del living[value]
+    return most
+
+
+def _greedy(
+    steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
+) -> list[_Step]:
+    """Orders steps; the runnable one freeing most memory comes next."""
+    readers = collections.Counter(value for step in steps for value in step.reads)
+    there: set[Value] = set()
+    made = {value for step in steps for value in step.writes}
+    waiting, order = list(steps), []
+    while waiting:
+        best, most = None, -math.inf
+        for step in waiting:
+            if any(value in made and value not in there for value in step.reads):
+                continue
+            freed = sum(
+                left.get(value, value.size)
+                for value in step.reads
+                if value in there and readers[value] == 1 and value not in results
+            )
+            gain = freed - sum(left.get(value, value.size) for value in step.writes)
+            if gain > most:
+                best, most = step, gain
+        assert best is not None, "a program is in an order in which it can run"
+        waiting.remove(best)
+        order.append(best)
+        there.update(best.writes)
+        for value in best.reads:
+            readers[value] -= 1
+    return order

@@ -70,7 +70,7 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
         return SourceCheckpoint(
             str(weights.folder), None, {"config": source_config}, parameters, weights.read
         )
-    from MaxText.conversion.stored_arrays import PARAMS, LazyCheckpointReader
+    from MaxText.conversion.weight_source import PARAMS, LazyCheckpointReader
 
     stored = checkpoint_files.resolve_checkpoint(path, KEY)
     arrays = LazyCheckpointReader(stored.items)

@@ -15,7 +15,7 @@ from etils import epath
 from MaxText import program_start
 from MaxText.config.schema import Config
 from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
-from MaxText.cost.cost_table import model_cost
+from MaxText.cost.flops import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import TrainingDivergedError
 from MaxText.growth.growth_plan import event_fields, parent_folder, sizes

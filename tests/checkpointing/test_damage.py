@@ -19,7 +19,7 @@ from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
-from MaxText.conversion.stored_arrays import LazyCheckpointReader
+from MaxText.conversion.weight_source import LazyCheckpointReader
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError

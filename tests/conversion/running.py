@@ -5,8 +5,7 @@ import jax.numpy as jnp
 from MaxText.config.loading import load
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
-from MaxText.conversion.stored_arrays import RunWeights
-from MaxText.conversion.weight_source import abstract_model, unflatten
+from MaxText.conversion.weight_source import RunWeights, abstract_model, unflatten
 from MaxText.run.grow import grow
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")

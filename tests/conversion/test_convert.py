@@ -13,7 +13,7 @@ from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import find_family
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.initial_weights import open_pretrained
-from MaxText.conversion.stored_arrays import LazyCheckpointReader, RunWeights
+from MaxText.conversion.weight_source import LazyCheckpointReader, RunWeights
 from MaxText.errors import UserError
 from MaxText.inference import checkpoint_config
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
@@ -238,7 +238,7 @@ def test_a_zoom_behind_gelu_is_folded_into_the_values(here):
     np.testing.assert_allclose(logits["again"], logits["run"], **near)
     # The message about the zoom names the other obstacles to the layout.
     other = checkpoint_config.load(["load_parameters_path=large", "ffn_bias=true"]).config
-    with pytest.raises(UserError, match=r"(?s)zoom_dims\.ffn=40\.0, .*ffn_bias=True, "):
+    with pytest.raises(UserError, match=r"(?s)ffn_bias=True, .*zoom_dims\.ffn=40\.0, "):
         find_family(other, "tokenformer")
 
 

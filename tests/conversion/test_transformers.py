@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from MaxText.conversion.hf_export import verify
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.verification import verify
 from MaxText.errors import UserError
 from tests.conversion.running import run
 from tests.conversion.test_tables import SCALINGS

@@ -9,8 +9,7 @@ import pytest
 from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
-from MaxText.cost.cost_table import MFU_RULE, model_cost
-from MaxText.cost.flops import FlopCount, PartFlops, count_flops
+from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
 from MaxText.experiments.conformance import products
 from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
 from MaxText.layers.model import Model

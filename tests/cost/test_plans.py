@@ -8,14 +8,20 @@ import pytest
 
 from MaxText.config.program_options import read_options
 from MaxText.config.serialization import flatten
-from MaxText.cost import plan_report, plan_search
+from MaxText.cost import job_plan, plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import CHIPS, find_hardware
-from MaxText.cost.job_plan import JobPlan, make_plan, peak_of
+from MaxText.cost.job_plan import (
+    JobPlan,
+    command_with_plan,
+    find_fitting_plans,
+    make_plan,
+    microbatches,
+    peak_of,
+)
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
-from MaxText.cost.plan_search import command_with_plan, find_fitting_plans, microbatches
 from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
 from tests.house.sources import run_main
@@ -206,14 +212,14 @@ def test_rules_of_training_hold_for_what_is_proposed():
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = plan_search._PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
+        meshes = job_plan._PlanSearch(flatten(config), place, peak_of(place)).meshes(config)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 
 
 @pytest.mark.slow
 def test_every_sequence_of_an_update_is_kept_by_what_fits(monkeypatch):
-    monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("minimal", "full"))
+    monkeypatch.setattr("MaxText.cost.job_plan.POLICIES", ("minimal", "full"))
     place = find_hardware("2xH100")
     config = tiny_config(per_device_batch_size=2, base_num_decoder_layers=1)
     plans = find_fitting_plans(config, place, peak_of(place))
@@ -241,7 +247,7 @@ def test_microbatches_end_with_single_sequences(sequences, steps):
 
 
 def test_what_cannot_fit_is_said(monkeypatch):
-    monkeypatch.setattr("MaxText.cost.plan_search.POLICIES", ("full",))
+    monkeypatch.setattr("MaxText.cost.job_plan.POLICIES", ("full",))
     place = find_hardware("2xH100")
     monkeypatch.setattr(type(place), "memory", 1000.0)
     config = tiny_config(per_device_batch_size=0.5, base_num_decoder_layers=1)

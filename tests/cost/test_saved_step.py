@@ -1,5 +1,6 @@
 """A step compiled ahead of time: its memory, and the run that takes it from a file."""
 
+import re
 import shutil
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.catalog import flatten, unflatten
-from MaxText.cost import ahead_of_time, device_memory, saved_step, serialized_executable, targets
+from MaxText.cost import ahead_of_time, device_memory, saved_step, targets
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import compile_lowered, lower_train_step
 from MaxText.errors import UserError
@@ -31,7 +32,7 @@ def compiled(planned):
 def saved(planned, compiled, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "step")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(serialized_executable.KEY_VARIABLE, f"{path}.key")
+        environment.setenv(saved_step.KEY_VARIABLE, f"{path}.key")
         saved_step.save_compiled(path, planned, compiled)
         yield path
 
@@ -77,11 +78,11 @@ def test_the_step_of_another_configuration_is_refused(planned, saved, key, value
 
 
 def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypatch):
-    monkeypatch.setenv(serialized_executable.KEY_VARIABLE, f"{tmp_path}/key")
+    monkeypatch.setenv(saved_step.KEY_VARIABLE, f"{tmp_path}/key")
     shutil.copy(f"{saved}.key", tmp_path / "key")
-    facts, content = serialized_executable.read(saved)
+    facts, content = saved_step.read_signed(saved)
     facts["run"]["sources of the step"]["hash"] = "another"
-    serialized_executable.write(str(tmp_path / "step"), facts, content)
+    saved_step.write_signed(str(tmp_path / "step"), facts, content)
     with pytest.raises(UserError, match="sources of the step, hash: another in the file"):
         open_with(planned, compiled_trainstep_file=str(tmp_path / "step"))
 
@@ -132,11 +133,16 @@ def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypat
     device_memory.check_fits(targets.find_target("h100-1"), found, program)
 
 
-def test_the_compilers_own_list_of_arrays_is_shown():
-    error = RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory (31.38G of 15.75G)\n  1. Size: 16G")
-    assert device_memory.is_out_of_memory(error)
-    message = str(device_memory.out_of_memory(targets.find_target("v5e-1"), error))
-    assert "Ran out of memory (31.38G of 15.75G)\n  1. Size: 16G\n" in message
+def test_the_compilers_own_list_of_arrays_is_shown(planned, monkeypatch):
+    arrays = "Ran out of memory (31.38G of 15.75G)\n  1. Size: 16G"
+
+    def fail(_):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {arrays}")
+
+    monkeypatch.setattr(ahead_of_time, "lower_train_step", lambda *_: planned)
+    monkeypatch.setattr(ahead_of_time, "compile_lowered", fail)
+    with pytest.raises(UserError, match=re.escape(f"cpu-1 has too little memory: {arrays}\n")):
+        ahead_of_time.train_compile(planned.config, targets.find_target("cpu-1"), print)
 
 
 def test_gpus_are_not_given_whole(monkeypatch):

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import load
-from MaxText.cost import plan_search
+from MaxText.cost import job_plan
 from MaxText.cost.hardware import find_hardware
-from MaxText.cost.job_plan import peak_of
+from MaxText.cost.job_plan import candidate_meshes, peak_of
 from MaxText.cost.lowering import lower_train_step
-from MaxText.cost.plan_search import candidate_meshes
 from tests.small_models import TINY, made_for_training, random_batch
 
 pytestmark = pytest.mark.multi_device
@@ -50,13 +49,13 @@ def proposed(words, hardware, sizes, monkeypatch):
     config = load(words).config
     meshes = [keys for keys in candidate_meshes(config, hardware) if sizes.items() <= keys.items()]
     assert meshes
-    monkeypatch.setattr(plan_search, "candidate_meshes", lambda *_: meshes)
+    monkeypatch.setattr(job_plan, "candidate_meshes", lambda *_: meshes)
     # Of many proposals one is run; tiny models fit under any policy.
-    monkeypatch.setattr(plan_search, "MAX_PROPOSALS", 1)
-    monkeypatch.setattr(plan_search, "POLICIES", ("minimal", "full"))
-    plan = plan_search.find_fitting_plans(config, hardware, peak_of(hardware))[0]
+    monkeypatch.setattr(job_plan, "MAX_PROPOSALS", 1)
+    monkeypatch.setattr(job_plan, "POLICIES", ("minimal", "full"))
+    plan = job_plan.find_fitting_plans(config, hardware, peak_of(hardware))[0]
     assert plan.program.tokens_per_update == 8 * 16 * config.batch.per_device_batch_size
-    return plan_search.command_with_plan(words, plan, config)
+    return job_plan.command_with_plan(words, plan, config)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,7 +10,7 @@ from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.serialization import flatten
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.stored_arrays import RunWeights
+from MaxText.conversion.weight_source import RunWeights
 from MaxText.errors import UserError
 from MaxText.run.lineage import Lineage
 from tests.conversion.running import parameters_in_run, run

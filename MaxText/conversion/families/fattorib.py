@@ -26,18 +26,6 @@ FATTORIB = Family(
     model_type="fattorib",
     architecture="FattoribTransformer",
     decoder_block="fattorib",
-    own={
-        "parallel_residual_shared_norm": True,
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "alibi_max_bias": 8.0,
-        "mlp_activations": ("gelu",),
-        "qkv_bias": True,
-        "proj_bias": True,
-        "ffn_bias": True,
-        "use_qk_norm": False,
-        "logits_via_embedding": True,
-    },
     settings=(
         # As in conf/model_config.yaml.
         mapped("vocab_size", "vocab_size"),

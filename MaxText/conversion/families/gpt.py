@@ -29,6 +29,7 @@ from MaxText.conversion.family import (
 
 _LAYER = "transformer.h.{layer}."  # of GPT-2 and GPT-Neo
 _NEOX_LAYER = "gpt_neox.layers.{layer}."
+_QUERY_KEY_VALUE = f"{ATTENTION}query {ATTENTION}key {ATTENTION}value"
 
 _ACTIVATIONS = (
     ("gelu_new", ("gelu",)),
@@ -46,22 +47,11 @@ _AROUND_LAYERS = (
     *norm("transformer.ln_f", "decoder_norm"),
     row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
 )
-_PARTS = {
-    "block_arrangement": "sequential",
-    "normalization_type": "layer_norm",
-    "normalization_bias": True,
-    "position_embedding": "learned",
-    "qkv_bias": True,
-    "proj_bias": True,
-    "ffn_bias": True,
-    "use_qk_norm": False,
-}
 
 GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     decoder_block="gpt2",
-    own=_PARTS,
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped("n_positions", "trainable_position_size max_target_length"),
@@ -81,12 +71,7 @@ GPT2 = Family(
     ),
     rows=(
         *_AROUND_LAYERS,
-        *projection(
-            _LAYER + "attn.c_attn",
-            f"{ATTENTION}query {ATTENTION}key {ATTENTION}value",
-            "D (J N H)",
-            "D N H",
-        ),
+        *projection(_LAYER + "attn.c_attn", _QUERY_KEY_VALUE, "D (J N H)", "D N H"),
         *projection(_LAYER + "attn.c_proj", ATTENTION + "out", "(N H) D", "N H D"),
         *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "D F", "D F"),
         *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "F D", "F D"),
@@ -137,7 +122,6 @@ GPT_NEO = Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     decoder_block="gpt_neo",
-    own={**_PARTS, "attention_scale": 1.0, "qkv_bias": False},
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped(
@@ -192,13 +176,6 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     decoder_block="gpt_neox",
-    own={
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "position_embedding": "rotary",
-        "ffn_bias": True,
-        "use_qk_norm": False,
-    },
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped("max_position_embeddings", "max_target_length", default=2048),
@@ -220,23 +197,14 @@ GPT_NEOX = Family(
         row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),
         *norm(_NEOX_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
         *projection(
-            _NEOX_LAYER + "attention.query_key_value",
-            f"{ATTENTION}query {ATTENTION}key {ATTENTION}value",
-            "(N J H) D",
-            "D N H",
+            _NEOX_LAYER + "attention.query_key_value", _QUERY_KEY_VALUE, "(N J H) D", "D N H"
         ),
         *projection(_NEOX_LAYER + "attention.dense", ATTENTION + "out", "D (N H)", "N H D"),
         *norm(_NEOX_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
         *projection(_NEOX_LAYER + "mlp.dense_h_to_4h", "layers/mlp/wi", "F D", "D F"),
         *projection(_NEOX_LAYER + "mlp.dense_4h_to_h", "layers/mlp/wo", "D F", "F D"),
         *norm("gpt_neox.final_layer_norm", "decoder_norm"),
-        row(
-            "embed_out.weight",
-            "logits_dense/kernel",
-            "V D",
-            "D V",
-            legacy_names=("lm_head.weight",),
-        ),
+        row("embed_out.weight", "logits_dense/kernel", "V D", "D V", ("lm_head.weight",)),
     ),
     prefix="gpt_neox.",
     head="embed_out.weight",

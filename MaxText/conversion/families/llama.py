@@ -102,13 +102,6 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     decoder_block="llama2",
-    own={
-        "block_arrangement": "sequential",
-        "normalization_type": "rms_norm",
-        "position_embedding": "rotary",
-        "rotary_pct": 1.0,
-        "use_qk_norm": False,
-    },
     settings=(
         mapped("vocab_size", "vocab_size"),
         mapped("hidden_size", "base_emb_dim"),
@@ -134,26 +127,18 @@ LLAMA = Family(
 
 
 def _descendant(
-    architecture: str,
-    own: Mapping[str, Any],
-    *settings: ConfigMapping,
-    without: Collection[str] = (),
-    **fields: Any,
+    architecture: str, *settings: ConfigMapping, without: Collection[str] = (), **fields: Any
 ) -> Family:
     """Returns a family different from Llama.
 
-    `own` and `settings` add to or replace Llama's; `without` names Llama settings it lacks.
+    `settings` add to or replace Llama's; `without` names Llama settings it lacks.
     """
-    others = {setting.name: setting for setting in settings}
-    names = {setting.name for setting in LLAMA.settings}
-    kept = [others.get(one.name, one) for one in LLAMA.settings if one.name not in without]
-    more = [setting for setting in settings if setting.name not in names]
+    every = {(one.name, one.keys): one for one in (*LLAMA.settings, *settings)}
     return dataclasses.replace(
         LLAMA,
         model_type=architecture.removesuffix("ForCausalLM").lower(),
         architecture=architecture,
-        own={**LLAMA.own, **own},
-        settings=(*kept, *more),
+        settings=tuple(one for one in every.values() if one.name not in without),
         **fields,
     )
 
@@ -225,30 +210,16 @@ def _length(default: int) -> ConfigMapping:
 
 
 _BIASES = ("attention_bias", "mlp_bias")
-_NO_BIASES = {"qkv_bias": False, "proj_bias": False, "ffn_bias": False}
 _NO_WINDOW = supported(
     "use_sliding_window", False, hint="Every layer attends to all earlier tokens here."
 )
 
 MISTRAL = _descendant(
-    "MistralForCausalLM",
-    _NO_BIASES,
-    _length(131_072),
-    *_window(4096),
-    without=_BIASES,
-    window=_WINDOW,
+    "MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES, window=_WINDOW
 )
 
 MIXTRAL = _descendant(
     "MixtralForCausalLM",
-    {
-        **_NO_BIASES,
-        "moe_layers": None,
-        "moe_mlp_dim": -1,
-        "moe_activations": None,
-        "eval_capacity_factor": -1.0,
-        "moe_second.policy_eval": "all",
-    },
     mapped("num_key_value_heads", "base_num_kv_heads", default=8),
     mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
     mapped("rope_theta", "rope_max_timescale", default=1e6),
@@ -265,6 +236,13 @@ MIXTRAL = _descendant(
     mapped("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
     supported("router_jitter_noise", 0.0),
     *_window(None),
+    own={
+        "moe_layers": None,
+        "moe_mlp_dim": -1,
+        "moe_activations": None,
+        "eval_capacity_factor": -1.0,
+        "moe_second.policy_eval": "all",
+    },
     without=_BIASES,
     window=_WINDOW,
     rows=_rows(_EXPERTS),
@@ -272,26 +250,25 @@ MIXTRAL = _descendant(
 
 QWEN2 = _descendant(
     "Qwen2ForCausalLM",
-    {**_NO_BIASES, "qkv_bias": True},
     _length(32_768),
     _NO_WINDOW,
+    own={"qkv_bias": True},
     without=_BIASES,
     ignored=(),
 )
 
 QWEN3 = _descendant(
     "Qwen3ForCausalLM",
-    {"use_qk_norm": True, "ffn_bias": False},
     _length(32_768),
     mapped("head_dim", "head_dim", default=128),
     _NO_WINDOW,
+    own={"use_qk_norm": True},
     without=("mlp_bias",),
     ignored=(),
 )
 
 GEMMA = _descendant(
     "GemmaForCausalLM",
-    {"normalization_zero_centered": True, "scale_embedding": True, "ffn_bias": False},
     _length(8192),
     mapped("head_dim", "head_dim", default=256),
     mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),

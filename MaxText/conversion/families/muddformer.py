@@ -5,7 +5,6 @@ connections/after/{i + 1} here. The first layer has one norm for queries, keys a
 read the embedding; later layers have three. Rotary dimensions pair by halves, as here.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from MaxText.conversion.family import (
@@ -60,24 +59,6 @@ _PLAIN = (
     *projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
 )
 
-_PARTS: Mapping[str, Any] = {
-    "dense_conn": True,
-    "dense_streams": ("q", "k", "v", "r"),
-    "dense_dynamic": True,
-    "dense_static": True,
-    "dense_sparsity": "all",
-    "dense_period": 1,
-    "dense_target_layers": None,
-    "mudd_prenorm": False,
-    "mudd_postnorm": "none",
-    "dynamic_dense_act_cls": "gelu_erf",
-    "dense_first_layer_norms": "one",
-    "dynamic_mlp_dim": True,
-    "mlp_dim_multiple": 128,
-    "position_embedding": "rotary",
-    "rope_type": "default",
-    "logits_via_embedding": False,
-}
 _ALL_GLOBAL = "Every layer attends to all earlier tokens here."
 _ALL_SUMS = "Their program computes sums of all four ways with both kinds of weights."
 _NO_SUMS = "Without sums their program fuses queries, keys and values, which has no table."
@@ -115,7 +96,7 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping,
 
 def _family(
     architecture: str,
-    own: dict[str, Any],
+    rope_table_dtype: str,
     settings: tuple[ConfigMapping, ...],
     mlp: tuple[WeightMapping, ...],
 ) -> Family:
@@ -124,7 +105,7 @@ def _family(
         model_type=name,
         architecture=architecture,
         decoder_block=name,
-        own={**_PARTS, **own},
+        own={"rope_table_dtype": rope_table_dtype},
         settings=settings,
         rows=(*_ROWS, *mlp, *_CONNECTIONS),
         prefix="",
@@ -141,16 +122,7 @@ def _family(
 
 MUDDFORMER = _family(
     "MUDDFormer",
-    {
-        "block_arrangement": "sequential",
-        "normalization_type": "rms_norm",
-        "mlp_activations": ("silu", "linear"),
-        "rotary_pct": 1.0,
-        "rope_table_dtype": "bfloat16",
-        "qkv_bias": False,
-        "proj_bias": False,
-        "ffn_bias": False,
-    },
+    "bfloat16",
     # 8/3 of the width, rounded up to a multiple of 256.
     _settings(1e-6, lambda config: -(-int(2 * 4 * config["dim"] / 3) // 256) * 256, expands=False),
     _GATED,
@@ -158,14 +130,7 @@ MUDDFORMER = _family(
 
 MUDDPYTHIA = _family(
     "MUDDPythia",
-    {
-        "normalization_type": "layer_norm",
-        "normalization_bias": True,
-        "mlp_activations": ("gelu_erf",),
-        "rope_table_dtype": "float16",
-        "qkv_bias": True,
-        "proj_bias": True,
-    },
+    "float16",
     (
         *_settings(1e-5, REQUIRED, expands=True),
         mapped("rotary_pct", "rotary_pct", default=0.25),
