@@ -71,7 +71,9 @@ def main() -> int:
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     """Imports a module and returns its registered parts."""
-    module, _, name = spec.partition(":")
+    module, _, name = spec.rpartition(":")
+    if not module or not name.isidentifier():
+        module, name = spec, ""
     before = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])

@@ -43,7 +43,7 @@ _ANY = "|".join(ACTIONS)
 # Place -> its operands, for messages and as a pattern.
 OPERANDS = {
     "local": ("the number of processes", r"[1-9]\d*"),
-    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})( ({_ANY}))*"),
+    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})(\n({_ANY}))*"),
     "slurm": ("one of submit, status, stop", "submit|status|stop"),
 }
 
@@ -63,7 +63,7 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
     options, words = read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
     wanted, pattern = OPERANDS[place]
-    if not re.fullmatch(pattern, " ".join(operands)):
+    if not re.fullmatch(pattern, "\n".join(operands)):
         what = (
             f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments "
             "of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"

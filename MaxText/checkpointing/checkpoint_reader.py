@@ -75,8 +75,9 @@ class CheckpointReader:
         renamed = {names.get(name, name): leaf for name, leaf in as_dict(guard).items()}
         if array_specs(stored_guard) == array_specs(renamed):
             tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
+        else:
+            guard = guard.reset()  # collective, so not once a process may have failed to read
         arrays = self._restore(tree, wanted)
-        guard = guard.reset()
         if found := arrays.get(_GUARD):
             fields = {name: found[names.get(name, name)] for name in as_dict(guard)}
             guard = dataclasses.replace(guard, **fields)

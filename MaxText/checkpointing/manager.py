@@ -154,7 +154,10 @@ class CheckpointManager:
         done = threading.Event()
         threading.Thread(target=self._warn_until, args=(done,), daemon=True).start()
         try:
-            self._manager().wait_until_finished()
+            try:
+                self._manager().wait_until_finished()
+            finally:
+                done.set()
         except Exception as error:
             if not self._is_finalized(self._saving):
                 self._fail(error, is_last=is_last)
@@ -165,8 +168,6 @@ class CheckpointManager:
                 f"WARNING: cannot delete old checkpoints after saving step {self._saving}: "
                 f"{error}. Retrying after the next save."
             )
-        finally:
-            done.set()
         self._complete()
 
     def _warn_until(self, done: threading.Event) -> None:

@@ -2,7 +2,7 @@
 
 `AutoModelForCausalLM.from_pretrained` loads the result if transformers has the family. No
 checkpoint format stores a fixed zoom. Pattention multiplies normalized scores by sqrt(zoom)
-(growth/zoom.py), and TokenFormer's PyTorch code always uses the number of slots instead. If
+(growth/resolve.py), and TokenFormer's PyTorch code always uses the number of slots instead. If
 sqrt(zoom) is applied last, value slots absorb the ratio exactly. With l2_norm_gelu it is applied
 inside gelu, and the norm cancels any factor of the keys, so folding is impossible.
 """

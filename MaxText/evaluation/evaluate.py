@@ -172,7 +172,8 @@ def output_path(asked: str, weights: str) -> epath.Path | None:
         path = parse_path(asked, "eval_output")
         if not _is_writable(path):
             raise UserError(
-                f"eval_output={asked} cannot be written. Name a file in a folder of yours."
+                f"eval_output={asked} cannot be written: it is a folder, or its folder is a file "
+                "or not writable. Name a file in a folder of yours."
             )
         return path
     step = parse_path(weights, "load_parameters_path")

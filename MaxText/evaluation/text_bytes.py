@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import unicodedata
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -34,8 +35,6 @@ _SAME_TOKENIZER = 0.1
 _SPACE = "\u2581"  # stands for a space in SentencePiece vocabularies
 
 _BYTES = frozenset(f"<0x{byte:02X}>" for byte in range(256))
-
-_of_path = functools.cache(load_tokenizer)  # of prepared data
 
 # Every UTF-8 byte: all characters of one and two bytes, and one per longer lead byte.
 _EVERY = "".join(
@@ -123,6 +122,10 @@ class TextBytes:
     masked: bool  # whether targets are hidden tokens, which do not form a text
     model_tokenizer: Tokenizer | UserError  # of the weights, or the error of opening it
 
+    @functools.cached_property
+    def _of_path(self) -> Callable[[str], Tokenizer]:
+        return functools.cache(load_tokenizer)  # for this evaluation: data may be prepared again
+
     def byte_counts(self, source: "OpenDataSource | None") -> tuple[TokenByteCounts | None, str]:
         """Returns bytes per id of a source, or None and the reason."""
         try:
@@ -154,7 +157,7 @@ class TextBytes:
             if isinstance(self.model_tokenizer, UserError):
                 raise self.model_tokenizer
             return self.model_tokenizer
-        tokenizer = _of_path(str(folder))
+        tokenizer = self._of_path(str(folder))
         if sha256 and tokenizer.entry.sha256 != sha256:
             raise InexactByteCountError(f"the tokenizer in {folder} is not the one of the ids")
         return tokenizer
@@ -164,7 +167,7 @@ class TextBytes:
         folder, model = source.data.tokenizer_folder, self.model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""
-        own = _of_path(str(folder))
+        own = self._of_path(str(folder))
         if own.entry.sha256 == model.entry.sha256:
             return ""
         size = min(own.entry.vocab_size, model.entry.vocab_size)

@@ -18,6 +18,7 @@ from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 
 METRICS_FILE = "metrics.jsonl"
+_LONGEST_ROW = 1 << 20  # bytes of a row to amend
 
 Keep = Callable[[dict[str, Any]], bool]
 
@@ -47,24 +48,27 @@ class JsonlFile(Sink):
         if keep is not None:
             for segment in existing:
                 _drop(segment, keep)
-        self._begin(len(existing) - 1)
+        is_stored = is_object_store_path(self.path) and existing[-1].exists()
+        self._begin(len(existing) - 1, existing[-1].read_bytes() if is_stored else b"")
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, content: bytes = b"") -> None:
         """Opens a segment, or the local copy of one in a bucket."""
         self._number, segment = number, _segment(self.path, number)
         self._local = segment
         if is_object_store_path(self.path):
             self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="records_")
             self._local = pathlib.Path(self._temporary.name, segment.name)
-            self._uploaded = segment.read_bytes() if segment.exists() else b""
-            self._local.write_bytes(self._uploaded)
+            self._local.write_bytes(content)
+            self._uploaded = content
             self._uploads.append(BackgroundUploader(segment))
         self._open_local()
 
     def _open_local(self) -> None:
         # Line-buffered, so that a killed process loses no finished row.
         self._file = open(self._local, "a", buffering=1)  # noqa: SIM115
-        content = self._local.read_bytes()
+        with open(self._local, "rb") as file:
+            file.seek(max(os.path.getsize(self._local) - _LONGEST_ROW, 0))
+            content = file.read()
         if content[-1:] not in (b"", b"\n"):
             self._file.write("\n")
         self._last = content.rstrip(b"\n").rpartition(b"\n")[2].decode(errors="replace")
@@ -114,6 +118,7 @@ class JsonlFile(Sink):
             self._uploads.remove(upload)
         if len(content) >= self._segment_bytes:
             self._file.close()
+            os.unlink(self._local)  # its upload holds the content
             self._begin(self._number + 1)
 
     def wait_durable(self, until: float) -> None:

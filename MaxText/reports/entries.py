@@ -43,7 +43,8 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
         folder, unread = parse_path(str(path), "RUN"), []
         try:
             # Without a run inside, reading the folder raises the error.
-            inside = list(_folders_of_runs(folder, set())) or [folder]
+            inside = list(_folders_of_runs(folder, set())) if folder.is_dir() else []
+            inside = inside or [folder]
             for each in inside:
                 real = resolve_run_dir(each)
                 try:
@@ -87,8 +88,9 @@ def _folders_of_runs(folder: epath.Path, visited: set[str]) -> Iterator[epath.Pa
     visited.add(real)
     if (folder / EVENTS_FILE).exists():
         yield folder
-    elif folder.is_dir():
-        for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
+        return
+    for child in sorted(folder.iterdir(), key=lambda path: natural_key(path.name)):
+        if child.is_dir():
             yield from _folders_of_runs(child, visited)
 
 

@@ -93,6 +93,10 @@ def list_files(location: str, key: str) -> list[FileInfo]:
         files = []
         for name, found in zip(names, _matches(names, key, literal=is_list), strict=True):
             if not found:
+                if is_list:
+                    raise UserError(
+                        f"{key}={location} lists {name}, which is not a file. Correct it."
+                    )
                 part = "" if name == location else f" ({name})"
                 raise UserError(
                     f"{key}={location}: no such file{part}. Check the path; a pattern is given in "

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.metrics import event_stream, json_lines
 from MaxText.metrics.event_stream import EventLog
-from MaxText.metrics.json_lines import EventFile, MetricsFile, read_rows
+from MaxText.metrics.json_lines import EventFile, JsonlFile, MetricsFile, read_rows
 from MaxText.metrics.sinks.background import BackgroundSink
 from MaxText.runtime import processes
 from tests.programs import ended, started
@@ -206,3 +206,15 @@ def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatc
         with pytest.raises(OSError, match="no room"):
             stream.emit("checkpoint", step=0)
     stream.close()
+
+
+def test_a_full_segment_asks_a_bucket_that_fails_for_nothing(tmp_path, bucket, monkeypatch):
+    rows = JsonlFile(tmp_path / "rows.jsonl", None, segment_bytes=1)
+    with monkeypatch.context() as broken:
+        broken.setattr(type(rows.path), "exists", mock.Mock(side_effect=RuntimeError("503")))
+        for step in range(3):
+            rows.append({"step": step})
+            rows.flush()
+            rows.wait_durable(time.monotonic() + 60)
+    rows.close()
+    assert steps_in(tmp_path, "rows.jsonl") == [0, 1, 2]
