@@ -39,7 +39,7 @@ class ComparisonSpec:
 
 @dataclasses.dataclass(frozen=True)
 class SolvedStage:
-    """One run of a solved configuration."""
+    """One run of a solved configuration, over all devices."""
 
     changes: dict[str, Any]  # key -> new value
     parameters: int

@@ -76,8 +76,6 @@ class ConfigResults:
 
     label: str
     results: tuple[RunResult, ...]
-    # to the first configuration, corrected for their number; None for the first itself
-    difference: Estimate | None = None
 
     @property
     def losses(self) -> dict[int, float]:
@@ -201,13 +199,10 @@ def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
 
 
 def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[ConfigResults]:
-    """Groups results by label, with differences to the first configuration."""
-    groups = [
+    return [
         ConfigResults(label, tuple(result for result in results if result.config == label))
         for label in labels
     ]
-    found = differences(groups)
-    return [dataclasses.replace(one, difference=found.get(one.label)) for one in groups]
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
@@ -485,9 +480,9 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     """Writes one row per configuration, with differences to the first."""
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
-    rows = []
+    found, rows = differences(groups), []
     for group in groups:
-        difference = group.difference or Estimate(0)
+        difference = found.get(group.label, Estimate(0))
         row = {
             "config": group.label,
             "runs": group.loss.count,
@@ -501,7 +496,7 @@ def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
             "difference": difference.mean,
             "difference_low_95": difference.ci_low,
             "difference_high_95": difference.ci_high,
-            "difference_seeds": difference.count if group.difference else None,
+            "difference_seeds": difference.count if group.label in found else None,
             "difference_p_holm": difference.p_value,
         }
         rows.append(row)
