@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
+from MaxText.config import axis_rules, config_files, import_modules, sources, values
 from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.keys import Options
+from MaxText.config.layer_plan import parse_kinds
 from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.rules import RULES, broken_letters
@@ -170,7 +171,7 @@ def converted_value(value: Any, key: Key) -> Any:
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
         of_layers = keys_of_layers()
-        return layer_kinds.parse(value, lambda name, one: converted_value(one, of_layers[name]))
+        return parse_kinds(value, lambda name, one: converted_value(one, of_layers[name]))
     converted = values.convert(value, key.annotation)
     if key.violates_bounds(converted):
         raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")

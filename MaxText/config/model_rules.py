@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from MaxText.config.axis_rules import NETWORKS, size_key
-from MaxText.config.layer_kinds import letters
+from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
     SOFTMAX_MIXERS,
