@@ -91,7 +91,8 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     sources.print_notices(collected.notices)
     problems = list(collected.problems)
     problems += [
-        sources.sweep_not_supported(name, one.place) for name, one in collected.sweep_blocks.items()
+        sources.sweep_not_supported(name, one.origin.place)
+        for name, one in collected.sweep_blocks.items()
     ]
     winners = merge(collected.settings, problems)
     typed, origins, kept, wrong = winners
@@ -373,7 +374,8 @@ def _check_rules(
         if len(rule.keys) == 1 and origins[rule.keys[0]].source is Source.DERIVED:
             continue
         if message := rule.check(config):
-            named = [name for name in rule.keys if re.search(rf"\b{name}\b", message)]
+            words = dict.fromkeys(re.findall(r"\w+", message))
+            named = [word for word in words if word in rule.keys]
             used = [name for name in named if name in last] or rule.keys
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
@@ -387,9 +389,7 @@ def _check_rules(
             problem = ConfigIssue(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
-            first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
-            subjects = [first[0]] if first else rule.keys
-            by_user = [name for name in subjects if winners.is_set_by_user(name)]
+            by_user = [name for name in named[:1] or rule.keys if winners.is_set_by_user(name)]
             if not rule.finds_unused:
                 problems.append(problem)
             elif by_user:

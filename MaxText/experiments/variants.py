@@ -141,17 +141,17 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
         assignments, place = request.sweep or [{}], "command line, sweep=..."
         in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
-            place = in_file["sweep"].place
+            place = in_file["sweep"].origin.place
             try:
                 assignments = expand_sweep(in_file["sweep"].value)
             except values.InvalidValueError as error:
                 found.append(ConfigIssue(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
-                stages = read_stages(chain.value)
-                chains[source] = [(s, f"{chain.place}, stage {n}") for n, s in enumerate(stages, 1)]
+                stages, at = read_stages(chain.value), chain.origin.place
+                chains[source] = [(s, f"{at}, stage {n}") for n, s in enumerate(stages, 1)]
             except values.InvalidValueError as error:
-                found.append(ConfigIssue(f"stages: {error}", (chain.place,)))
+                found.append(ConfigIssue(f"stages: {error}", (chain.origin.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several = len(stems) > 1
