@@ -9,13 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from MaxText.config import values
-from MaxText.config.keys import (
-    Options,
-    OtherThan,
-    Parser,
-    Section,
-    condition_values,
-)
+from MaxText.config.keys import Options, OtherThan, Parser, Section, condition_values
 from MaxText.config.registry import Name, Parts, on_change
 from MaxText.config.schema import Config
 
@@ -146,7 +140,6 @@ on_change(all_keys.cache_clear)
 
 
 def keys_of(section: type[Section]) -> dict[str, Key]:
-    """Returns the keys of a section outside the configuration."""
     return {name: _key(name, field, (), section) for name, field in section.model_fields.items()}
 
 

@@ -86,7 +86,6 @@ def answer_questions(
 def answer_about_options(
     arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
 ) -> None:
-    """Answers --help and --why in a program without configuration."""
     for kind in kinds:
         _answer_about_option(arguments, kind)
     if {"-h", "--help"} & set(arguments):
@@ -128,7 +127,6 @@ def program_command(name: str) -> str:
 
 
 def exit_with_error(error: UserError) -> NoReturn:
-    """Prints a user error without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(error.exit_code)
 

@@ -102,7 +102,6 @@ class LayerPlan(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The first layer after the repeated cycle."""
         return self.prefix + self.cycle * self.repeats
 
     @property

@@ -79,7 +79,6 @@ class _Merged(NamedTuple):
 
     @property
     def last(self) -> dict[str, Setting]:
-        """The winning setting of each key."""
         return {setting.name: setting for setting in self.kept}
 
     def is_set_by_user(self, name: str) -> bool:

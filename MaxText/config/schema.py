@@ -1,6 +1,6 @@
 """The whole configuration: a tree of sections with flat keys as leaves."""
 
-from MaxText.config import data_sections, inference_sections, model_sections, training_sections
+from MaxText.config import data_sections, model_sections, training_sections
 from MaxText.config.keys import Section
 
 SCHEMA_VERSION = 1
@@ -20,7 +20,7 @@ class Config(Section):
     mesh: training_sections.MeshConfig = training_sections.MeshConfig()
     checkpoint: training_sections.CheckpointingConfig = training_sections.CheckpointingConfig()
     evaluation: training_sections.EvaluationConfig = training_sections.EvaluationConfig()
-    scoring: inference_sections.ScoringConfig = inference_sections.ScoringConfig()
-    decoding: inference_sections.DecodingConfig = inference_sections.DecodingConfig()
+    scoring: training_sections.ScoringConfig = training_sections.ScoringConfig()
+    decoding: training_sections.DecodingConfig = training_sections.DecodingConfig()
     monitoring: training_sections.MonitoringConfig = training_sections.MonitoringConfig()
     guard: training_sections.GuardConfig = training_sections.GuardConfig()

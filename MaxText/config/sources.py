@@ -296,6 +296,5 @@ def distinct(
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Writes each notice once to stderr."""
     for notice in dict.fromkeys(notices):
         sys.stderr.write(notice + "\n")

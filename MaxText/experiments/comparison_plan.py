@@ -58,7 +58,6 @@ class SolvedConfig:
 
     @property
     def changed(self) -> set[str]:
-        """Solved keys."""
         return {name for stage in self.stages for name in stage.changes}
 
     @property
@@ -217,7 +216,6 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
-    """Returns the plan for the terminal."""
     devices = plan.question.num_devices
     return [
         f"match={plan.question.match}: {format_budget(plan, variants)}; "
@@ -253,7 +251,6 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """Log of train.py's output."""
         return self.folder / "train.log"
 
 

@@ -178,7 +178,6 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
 
 
 def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
-    """Summarizes a chain and its joint record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -425,7 +424,6 @@ def _differ(one: float, other: float) -> bool:
 def text_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
-    """Returns budget deviations, tables and conclusions."""
     lines = budget_deviations(groups, plan)
     lines += [""] * bool(lines)
     lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
@@ -470,7 +468,6 @@ def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
-    """Writes one row per finished run."""
     rows = [
         dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in results
     ]

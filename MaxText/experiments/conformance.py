@@ -119,7 +119,6 @@ class Subject:
 
     @functools.cached_property
     def outputs(self) -> Outputs:
-        """Compiles and runs the program."""
         run = self.traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]

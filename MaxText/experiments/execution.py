@@ -93,7 +93,6 @@ def run_comparison(
 
 
 def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
-    """Returns the planned device count of runs."""
     hardware = {variant.config.run.hardware for variant in variants}
     if len(hardware) > 1:
         raise UserError(

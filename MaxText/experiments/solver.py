@@ -341,7 +341,6 @@ def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
 
 
 def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the variants with solved keys applied."""
     solved = []
     for variant in variants:
         pairs = zip(variant.stages, plan.planned[variant.label].stages, strict=True)

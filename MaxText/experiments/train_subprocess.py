@@ -54,7 +54,6 @@ def subprocess_env() -> dict[str, str]:
 
 
 def train_command(config: Path) -> list[str]:
-    """Returns the command to train a configuration."""
     # A relative path with "=" (labels contain it) would parse as key=value.
     is_like_key = "=" in str(config) and not config.is_absolute()
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
@@ -75,7 +74,6 @@ def count_devices(hardware: str) -> int:
 
 
 def tail(log: Path, count: int = 12) -> str:
-    """Returns the end of a log, indented."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
 
@@ -196,7 +194,6 @@ def time_steps(plan: Plan, variants: Sequence[Variant], log: Callable[[str], Non
 
 
 def seconds_per_step(rounds: Sequence[Sequence[float]]) -> float:
-    """Returns the median over all rounds."""
     return statistics.median(seconds for one in rounds for seconds in one)
 
 

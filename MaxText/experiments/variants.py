@@ -119,7 +119,6 @@ class Variant:
 
     @property
     def keys_that_differ(self) -> set[str]:
-        """Keys with different values in the stages."""
         first, *others = map(flatten, self.stages)
         return {name for name in first for other in others if other[name] != first[name]}
 
