@@ -66,7 +66,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.checkpointing.run_folder import create_run_folder, lock_run_folder
-    from MaxText.config.serialization import flatten
+    from MaxText.config.schema import flatten
     from MaxText.input_pipeline.data_sources import prepare_sources
 
     run, evaluation, guard = config.run, config.evaluation, config.guard

@@ -20,8 +20,8 @@ from MaxText.checkpointing.compatibility import (
 )
 from MaxText.checkpointing.orbax_errors import retry, translate_errors
 from MaxText.checkpointing.unstacked_layers import is_unstacked, stack, unstack
-from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
+from MaxText.config.schema import unflatten
 from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError
 

@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from MaxText import early_signals, exit_codes
 from MaxText.config import config_files, import_modules, serialization, sources, values
-from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
 from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
+from MaxText.config.schema import Key, all_keys, flatten, keys_by_section, keys_of, split_entry
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -258,7 +258,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         # A command line with mistakes still gets the help that explains them.
         return "\n".join(lines) + "\n"
     origin = loaded.origins[key.name]
-    value = values.to_yaml(serialization.flatten(loaded.config)[key.name])
+    value = values.to_yaml(flatten(loaded.config)[key.name])
     lines.append(f"  now:      {value} ({origin.place})")
     return "\n".join(lines) + "\n"
 
@@ -306,7 +306,7 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     if origin.source is Source.DERIVED:
         places.append(origin.place)
     winner, *beaten = reversed(places)
-    value = values.to_yaml(serialization.flatten(loaded.config)[name])
+    value = values.to_yaml(flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
     lines += [f"  over:   {place}" for place in beaten]
     return "\n".join(lines) + "\n"

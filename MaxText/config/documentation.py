@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from MaxText.config import config_files, registry, serialization, sources, values
-from MaxText.config.catalog import Key, keys_by_section
 from MaxText.config.loading import format_accepted
+from MaxText.config.schema import Key, keys_by_section
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
 PACKAGE = Path(__file__).parents[1]

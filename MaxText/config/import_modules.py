@@ -117,7 +117,7 @@ def _last_line(error: BaseException) -> tuple[str, ...]:
 
 
 def _load(name: str) -> None:
-    """Imports a module, or executes its source again if that has changed."""
+    """Imports a module, or executes changed source again."""
     is_new = False
     if name.endswith(".py"):
         path = Path(name).resolve()

@@ -1,4 +1,4 @@
-"""Kinds of layers (`layer_pattern`, `layer_kinds`), their repetition, and stages."""
+"""Kinds of layers (`layer_kinds`), their repetition, and stages."""
 
 import itertools
 import re

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from MaxText.config import axis_rules, config_files, import_modules, sources, values
-from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.keys import Options
 from MaxText.config.layer_plan import parse_kinds
 from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
 _SET_BY_USER = (Source.CONFIG_FILE, Source.ENVIRONMENT, Source.COMMAND_LINE, Source.ARGUMENT)

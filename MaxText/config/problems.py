@@ -38,7 +38,7 @@ class ConfigurationError(UserError):
 
 
 def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the known names most like `name`, best first; its words may be swapped."""
+    """Returns the names most like `name`, best first; words may be swapped."""
     wanted, scores = _forms(name.strip("-_.")), []
     for candidate in known:
         pairs = zip(wanted, _forms(candidate), strict=True)

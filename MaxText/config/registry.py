@@ -139,7 +139,7 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
 
 
 def _check_keys(keys: type[Section], who: str) -> None:
-    from MaxText.config.catalog import all_keys
+    from MaxText.config.schema import all_keys
 
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{who}: keys has to be a class derived from Section")

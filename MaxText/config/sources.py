@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
-from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
 from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
-from MaxText.config.schema import SCHEMA_VERSION
+from MaxText.config.schema import SCHEMA_VERSION, all_keys, split_entry
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
 SWEEP_KEYS = {

@@ -1,4 +1,4 @@
-"""Keys of the run: batches, optimizer, mesh, checkpoints, evaluation, text, logging, guard."""
+"""Keys of the run, from batches to evaluation and generated text."""
 
 from typing import Annotated, Literal
 

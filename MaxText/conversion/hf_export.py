@@ -20,9 +20,8 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
-from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.conversion import hf_config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS

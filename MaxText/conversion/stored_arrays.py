@@ -12,8 +12,7 @@ from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
 from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path
 from MaxText.checkpointing.orbax_errors import translate_errors
 from MaxText.config import import_modules
-from MaxText.config.catalog import unflatten
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, unflatten
 from MaxText.config.serialization import with_current_names
 from MaxText.conversion.weight_source import WeightSource, check_arrays, corruption_as_user_error
 from MaxText.errors import UserError

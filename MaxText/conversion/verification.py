@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from MaxText.config import catalog
+from MaxText.config import schema
 from MaxText.config.schema import Config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_config import absent_in_transformers
@@ -65,7 +65,7 @@ def verify(
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
     exact = {"dtype": "float32", "matmul_precision": "highest"}
-    model = abstract_model(catalog.unflatten(catalog.flatten(weights.config) | exact))
+    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact))
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 

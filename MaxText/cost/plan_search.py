@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
-from MaxText.config.catalog import unflatten
 from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
-from MaxText.config.serialization import diff_configs, flatten
+from MaxText.config.schema import Config, flatten, unflatten
+from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import Program, abstract_model
 from MaxText.cost.communication import communication_costs
 from MaxText.cost.hardware import Hardware

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
-from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError
 from MaxText.evaluation.harness_run import find_tasks, run_harness
 from MaxText.evaluation.tasks import read_tasks, run_tasks

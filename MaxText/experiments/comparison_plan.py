@@ -12,9 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from MaxText.config.catalog import unflatten
-from MaxText.config.schema import Config
-from MaxText.config.serialization import diff_configs, flatten
+from MaxText.config.schema import Config, flatten, unflatten
+from MaxText.config.serialization import diff_configs
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing.compatibility import array_specs, leaf_path
-from MaxText.config.catalog import flatten
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten
 from MaxText.config.values import to_yaml
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError

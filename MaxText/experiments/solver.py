@@ -16,10 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.cost.abstract_step import abstract_model
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError

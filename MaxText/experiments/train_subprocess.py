@@ -1,4 +1,4 @@
-"""Runs train.py in subprocesses, also to measure seconds per training step."""
+"""Runs train.py in subprocesses, also to measure its steps."""
 
 import contextlib
 import os
@@ -12,12 +12,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import registrations
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten, resolved_yaml
+from MaxText.config.schema import Config, all_keys, flatten, unflatten
+from MaxText.config.serialization import resolved_yaml
 from MaxText.early_signals import handled
 from MaxText.errors import UserError
 from MaxText.experiments.comparison_plan import Plan, Trial, run_config

@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from MaxText.config import sources, values
-from MaxText.config.catalog import all_keys
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, all_keys, flatten
 from MaxText.experiments.compare_args import (
     KEY_OF,
     SET_PER_RUN,

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.catalog import flatten, unflatten
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError
 from MaxText.growth import zoom
 from MaxText.growth.growth_plan import GrowthPlan, Mode

@@ -7,9 +7,8 @@ zoom_dim (model.pattention in the configuration) keeps the n of training.
 from collections.abc import Mapping
 from typing import Any
 
-from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, all_keys, unflatten
 from MaxText.config.serialization import renamed
 from MaxText.growth.growth_plan import GrowthPlan
 from MaxText.layers.pattention import ZOOMED, slot_place

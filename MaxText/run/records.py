@@ -10,8 +10,8 @@ import jax
 from etils import epath
 
 from MaxText.config.model_sections import ModelConfig
-from MaxText.config.schema import Config
-from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
+from MaxText.config.schema import Config, flatten
+from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.cost_table import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.growth.record import event_fields, parent_folder, sizes

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.layer_sections import MIXERS
 from MaxText.config.loading import load_config
+from MaxText.config.schema import all_keys, split_entry
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import (
     config_from_hf,

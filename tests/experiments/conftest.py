@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.experiments import execution, train_subprocess
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
