@@ -1,5 +1,6 @@
 """Compares configurations under one budget."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ program_start.install(__name__)  # before the slow imports
 from MaxText.config import command_line
 from MaxText.config.sources import YAML_PATH
 from MaxText.experiments.compare_args import CompareOptions, parse_args
-from MaxText.experiments.runner import compare
+from MaxText.experiments.variants import expand_variants, solve_key_by_label
 
 USAGE = """
 Trains configurations under one budget, with several seeds, and reports how they differ.
@@ -42,8 +43,15 @@ def main() -> None:
     command_line.answer_questions("compare.py", rest, USAGE, CompareOptions)
     with command_line.exit_on_user_error(_INTERRUPTED):
         args, problems = parse_args(arguments)
+        variants = expand_variants(args, problems)
+        solve_for = solve_key_by_label(args, variants)
+
+        # Once the configurations are accepted, because it imports jax.
+        from MaxText.experiments.execution import run_comparison
+
         try:
-            compare(args, problems, sys.argv, lambda line: print(line, flush=True))
+            log = functools.partial(print, flush=True)
+            run_comparison(args, variants, solve_for, sys.argv, log)
         except SystemExit:  # SIGTERM
             print(_INTERRUPTED, file=sys.stderr)
             raise

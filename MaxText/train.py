@@ -59,7 +59,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Run folder and text, before anything slow ------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
-    from MaxText.config.serialization import flatten
+    from MaxText.config.schema import flatten
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 

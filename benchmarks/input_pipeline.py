@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np  # noqa: E402
 
-from MaxText.config.catalog import unflatten  # noqa: E402
 from MaxText.config.data_sections import PreparationConfig  # noqa: E402
+from MaxText.config.schema import unflatten  # noqa: E402
 
 LENGTH = 1024
 BATCH = 64

@@ -24,8 +24,8 @@ from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
 from MaxText.checkpointing.compatibility import Casts, ConfigDiff, array_specs, leaf_path
-from MaxText.config.catalog import unflatten
 from MaxText.config.layer_plan import LayerPlan
+from MaxText.config.schema import unflatten
 from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error

@@ -11,8 +11,7 @@ import jax
 import numpy as np
 
 from MaxText.config import import_modules
-from MaxText.config.catalog import all_keys
-from MaxText.config.schema import SCHEMA_VERSION
+from MaxText.config.schema import SCHEMA_VERSION, all_keys
 from MaxText.config.serialization import diff_configs
 from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError

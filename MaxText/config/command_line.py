@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 
 from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
-from MaxText.config.catalog import Key, all_keys, keys_by_section, keys_of, split_entry
 from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
+from MaxText.config.schema import Key, all_keys, flatten, keys_by_section, keys_of, split_entry
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -86,7 +86,6 @@ def answer_questions(
 def answer_about_options(
     arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
 ) -> None:
-    """Answers --help and --why in a program without configuration."""
     for kind in kinds:
         _answer_about_option(arguments, kind)
     if {"-h", "--help"} & set(arguments):
@@ -128,7 +127,6 @@ def program_command(name: str) -> str:
 
 
 def exit_with_error(error: UserError) -> NoReturn:
-    """Prints a user error without traceback and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     raise SystemExit(error.exit_code)
 
@@ -260,7 +258,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         # A command line with mistakes still gets the help that explains them.
         return "\n".join(lines) + "\n"
     origin = loaded.origins[key.name]
-    value = values.to_yaml(serialization.flatten(loaded.config)[key.name])
+    value = values.to_yaml(flatten(loaded.config)[key.name])
     lines.append(f"  now:      {value} ({origin.place})")
     return "\n".join(lines) + "\n"
 
@@ -308,7 +306,7 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     if origin.source is Source.DERIVED:
         places.append(origin.place)
     winner, *beaten = reversed(places)
-    value = values.to_yaml(serialization.flatten(loaded.config)[name])
+    value = values.to_yaml(flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
     lines += [f"  over:   {place}" for place in beaten]
     return "\n".join(lines) + "\n"

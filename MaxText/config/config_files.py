@@ -85,8 +85,6 @@ class Setting:
 
 
 class ConfigFileError(ConfigurationError):
-    """A config file with unreadable content."""
-
     def __init__(self, problem: ConfigIssue):
         super().__init__([problem])
         self.problem = problem
@@ -100,7 +98,6 @@ def short_path(path: Path) -> str:
 
 
 def shipped_names(folder: Path = SHIPPED) -> list[str]:
-    """Returns relative paths of the shipped configs below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yml"))
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import yaml
 
 from MaxText.config import config_files, registry, serialization, sources, values
-from MaxText.config.catalog import Key, keys_by_section
 from MaxText.config.loading import format_accepted
+from MaxText.config.schema import Key, keys_by_section
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
 PACKAGE = Path(__file__).parents[1]
@@ -140,23 +140,12 @@ def _registered_in(path: Path) -> Iterator[tuple[str, str, str]]:
                     yield ast.literal_eval(kind), ast.literal_eval(name), text
 
 
-def write(folder: Path | None = None) -> list[Path]:
-    """Writes the files, or copies in another folder; returns their paths."""
-    targets = {
-        registry.BUILT_IN: built_in_yml,  # first, because its parts have keys
-        config_files.BASE_YML: base_yml,
-        CONFIGURATION_MD: configuration_md,
-    }
-    written = []
-    for target, text in targets.items():
-        path = folder / target.name if folder else target
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text(), encoding="utf-8")
-        registry.read_built_in()
-        written.append(path)
-    return written
-
-
 if __name__ == "__main__":
-    for file in write():
+    for file, text in (
+        (registry.BUILT_IN, built_in_yml),  # first, because its parts have keys
+        (config_files.BASE_YML, base_yml),
+        (CONFIGURATION_MD, configuration_md),
+    ):
+        file.write_text(text(), encoding="utf-8")
+        registry.read_built_in()
         print(config_files.short_path(file))

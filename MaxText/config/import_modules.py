@@ -10,7 +10,6 @@ import importlib.util
 import os
 import sys
 import traceback
-import types
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from MaxText.config.sources import CheckpointConfig, CollectedSettings, Setting
 
 KEY = "import_modules"
 
-_hashes: dict[str, str] = {}  # by name as the user wrote it
-_files: dict[Path, str] = {}  # path -> SHA-256 of what was imported
+_names: dict[str, str] = {}  # as the user wrote it -> of the module
+_hashes: dict[str, str] = {}  # name of a module -> SHA-256 of the source that was executed
 
 
 def collect(
@@ -85,7 +84,7 @@ def check_named(config_flat: Mapping[str, Any], place: str) -> None:
 def _import(name: str, place: str) -> ConfigIssue | None:
     before = registry.registrations()
     try:
-        _hashes[name] = _import_file(name) if name.endswith(".py") else _import_module(name)
+        _load(name)
     except (Exception, SystemExit) as error:  # a module of the user's can raise anything
         registry.keep_only(before)
         if isinstance(error, FileNotFoundError) and error.filename == name:
@@ -103,8 +102,8 @@ def _import(name: str, place: str) -> ConfigIssue | None:
 def forget(parts: Sequence[registry.Registration]) -> None:
     """Undoes all imports, leaving only these parts registered."""
     registry.keep_only(parts)
+    _names.clear()
     _hashes.clear()
-    _files.clear()
 
 
 def _last_line(error: BaseException) -> tuple[str, ...]:
@@ -117,56 +116,42 @@ def _last_line(error: BaseException) -> tuple[str, ...]:
     return ()
 
 
-def _import_module(name: str) -> str:
-    # `python MaxText/train.py` looks for modules in MaxText/, not in the current folder.
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        importlib.invalidate_caches()
-        known = sys.modules.get(name)
-        module = known or importlib.import_module(name)
-    finally:
-        sys.path.remove(here)
-    path = Path(module.__file__ or "")
-    if path.suffix != ".py":
-        return ""
-    digest = _sha256(path)
-    if known and _hashes.get(name) != digest:  # changed, or imported by others, or forgotten since
-        _execute(path, module)
-    return digest
-
-
-def _import_file(name: str) -> str:
-    if not Path(name).is_file():
-        raise FileNotFoundError(0, "no file", name)
-    path = Path(name).resolve()
-    digest = _sha256(path)
-    if _files.get(path) == digest:
-        return digest
-    folder = hashlib.sha256(bytes(path.parent)).hexdigest()[:8]  # other files have the same stem
-    spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    _files.pop(path, None)
-    _execute(path, module)
-    _files[path] = digest
-    return digest
-
-
-def _execute(path: Path, module: types.ModuleType) -> None:
-    registry.forget(str(path))
-    # Never bytecode, which looks current where a file changed twice within a second.
-    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _load(name: str) -> None:
+    """Imports a module, or executes changed source again."""
+    is_new = False
+    if name.endswith(".py"):
+        path = Path(name).resolve()
+        if not path.is_file():
+            raise FileNotFoundError(0, "no file", name)
+        folder = hashlib.sha256(bytes(path.parent)).hexdigest()[
+            :8
+        ]  # other files have the same stem
+        spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
+        assert spec is not None
+        # dataclasses look their module up
+        module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+    else:
+        # `python MaxText/train.py` looks for modules in MaxText/, not in the current folder.
+        here = str(Path.cwd())
+        sys.path.insert(0, here)
+        try:
+            importlib.invalidate_caches()
+            is_new = name not in sys.modules
+            module = importlib.import_module(name)
+        finally:
+            sys.path.remove(here)
+        path = Path(module.__file__ or "")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" else ""
+    if digest and not is_new and _hashes.get(module.__name__) != digest:
+        registry.forget(str(path))
+        # Never bytecode, which looks current where a file changed twice within a second.
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    _names[name], _hashes[module.__name__] = module.__name__, digest
 
 
 def imported(names: Sequence[str]) -> dict[str, str]:
     """Returns module, as the user named it -> SHA-256 of its source."""
-    return {name: _hashes[name] for name in names if name in _hashes}
+    return {name: _hashes[_names[name]] for name in names if name in _names}
 
 
 def changes(metadata: Mapping[str, Any]) -> list[str]:
@@ -183,7 +168,7 @@ def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
 
 
 def _found(name: str, recorded: Collection[str]) -> list[str]:
-    if name in _hashes:
-        return [_hashes[name]]
-    others = [other for other in _hashes if other not in recorded]
-    return [_hashes[other] for other in others if Path(other).name == Path(name).name]
+    if name in _names:
+        return [_hashes[_names[name]]]
+    others = {other: module for other, module in _names.items() if other not in recorded}
+    return [_hashes[of] for other, of in others.items() if Path(other).name == Path(name).name]

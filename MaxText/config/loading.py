@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config import axis_rules, config_files, import_modules, layer_kinds, sources, values
-from MaxText.config.catalog import Key, all_keys, all_names, keys_of_layers, unflatten
+from MaxText.config import axis_rules, config_files, import_modules, sources, values
 from MaxText.config.keys import Options
+from MaxText.config.layer_plan import parse_kinds
 from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
 _SET_BY_USER = (Source.CONFIG_FILE, Source.ENVIRONMENT, Source.COMMAND_LINE, Source.ARGUMENT)
@@ -78,7 +78,6 @@ class _Merged(NamedTuple):
 
     @property
     def last(self) -> dict[str, Setting]:
-        """The winning setting of each key."""
         return {setting.name: setting for setting in self.kept}
 
     def is_set_by_user(self, name: str) -> bool:
@@ -90,7 +89,8 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     sources.print_notices(collected.notices)
     problems = list(collected.problems)
     problems += [
-        sources.sweep_not_supported(name, one.place) for name, one in collected.sweep_blocks.items()
+        sources.sweep_not_supported(name, one.origin.place)
+        for name, one in collected.sweep_blocks.items()
     ]
     winners = merge(collected.settings, problems)
     typed, origins, kept, wrong = winners
@@ -170,7 +170,7 @@ def converted_value(value: Any, key: Key) -> Any:
         return axis_rules.parse(value)
     if key.name == "layer_kinds":
         of_layers = keys_of_layers()
-        return layer_kinds.parse(value, lambda name, one: converted_value(one, of_layers[name]))
+        return parse_kinds(value, lambda name, one: converted_value(one, of_layers[name]))
     converted = values.convert(value, key.annotation)
     if key.violates_bounds(converted):
         raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
@@ -372,7 +372,8 @@ def _check_rules(
         if len(rule.keys) == 1 and origins[rule.keys[0]].source is Source.DERIVED:
             continue
         if message := rule.check(config):
-            named = [name for name in rule.keys if re.search(rf"\b{name}\b", message)]
+            words = dict.fromkeys(re.findall(r"\w+", message))
+            named = [word for word in words if word in rule.keys]
             used = [name for name in named if name in last] or rule.keys
             places = [last[name].place for name in used if name in last]
             what, *remedies = message.splitlines()
@@ -386,9 +387,7 @@ def _check_rules(
             problem = ConfigIssue(what, tuple(places), facts)
             # Of the values that a bundle, a preset or a base file sets, nothing is said.
             # A message begins with the key that has no effect.
-            first = re.search("|".join(rf"\b{name}\b" for name in rule.keys), message)
-            subjects = [first[0]] if first else rule.keys
-            by_user = [name for name in subjects if winners.is_set_by_user(name)]
+            by_user = [name for name in named[:1] or rule.keys if winners.is_set_by_user(name)]
             if not rule.finds_unused:
                 problems.append(problem)
             elif by_user:

@@ -1,10 +1,10 @@
 """Impossible combinations of the model's keys."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import get_args
 
 from MaxText.config.axis_rules import NETWORKS, size_key
-from MaxText.config.layer_kinds import letters
+from MaxText.config.layer_plan import letters
 from MaxText.config.layer_sections import (
     ATTENTION_MIXERS,
     SOFTMAX_MIXERS,
@@ -73,18 +73,17 @@ def _activations(mlp_activations):
         return "mlp_activations: the list is empty; name at least one, for example [gelu]"
 
 
-def _undivided(what: str, number: int, length: int, stages: Iterable) -> Iterator[str]:
-    if length % number:
-        yield f"{what}={number} does not divide max_target_length={length}"
-    for _, stage in stages:
-        if stage % number:
-            yield f"{what}={number} does not divide {stage}, of sequence_length_stages"
+def undivided(what: str, number: int, length: int, stages: Iterable) -> str | None:
+    for one in (length, *(stage for _, stage in stages)):
+        if one % number:
+            whose = "max_target_length" if one == length else "sequence_length_stages"
+            return f"{what}={number} does not divide {one}, of {whose}"
 
 
 @rule()
 def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
     sizes = num_vocab_tiling, max_target_length, sequence_length_stages
-    return next(_undivided("num_vocab_tiling", *sizes), None)
+    return undivided("num_vocab_tiling", *sizes)
 
 
 @rule()
@@ -364,8 +363,8 @@ def _experts(feed_forward_type, mlp_activations, config, dimensions):
         if -1 < getattr(section, name) <= 0:
             return f"{name}: use a number above 0, or -1 for as many tokens as come"
     group, length = section.moe_group_size, config.model.shape.max_target_length
-    undivided = _undivided("moe_group_size", group, length, config.batch.sequence_length_stages)
-    if group != -1 and (found := next(undivided, None)):
+    stages = config.batch.sequence_length_stages
+    if group != -1 and (found := undivided("moe_group_size", group, length, stages)):
         return found
     if section.moe_layers == ():
         return "moe_layers: the list is empty, so no layer has experts\nnum_experts=1"

@@ -4,8 +4,6 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from MaxText.config import layer_kinds
-from MaxText.config.dense_connections_section import DenseConfig
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
@@ -19,11 +17,12 @@ from MaxText.config.keys import (
     key,
     options,
 )
-from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, plan_layers
+from MaxText.config.layer_plan import LayerPlan, PipelineSchedule, letters, plan_layers
 from MaxText.config.layer_sections import (
     MIXERS,
     AttentionConfig,
     BlockConfig,
+    DenseConfig,
     Dimensions,
     FeedForwardConfig,
     MoEConfig,
@@ -303,15 +302,15 @@ class ModelConfig(Section):
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
-        letters = dict(self.block.layer_kinds)
+        kinds_by_letter = dict(self.block.layer_kinds)
         try:
             pattern = self.block.layer_pattern
-            chosen = layer_kinds.letters(pattern, num_layers) if pattern else ""
+            chosen = letters(pattern, num_layers) if pattern else ""
         except ValueError:
             chosen = ""  # said by a rule
         found = []
         for index in range(num_layers):
-            own: dict[str, Any] = dict(letters.get(chosen[index], ())) if chosen else {}
+            own: dict[str, Any] = dict(kinds_by_letter.get(chosen[index], ())) if chosen else {}
             if index < len(kinds):
                 own["mixer"] = MIXERS[kinds[index]]
             if experts.moe_layers is not None and index not in experts.moe_layers:

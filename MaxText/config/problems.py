@@ -38,33 +38,20 @@ class ConfigurationError(UserError):
 
 
 def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Returns the known names most like `name`, best first."""
-    words = _plain(name.strip("-_."))
-    scores = []
+    """Returns the names most like `name`, best first; words may be swapped."""
+    wanted, scores = _forms(name.strip("-_.")), []
     for candidate in known:
-        plain = _plain(candidate)
-        order = _similarity(_sorted_words(words), _sorted_words(plain))
-        score = max(_similarity(words, plain), order)
+        pairs = zip(wanted, _forms(candidate), strict=True)
+        score = max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
         if score >= _MIN_SIMILARITY:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]
 
 
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "_").replace(".", "_")
-
-
-def _similarity(a: str, b: str) -> float:
-    matcher = difflib.SequenceMatcher(None, a, b)
-    for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio):
-        if (found := ratio()) < _MIN_SIMILARITY:  # upper bounds first: they cost less
-            return 0.0
-    return found
+def _forms(name: str) -> tuple[str, str]:
+    plain = name.lower().replace("-", "_").replace(".", "_")
+    return plain, "_".join(sorted(plain.split("_")))
 
 
 def nearest_fact(name: str, known: Iterable[str], form: str = "{}") -> tuple[str, str]:
     return "nearest", ", ".join(map(form.format, close_matches(name, known)))
-
-
-def _sorted_words(name: str) -> str:
-    return "_".join(sorted(name.split("_")))

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from MaxText.config import values
-from MaxText.config.catalog import Key, all_names, keys_of
 from MaxText.config.keys import Section
 from MaxText.config.loading import converted_value, format_accepted
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
+from MaxText.config.schema import Key, all_names, keys_of
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices, without_dashes
 
 

@@ -139,7 +139,7 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
 
 
 def _check_keys(keys: type[Section], who: str) -> None:
-    from MaxText.config.catalog import all_keys
+    from MaxText.config.schema import all_keys
 
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{who}: keys has to be a class derived from Section")
@@ -177,7 +177,6 @@ def _all() -> dict[tuple[str, str], Registration]:
 
 
 def registration(kind: str, name: str) -> Registration:
-    """Returns a part; raises KeyError if there is none."""
     return _all()[kind, name]
 
 
@@ -235,7 +234,6 @@ class Parts(Section):
         return {one.section: self._of(one).model_dump() for one in self.with_keys()}
 
     def named(self, section: str) -> Section:
-        """Returns the keys of a part by its kind and name."""
         return self._of(next(one for one in self.with_keys() if one.section == section))
 
     def of(self, target: Any) -> Section | None:
@@ -262,12 +260,8 @@ class Parts(Section):
 
 
 class ObjectiveParts(Parts):
-    """Keys of registered objectives."""
-
     kinds: ClassVar[tuple[str, ...]] = ("objective",)
 
 
 class OptimizerParts(Parts):
-    """Keys of registered optimizers."""
-
     kinds: ClassVar[tuple[str, ...]] = ("optimizer",)

@@ -10,8 +10,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from MaxText.config.catalog import all_keys
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, all_keys
 
 _OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
 _Check = TypeVar("_Check", bound=Callable[..., str | None])

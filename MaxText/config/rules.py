@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Iterator
 
-from MaxText.config import model_rules  # noqa: F401 (registers its rules)
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
+from MaxText.config.model_rules import undivided
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
@@ -39,18 +39,15 @@ def _length(steps, learning_rate_schedule_steps):
 
 @rule()
 def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
-    schedule, decay = config.schedule, wsd_decay_steps_fraction
-    if schedule.lr_schedule_type != "wsd":
+    length, warmup = config.schedule.learning_rate_schedule_steps, config.schedule.num_warmup_steps
+    if config.schedule.lr_schedule_type != "wsd" or length == -1:
         return None
-    length, warmup = schedule.learning_rate_schedule_steps, schedule.num_warmup_steps
-    if warmup_steps != -1 and warmup + int(length * decay) > length:
+    if warmup + int(length * wsd_decay_steps_fraction) > length:
+        given = f"{warmup_steps_fraction=:g}" if warmup_steps == -1 else f"{warmup_steps=}"
         return (
-            f"warmup_steps={warmup} and wsd_decay_steps_fraction={decay:g} are more than the "
-            f"{length} steps of the schedule together"
+            f"{given} and {wsd_decay_steps_fraction=:g} are more than the {length} steps of the "
+            "schedule together"
         )
-    if warmup_steps == -1 and warmup_steps_fraction + decay > 1 + 1e-9:
-        both = f"{warmup_steps_fraction=:g} and wsd_decay_steps_fraction={decay:g}"
-        return f"{both} are more than 1 together"
 
 
 @rule("warmup_steps", finds_unused=True)
@@ -93,14 +90,7 @@ def _length_stages(sequence_length_stages, max_target_length, mlm_training):
 def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
     # What -1 fills is known where the devices are.
     parts = math.prod(max(size, 1) for size in sizes.values())
-    lengths = {f"{max_target_length=}": max_target_length} | {
-        f"a stage of {length} in sequence_length_stages": length
-        for _, length in sequence_length_stages
-    }
-    for whose, length in lengths.items():
-        if length % parts:
-            shown = " ".join(f"{name}={size}" for name, size in sizes.items())
-            return f"{_CONTEXT[0]}: {whose} is not a multiple of {parts} ({shown})"
+    return undivided(" * ".join(sizes), parts, max_target_length, sequence_length_stages)
 
 
 @rule(*_CONTEXT, "dropout_rates", "dropout_rate")

@@ -4,15 +4,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from MaxText.config import import_modules
-from MaxText.config.catalog import Key, all_keys, flatten, keys_by_section, split_entry
 from MaxText.config.keys import Options
 from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
-from MaxText.config.schema import SCHEMA_VERSION, Config
+from MaxText.config.schema import (
+    SCHEMA_VERSION,
+    Config,
+    Key,
+    all_keys,
+    flatten,
+    keys_by_section,
+    split_entry,
+)
 from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-
-__all__ = ["diff_configs", "flatten", "renamed", "resolved_yaml", "with_current_names"]
 
 _LINE = 100
 

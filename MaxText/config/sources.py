@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from MaxText.config import config_files, values
-from MaxText.config.catalog import all_keys, split_entry
 from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
 from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
-from MaxText.config.schema import SCHEMA_VERSION
+from MaxText.config.schema import SCHEMA_VERSION, all_keys, split_entry
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
 SWEEP_KEYS = {
@@ -39,14 +38,6 @@ class CheckpointConfig:
     place: str  # where the weights lie
 
 
-@dataclasses.dataclass(frozen=True)
-class SweepBlock:
-    """`sweep:` or `stages:` of a file, for compare.py."""
-
-    value: Any  # as config_files reads it
-    place: str  # the file and line
-
-
 @dataclasses.dataclass
 class CollectedSettings:
     """All settings, weakest first, before their types are checked."""
@@ -56,7 +47,7 @@ class CollectedSettings:
     is_file_missing: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
-    sweep_blocks: dict[str, SweepBlock] = dataclasses.field(default_factory=dict)
+    sweep_blocks: dict[str, Setting] = dataclasses.field(default_factory=dict)  # by SWEEP_KEYS
     imported: dict[str, str] = dataclasses.field(default_factory=dict)  # IMPORTED of a file
 
     def last(self, name: str) -> Setting | None:
@@ -194,9 +185,8 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             if entry.name not in FILE_KEYS
         ]
         chain.append(distinct(settings, result))
-        for name in SWEEP_KEYS:
-            if name not in result.sweep_blocks and (entry := special.get(name)):
-                result.sweep_blocks[name] = SweepBlock(entry.value, entry.origin.place)
+        blocks = {name: entry for name, entry in special.items() if name in SWEEP_KEYS}
+        result.sweep_blocks = blocks | result.sweep_blocks
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
             break
@@ -218,47 +208,38 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
 
 def _check_version(entry: Setting, result: CollectedSettings) -> None:
     try:
-        version = values.convert(entry.value, int)
+        if (version := values.convert(entry.value, int)) <= SCHEMA_VERSION:
+            return
+        what = f"{version} was written by a newer version; update this program"
     except values.InvalidValueError as error:
-        result.problems.append(ConfigIssue(f"schema_version: {error}", (entry.place,)))
-        return
-    if version > SCHEMA_VERSION:
-        what = (
-            f"schema_version: {version} was written by a newer version of this program, "
-            f"which reads up to {SCHEMA_VERSION}"
-        )
-        remedy = ("instead", "update the program")
-        result.problems.append(ConfigIssue(what, (entry.place,), (remedy,)))
+        what = str(error)
+    result.problems.append(ConfigIssue(f"schema_version: {what}", (entry.place,)))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    setting = result.last(name)
     default = all_keys()[name].default
-    chosen = default if setting is None else setting.value
-    if setting is not None and not isinstance(chosen, str):
-        chosen = setting.origin.raw
+    setting = result.last(name) or Setting(name, default, Origin(Source.DEFAULT), name)
+    origin, place = setting.origin, (setting.place,) if result.last(name) else ()
+    chosen = setting.value if isinstance(setting.value, str) else origin.raw
+    is_saved = origin.source is Source.SAVED_CONFIG
     # A saved configuration already holds what its preset gave, and what beat it.
-    if layer is Source.PRESET and setting and setting.origin.source is Source.SAVED_CONFIG:
+    if layer is Source.PRESET and (is_saved or chosen in ("", default) or values.is_null(chosen)):
         return []
-    if layer is Source.PRESET and (chosen in ("", default) or values.is_null(chosen)):
-        return []
-    known = config_files.preset_names(folder)
-    place = (setting.place,) if setting else ()
-    origin, is_path = setting.origin if setting else None, YAML_PATH.fullmatch(chosen)
+    known, file = config_files.preset_names(folder), folder / f"{chosen}.yml"
+    is_path = YAML_PATH.fullmatch(chosen)
     if not is_path and chosen not in known:
         nearest = nearest_fact(str(chosen), known)
         facts = nearest, ("known", ", ".join(known)), ("default", default)
-        what = f"{name}: there is no {short_path(folder)}/{chosen}.yml"
+        what = f"{name}: there is no {short_path(file)}"
         result.problems.append(ConfigIssue(what, place, facts))
         return []
     try:
-        next_to = origin.file.parent if origin and origin.file else None
-        preset = folder / f"{chosen}.yml"
-        file = config_files.find_config(chosen, next_to) if is_path else preset
+        if is_path:
+            file = config_files.find_config(chosen, origin.file.parent if origin.file else None)
         settings = _read_chain(file, layer, result)
     except ConfigFileError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
-        if setting is None or setting.origin.source is not Source.SAVED_CONFIG:
+        if not is_saved:
             result.problems.append(dataclasses.replace(error.problem, location=place))
         return []
     kept = []
@@ -314,6 +295,5 @@ def distinct(
 
 
 def print_notices(notices: Sequence[str]) -> None:
-    """Writes each notice once to stderr."""
     for notice in dict.fromkeys(notices):
         sys.stderr.write(notice + "\n")

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from MaxText.config import import_modules, values
 from MaxText.config.loading import load
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
 from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint

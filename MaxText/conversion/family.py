@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from MaxText.config.catalog import all_keys, flatten, unflatten, with_entries
 from MaxText.config.config_files import DECODER_BLOCKS
+from MaxText.config.schema import all_keys, flatten, unflatten, with_entries
 
 REQUIRED = object()
 

@@ -4,11 +4,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
-from MaxText.config.catalog import Key, all_keys, flatten, split_entry, with_entries
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import KINDS, Registration, registration
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, Key, all_keys, flatten, split_entry, with_entries
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
 from MaxText.errors import UserError

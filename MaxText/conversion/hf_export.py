@@ -19,7 +19,7 @@ import numpy as np
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.numpy import save_file
 
-from MaxText.config import catalog
+from MaxText.config import schema
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config
 from MaxText.conversion import hf_config
@@ -184,7 +184,7 @@ def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSour
                 scales[name] = scale
     if not scales or pattention.normalize_type not in (*_LAST, _INSIDE):
         return weights, ""
-    without = catalog.unflatten(catalog.flatten(config) | _NO_ZOOM)
+    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
     try:
         family = hf_config.find_family(without, asked)
     except UserError:
@@ -250,7 +250,7 @@ def verify(
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
     exact = {"dtype": "float32", "matmul_precision": "highest"}
-    model = abstract_model(catalog.unflatten(catalog.flatten(weights.config) | exact))
+    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact))
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.config.catalog import flatten, with_entries
 from MaxText.config.loading import load_config
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
+from MaxText.config.schema import flatten, with_entries
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.tensor_map import TensorMap

@@ -26,7 +26,8 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.checkpointing.compatibility import checkpoint_metadata
-from MaxText.config.serialization import flatten, section_lines
+from MaxText.config.schema import flatten
+from MaxText.config.serialization import section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError

@@ -14,7 +14,7 @@ from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.checkpoint_reader import translate_errors
 from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
 from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path, mismatches
-from MaxText.config import catalog, import_modules
+from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
@@ -149,7 +149,7 @@ class RunWeights(WeightSource):
                     f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
                 )
             import_modules.check_named(flat, place)
-            given = catalog.unflatten(with_current_names(flat, place))
+            given = schema.unflatten(with_current_names(flat, place))
         super().__init__(given)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(

@@ -15,8 +15,7 @@ import optax
 from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
-from MaxText.config.layer_kinds import LayerKinds
-from MaxText.config.layer_plan import PipelineSchedule
+from MaxText.config.layer_plan import LayerKinds, PipelineSchedule
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig

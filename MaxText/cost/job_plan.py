@@ -17,11 +17,10 @@ from typing import Any
 import jax
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
-from MaxText.config.catalog import unflatten
 from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
-from MaxText.config.serialization import diff_configs, flatten
+from MaxText.config.schema import Config, flatten, unflatten
+from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import Program, abstract_model, make_program
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak

@@ -27,9 +27,8 @@ import jax
 from jax.experimental import serialize_executable
 
 import MaxText
-from MaxText.config.catalog import flatten, keys_by_section
 from MaxText.config.model_sections import ModelConfig
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, keys_by_section
 from MaxText.config.values import to_yaml
 from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError

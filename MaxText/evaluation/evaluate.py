@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
-from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.loading import LoadedConfig, Source
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError
 from MaxText.evaluation.tasks import find_tasks, read_tasks, run_harness, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes

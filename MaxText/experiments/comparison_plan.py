@@ -12,9 +12,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from MaxText.config.catalog import unflatten
-from MaxText.config.schema import Config
-from MaxText.config.serialization import diff_configs, flatten
+from MaxText.config.schema import Config, flatten, unflatten
+from MaxText.config.serialization import diff_configs
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
@@ -39,7 +38,7 @@ class ComparisonSpec:
 
 @dataclasses.dataclass(frozen=True)
 class SolvedStage:
-    """One run of a solved configuration."""
+    """One run of a solved configuration, over all devices."""
 
     changes: dict[str, Any]  # key -> new value
     parameters: int
@@ -58,7 +57,6 @@ class SolvedConfig:
 
     @property
     def changed(self) -> set[str]:
-        """Solved keys."""
         return {name for stage in self.stages for name in stage.changes}
 
     @property
@@ -217,7 +215,6 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
 
 
 def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
-    """Returns the plan for the terminal."""
     devices = plan.question.num_devices
     return [
         f"match={plan.question.match}: {format_budget(plan, variants)}; "
@@ -253,7 +250,6 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """Log of train.py's output."""
         return self.folder / "train.log"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS
@@ -76,8 +76,6 @@ class ConfigResults:
 
     label: str
     results: tuple[RunResult, ...]
-    # to the first configuration, corrected for their number; None for the first itself
-    difference: Estimate | None = None
 
     @property
     def losses(self) -> dict[int, float]:
@@ -180,7 +178,6 @@ def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
 
 
 def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
-    """Summarizes a chain and its joint record."""
     run = chain[-1]
     last = record.evaluations[-1] if record.evaluations else {}
     return RunResult(
@@ -201,13 +198,10 @@ def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
 
 
 def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[ConfigResults]:
-    """Groups results by label, with differences to the first configuration."""
-    groups = [
+    return [
         ConfigResults(label, tuple(result for result in results if result.config == label))
         for label in labels
     ]
-    found = differences(groups)
-    return [dataclasses.replace(one, difference=found.get(one.label)) for one in groups]
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
@@ -430,7 +424,6 @@ def _differ(one: float, other: float) -> bool:
 def text_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
-    """Returns budget deviations, tables and conclusions."""
     lines = budget_deviations(groups, plan)
     lines += [""] * bool(lines)
     lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
@@ -475,7 +468,6 @@ def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
-    """Writes one row per finished run."""
     rows = [
         dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in results
     ]
@@ -485,9 +477,9 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     """Writes one row per configuration, with differences to the first."""
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
-    rows = []
+    found, rows = differences(groups), []
     for group in groups:
-        difference = group.difference or Estimate(0)
+        difference = found.get(group.label, Estimate(0))
         row = {
             "config": group.label,
             "runs": group.loss.count,
@@ -501,7 +493,7 @@ def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
             "difference": difference.mean,
             "difference_low_95": difference.ci_low,
             "difference_high_95": difference.ci_high,
-            "difference_seeds": difference.count if group.difference else None,
+            "difference_seeds": difference.count if group.label in found else None,
             "difference_p_holm": difference.p_value,
         }
         rows.append(row)

@@ -9,7 +9,7 @@ B sequences, T tokens, V vocab_size.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.checkpointing.compatibility import array_specs, leaf_path
-from MaxText.config.catalog import flatten
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten
+from MaxText.config.values import to_yaml
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
 from MaxText.growth.initialize import grow_params
@@ -76,8 +76,7 @@ class Outputs(NamedTuple):
 
     losses: list[tuple[Any, Any]]  # (loss, gradients) of both models
     logits: np.ndarray  # of `variants`, [B, T, V]
-    prompt: np.ndarray | None  # prefill logits; None without a decode state
-    steps: np.ndarray | None  # logits of subsequent decode steps
+    decoded: tuple[np.ndarray, ...] | None  # of prompts and subsequent steps; None: cannot decode
     fell: float  # measured loss decrease along the gradient, relative to the predicted one
 
 
@@ -114,15 +113,11 @@ class Subject:
     @property
     def operations(self) -> list[int]:
         """Matrix product FLOPs of both losses with their gradients."""
-        return [
-            products(equation.params["jaxpr"].jaxpr)
-            for equation in self.traced.jaxpr.eqns
-            if equation.params.get("name") == "loss"
-        ]
+        calls = [equation.params for equation in self.traced.jaxpr.eqns]
+        return [products(one["jaxpr"].jaxpr) for one in calls if one.get("name") == "loss"]
 
     @functools.cached_property
     def outputs(self) -> Outputs:
-        """Compiles and runs the program."""
         run = self.traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]
@@ -130,8 +125,7 @@ class Subject:
         fall = 0.003  # so small that the loss is linear
         moved = jax.tree.map(lambda x, dx: x - fall / square * dx, self.params, gradients)
         fell = float(loss - run(moved)[0][0][0]) / fall
-        prompt, steps = decoded or (None, None)
-        return Outputs(losses, logits, prompt, steps, fell)
+        return Outputs(losses, logits, decoded, fell)
 
     def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
         sums = loss_sums(
@@ -245,17 +239,20 @@ def _pairs(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
     return ((name, leaf, others[name]) for name, leaf in _by_name(tree).items())
 
 
-def _first_difference(found: Any, wanted: Any, tolerance: float) -> str | None:
-    """Describes the first array with error > `tolerance` times its maximum."""
-    for name, expected, actual in _pairs(wanted, found):
+def _difference(found: Any, wanted: Any, of_loss: float, of_gradients: float) -> str | None:
+    """Describes the first relative error of (loss, gradients) above its bound."""
+    (other, others), (loss, gradients) = found, wanted
+    if not abs(other - loss) <= of_loss * abs(loss):
+        return f"the loss is {other:.7f} instead of {loss:.7f}"
+    for name, expected, actual in _pairs(gradients, others):
         error = np.abs(actual - expected).max() / (np.abs(expected).max() or 1.0)
-        if not error <= tolerance:
+        if not error <= of_gradients:
             return f"the gradient of {name} differs by {error:.1e} of its largest number"
     return None
 
 
-def _drawn_twice(initializer: Callable[[], Callable[..., Any]]) -> str | None:
-    draws = (jax.jit(initializer())(jax.random.key(0)) for _ in range(2))
+def _initialization(subject: Subject) -> str | None:
+    draws = (jax.jit(_trainer(subject.config)[1])(jax.random.key(0)) for _ in range(2))
     for name, numbers, again in _pairs(*draws):
         if not np.isfinite(numbers).all():
             return f"{name} does not start with finite numbers"
@@ -303,11 +300,11 @@ def _padding(subject: Subject) -> str | None:
 
 
 def _decoding(subject: Subject) -> str | None:
-    if subject.outputs.prompt is None or subject.outputs.steps is None:
+    if subject.outputs.decoded is None:
         return None
-    for row, length in enumerate(LENGTHS):
-        full, steps = subject.outputs.logits[3 + row], subject.outputs.steps[row]
-        error = np.abs(subject.outputs.prompt[row, :length] - full[:length]).max()
+    rows = zip(LENGTHS, subject.outputs.logits[3:], *subject.outputs.decoded, strict=False)
+    for length, full, prompt, steps in rows:
+        error = np.abs(prompt[:length] - full[:length]).max()
         if not error <= 1e-4:
             return f"prefill of {length} tokens differs from the full forward pass by {error:.1e}"
         errors = np.abs(steps - full[length : length + len(steps)]).max(-1)
@@ -334,10 +331,9 @@ def _gradients(subject: Subject) -> str | None:
 
 
 def _scan_and_remat(subject: Subject) -> str | None:
-    (loss, gradients), (other, others) = subject.outputs.losses
-    if not abs(other - loss) <= 1e-6 * abs(loss):
-        return f"the loss is {loss:.7f}, and {other:.7f} with the other scan_layers and full remat"
-    return _first_difference(others, gradients, 2e-5)
+    wanted, found = subject.outputs.losses
+    problem = _difference(found, wanted, 1e-6, 2e-5)
+    return problem and f"with the other scan_layers and full remat, {problem}"
 
 
 def _policies(subject: Subject) -> str | None:
@@ -354,13 +350,9 @@ def _policies(subject: Subject) -> str | None:
         of_batch = functools.partial(subject.loss, batch=subject.batch)
         return [jax.value_and_grad(of_batch)(params, model) for model in models]
 
-    loss, gradients = subject.outputs.losses[0]
-    found = zip(distinct.values(), jax.jit(losses)(subject.params), strict=True)
-    for policy, (other, others) in found:
-        if not abs(other - loss) <= 1e-6 * abs(loss):
-            return f"the loss is {loss:.7f}, and {other:.7f} with remat_policy={policy}"
-        if problem := _first_difference(others, gradients, 5e-5):
-            return f"remat_policy={policy}: {problem}"
+    for policy, found in zip(distinct.values(), jax.jit(losses)(subject.params), strict=True):
+        if problem := _difference(found, subject.outputs.losses[0], 1e-6, 5e-5):
+            return f"with remat_policy={policy}, {problem}"
     return None
 
 
@@ -392,9 +384,11 @@ def _formats(subject: Subject) -> str | None:
         return None
 
     def states(params: Parameters) -> tuple[Any, ...]:
-        decoder, token = model.merge(params), jnp.zeros((2, 1), int)
-        small, large = (_prefill_states(decoder, capacity) for capacity in (LENGTH // 2, LENGTH))
-        _, after = decoder.decode_step(token, jnp.full((2, 1), PROMPT), large)
+        decoder, tokens = model.merge(params), jnp.zeros((2, PROMPT), int)
+        lengths = jnp.full(2, PROMPT)
+        _, small = decoder.prefill(tokens, lengths, LENGTH // 2)
+        _, large = decoder.prefill(tokens, lengths, LENGTH)
+        _, after = decoder.decode_step(tokens[:, :1], lengths[:, None], large)
         return resize(small, LENGTH), large, after
 
     grown, large, after = map(jax.tree.leaves, jax.eval_shape(states, model.abstract))
@@ -412,14 +406,6 @@ def _bfloat16(subject: Subject) -> str | None:
     wanted = subject.outputs.logits
     error = np.linalg.norm(logits - wanted) / np.linalg.norm(wanted)
     return None if error < 0.1 else f"logits differ from those in float32 by {error:.0%}"
-
-
-def _prefill_states(decoder: Any, capacity: int) -> Any:
-    return decoder.prefill(jnp.zeros((2, PROMPT), int), jnp.full(2, PROMPT), capacity)[1]
-
-
-def _overrides(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def _devices(subject: Subject) -> str | None:
@@ -440,11 +426,8 @@ def _devices(subject: Subject) -> str | None:
         placed = sharding.to_global_batch(jax.tree.map(np.asarray, batch), 8)
         loss = functools.partial(subject.loss, model=model, batch=placed)
         found = sharding.jit(jax.value_and_grad(loss))(params)
-        words = _overrides(sizes)
-        if not abs(found[0] - wanted[0]) <= 1e-5 * abs(wanted[0]):
-            return f"{words}: the loss is {found[0]:.7f}, and {wanted[0]:.7f} on one device"
-        if problem := _first_difference(found[1], wanted[1], 1e-4):
-            return f"{words}: {problem}"
+        if problem := _difference(found, wanted, 1e-5, 1e-4):
+            return f"with {to_yaml(sizes)}, {problem}"
     return None
 
 
@@ -497,30 +480,21 @@ def _growth(subject: Subject) -> str | None:
     return None
 
 
-def _initialization(subject: Subject) -> str | None:
-    return _drawn_twice(lambda: Model(subject.config.model).initialize)
-
-
-def _first_state(subject: Subject) -> str | None:
-    return _drawn_twice(lambda: _trainer(subject.config)[1])
-
-
 def _updates(subject: Subject) -> str | None:
     """Checks steps: finite, moving all parameters, reducing the loss."""
     _, initialize, step = _trainer(subject.load_config(learning_rate=0.003, steps=8))
     step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
     state, losses = first, []
     for _ in range(8):
-        before = state
-        state, metrics = step(before, subject.batch)
+        state, metrics = step(state, subject.batch)
         losses.append(float(metrics["loss"]))
-        for name, old, new in _pairs(before, state):
-            if not np.isfinite(new).all():
-                return f"{name} is not finite after a step"
-            if (old.shape, old.dtype) != (new.shape, new.dtype):
-                return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
-    for name, numbers, initial in _pairs(state.params, first.params):
-        if np.array_equal(numbers, initial):
+    for name, old, new in _pairs(first, state):
+        if not np.isfinite(new).all():
+            return f"{name} is not finite after 8 steps"
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            return f"{name} was {old.dtype}{old.shape}, and is {new.dtype}{new.shape} now"
+    for name, old, new in _pairs(first.params, state.params):
+        if np.array_equal(old, new):
             return f"{name} does not change"
     if not losses[-1] < losses[0]:
         return f"the loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in 8 steps on one batch"
@@ -554,8 +528,7 @@ def _step_on_devices(subject: Subject) -> str | None:
             # On average, because normalized updates magnify rounding of small gradients.
             error = np.abs(found[name] - numbers).mean() / np.abs(numbers).mean()
             if not error <= 0.02:
-                words = _overrides(sizes)
-                return f"{words}: updates of {name} differ by {error:.0%} from those on one device"
+                return f"with {to_yaml(sizes)}, updates of {name} differ by {error:.0%}"
     return None
 
 
@@ -578,7 +551,7 @@ CHECKS = (
 )
 # Checks of an optimizer.
 OPTIMIZER_CHECKS = (
-    Check("initialization", _first_state, "init() depends on the parameters alone"),
+    Check("initialization", _initialization, "init() depends on the parameters alone"),
     Check("updates", _updates, "update() returns a direction that is subtracted, in its format"),
     Check("8 devices", _step_on_devices, "no sizes of one device in the code"),
     Check("resume", _resume, "everything that update() changes has to be in its state"),

@@ -4,8 +4,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import jax
 
@@ -23,8 +24,7 @@ from MaxText.experiments.comparison_plan import (
     run_path,
 )
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
-from MaxText.experiments.step_timing import time_steps
-from MaxText.experiments.variants import Variant, confounding_keys
+from MaxText.experiments.variants import Variant, confounding_keys, folder_of
 from MaxText.metrics.run_record import read_run
 from MaxText.metrics.step_line import format_duration
 from MaxText.reports.formatting import loss
@@ -36,15 +36,21 @@ Log = Callable[[str], None]
 def run_comparison(
     request: CompareArgs,
     variants: Sequence[Variant],
-    question: ComparisonSpec,
-    folder: Path,
+    solve_for: Mapping[str, str],
     command: Sequence[str],
     log: Log,
 ) -> None:
-    """Runs a comparison in its folder; see `runner.compare`."""
+    """Plans, runs (or prints) the remaining runs, and reports the results.
+
+    `solve_for` has the key to solve for by label; `command` was typed. Raises UserError for an
+    unreachable budget or a failed run.
+    """
     # Leaves accelerators to the runs: this process only evaluates shapes.
     jax.config.update("jax_platforms", "cpu")
 
+    folder, num_devices = folder_of(request, variants), _num_devices(request, variants)
+    budget = cast(float | None, request.budget)
+    question = ComparisonSpec(request.match, budget, solve_for, request.tolerance, num_devices)
     is_script = request.launch == "print"
 
     def say(line: str) -> None:
@@ -54,7 +60,7 @@ def run_comparison(
         plan = load_or_create_plan(folder, variants, question, request.seeds)
         if not plan.planned:
             if request.match == "time":
-                time_steps(plan, variants, say)
+                train_subprocess.time_steps(plan, variants, say)
             solve_plan(plan, variants)
         chains = chains_of(plan, variants)
         runs = [run for chain in chains for run in chain]
@@ -84,6 +90,24 @@ def run_comparison(
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
         _collect_results(plan, variants, chains, unasked, command, say)
+
+
+def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
+    hardware = {variant.config.run.hardware for variant in variants}
+    if len(hardware) > 1:
+        raise UserError(
+            f"hardware: the configurations set {' and '.join(sorted(hardware))}. Set one value for "
+            "all of them on the command line."
+        )
+    if request.num_devices is not None and request.launch == "print":
+        return request.num_devices
+    present = train_subprocess.count_devices(hardware.pop())
+    if request.num_devices not in (None, present):
+        raise UserError(
+            f"num_devices={request.num_devices}, but this machine has {present}, so runs here "
+            "would miss the budget. Add launch=print to plan for another machine."
+        )
+    return present
 
 
 def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str]) -> list[str]:

@@ -21,7 +21,6 @@ class Estimate:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Estimate":
-        """Returns the estimate from independent samples."""
         count = len(numbers)
         if count < 2:
             return cls(count, *numbers)

@@ -16,16 +16,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from MaxText.config.catalog import all_keys, unflatten
 from MaxText.config.rules import RULES, broken_letters
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.cost.abstract_step import abstract_model
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
-from MaxText.experiments.step_timing import seconds_per_step
+from MaxText.experiments.train_subprocess import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
@@ -47,17 +45,8 @@ Stages = tuple[Config, ...]
 Amount = Callable[[Stages], float]
 
 
-class Cost(NamedTuple):
-    """Size and cost of one run, over all devices."""
-
-    parameters: int
-    flops: float
-    tokens: int
-    steps: int
-
-
-def cost(config: Config, num_devices: int) -> Cost:
-    """Returns a run's cost; UserError if its batch does not fit."""
+def cost(config: Config, num_devices: int) -> SolvedStage:
+    """Returns a run with its cost; UserError if its batch does not fit."""
 
     def samples(per_device: float) -> int:
         rows = per_device * num_devices
@@ -72,7 +61,7 @@ def cost(config: Config, num_devices: int) -> Cost:
     model = abstract_model(resolve_auto(config.model, "cpu")[0])
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
-    return Cost(model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
+    return SolvedStage({}, model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
 
 
 class Solution(NamedTuple):
@@ -344,13 +333,12 @@ def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
             of = cost(config, question.num_devices)
             new = {name: value for name, (_, value) in solution.changes[number].items()}
             seconds = step_seconds[number] * of.steps if step_seconds else None
-            stages.append(SolvedStage(new, *of, seconds))
+            stages.append(dataclasses.replace(of, changes=new, seconds=seconds))
         plan.planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
     plan.budget = budget
 
 
 def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
-    """Returns the variants with solved keys applied."""
     solved = []
     for variant in variants:
         pairs = zip(variant.stages, plan.planned[variant.label].stages, strict=True)

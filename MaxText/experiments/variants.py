@@ -23,15 +23,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from MaxText.config import sources, values
-from MaxText.config.catalog import all_keys
 from MaxText.config.loading import load
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
-from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs, expand_sweep
+from MaxText.config.schema import Config, all_keys, flatten
+from MaxText.experiments.compare_args import (
+    KEY_OF,
+    SET_PER_RUN,
+    STEPS,
+    CompareArgs,
+    default_solve_for,
+    expand_sweep,
+)
 
 _PROGRAM = "train.py"  # configurations must pass its rules
 _LONGEST_LABEL = 60
+_LONGEST_FOLDER = 120  # file systems allow about twice as many
 
 # Keys that name a run or affect only its output, not its result.
 _PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
@@ -111,7 +117,6 @@ class Variant:
 
     @property
     def keys_that_differ(self) -> set[str]:
-        """Keys with different values in the stages."""
         first, *others = map(flatten, self.stages)
         return {name for name in first for other in others if other[name] != first[name]}
 
@@ -133,17 +138,17 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
         assignments, place = request.sweep or [{}], "command line, sweep=..."
         in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
-            place = in_file["sweep"].place
+            place = in_file["sweep"].origin.place
             try:
                 assignments = expand_sweep(in_file["sweep"].value)
             except values.InvalidValueError as error:
                 found.append(ConfigIssue(f"sweep: {error}", (place,)))
         if chain := in_file.get("stages"):
             try:
-                stages = read_stages(chain.value)
-                chains[source] = [(s, f"{chain.place}, stage {n}") for n, s in enumerate(stages, 1)]
+                stages, at = read_stages(chain.value), chain.origin.place
+                chains[source] = [(s, f"{at}, stage {n}") for n, s in enumerate(stages, 1)]
             except values.InvalidValueError as error:
-                found.append(ConfigIssue(f"stages: {error}", (chain.place,)))
+                found.append(ConfigIssue(f"stages: {error}", (chain.origin.place,)))
         entries += [(source, stems[source], assignment, place) for assignment in assignments]
 
     several = len(stems) > 1
@@ -295,6 +300,47 @@ def _deduplicate_notices():
     finally:
         for line in dict.fromkeys(buffer.getvalue().splitlines(keepends=True)):
             sys.stderr.write(line)
+
+
+def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
+    """Returns the folder as asked, or one reproduced by the same command."""
+    if request.output:
+        return request.output
+    swept = dict.fromkeys(name for variant in variants for name in variant.swept)
+    stems = [Path(path).stem for path in request.configs]
+    name = "_".join(["compare", *stems, *swept, request.match])
+    return Path(variants[0].config.run.base_output_directory).expanduser() / name[:_LONGEST_FOLDER]
+
+
+def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
+    """Returns the key to solve for by label; ConfigurationError if unfit."""
+    names = request.solve_for or (default_solve_for(request.match),)
+    num_sources = max(len(request.configs), 1)
+    if len(names) == 1:
+        chosen = [names[0]] * len(variants)
+    elif len(names) == num_sources:
+        chosen = [names[variant.source] for variant in variants]
+    elif len(names) == len(variants):
+        chosen = list(names)
+    else:
+        what = f"solve_for: {len(names)} names for {len(variants)} configurations"
+        remedy = ("write", "one for each")
+        raise ConfigurationError([ConfigIssue(what, ("command line",), (remedy,))])
+    found: dict[str, str] = {}  # problem -> what to write
+    for variant, name in zip(variants, chosen, strict=True):
+        if request.match == "time" and name != STEPS:
+            what = f"solve_for={name}: match=time measures the given model, and solves for steps"
+            found[what] = "solve_for=steps"
+        if request.match == "params" and name == STEPS:
+            what = "solve_for=steps: the number of parameters does not depend on the steps"
+            found[what] = "solve_for=width or depth"
+        if KEY_OF.get(name, name) in variant.swept:
+            what = f"{name} is swept, but match={request.match} solves for it"
+            found[what] = f"solve_for= another key, or remove {name} from the sweep"
+    if found:
+        at = ("command line",)
+        raise ConfigurationError([ConfigIssue(a, at, (("write", b),)) for a, b in found.items()])
+    return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
 
 
 def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]) -> list[str]:

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.catalog import all_keys, flatten, unflatten
 from MaxText.config.layer_sections import SlotPlace
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
 from MaxText.growth import growth_plan

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from MaxText.config import import_modules
-from MaxText.config.catalog import all_keys
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.loading import load as load_arguments
+from MaxText.config.schema import all_keys
 from MaxText.config.serialization import with_current_names
 from MaxText.config.sources import CheckpointConfig
 

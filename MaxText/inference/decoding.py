@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from MaxText.config.inference_sections import DecodingConfig
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
+from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import StoppingCriteria, Timing, generate

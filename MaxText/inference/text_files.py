@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config.inference_sections import DecodingConfig
+from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import without_surrogates
 

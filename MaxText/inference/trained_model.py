@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from MaxText.config import import_modules
-from MaxText.config.catalog import flatten, unflatten
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.sources import print_notices
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer

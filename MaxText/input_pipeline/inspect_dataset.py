@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.iterator import TrainIterator

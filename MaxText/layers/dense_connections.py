@@ -14,8 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from MaxText.config.dense_connections_section import DenseConfig
-from MaxText.config.layer_sections import Dimensions
+from MaxText.config.layer_sections import DenseConfig, Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS

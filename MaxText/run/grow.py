@@ -12,8 +12,7 @@ from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, flatten
 from MaxText.conversion import imported_run, tokenizer_copy
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_config import model_keys

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from MaxText import program_start
-from MaxText.config.schema import Config
-from MaxText.config.serialization import changed_keys, flatten, resolved_yaml
+from MaxText.config.schema import Config, flatten
+from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.flops import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import TrainingDivergedError

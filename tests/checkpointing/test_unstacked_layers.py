@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from MaxText.checkpointing.checkpoint_reader import CheckpointReader
-from MaxText.config.catalog import flatten
+from MaxText.config.schema import flatten
 from tests.growth.growing import program, save, stored_in
 from tests.small_models import tiny_config
 

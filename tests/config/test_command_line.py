@@ -3,9 +3,9 @@
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.catalog import all_keys
 from MaxText.config.command_line import exit_on_user_error, parse
 from MaxText.config.loading import load
+from MaxText.config.schema import all_keys
 from MaxText.errors import UserError
 
 USAGE = "Trains a model."

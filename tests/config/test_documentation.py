@@ -8,11 +8,10 @@ import pytest
 import yaml
 
 from MaxText.config import documentation, registry
-from MaxText.config.catalog import all_keys, flatten, keys_by_section, unflatten
 from MaxText.config.config_files import BASE_YML, read
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, all_keys, flatten, keys_by_section, unflatten
 
 PUBLIC_KEYS = Path(__file__).parent / "public_keys.txt"
 

@@ -16,10 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from MaxText.config import command_line, config_files, serialization
-from MaxText.config.catalog import all_keys
 from MaxText.config.loading import LoadedConfig, load
 from MaxText.config.maxtext_keys import ALIASES, TRANSLATIONS, UNSUPPORTED
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, all_keys
 from MaxText.config.values import to_yaml
 from tests.small_models import some_quick
 

@@ -7,10 +7,10 @@ import pytest
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config import import_modules, registry
-from MaxText.config.catalog import flatten, unflatten
 from MaxText.config.command_line import parse
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
+from MaxText.config.schema import flatten, unflatten
 from MaxText.config.serialization import resolved_yaml
 from MaxText.config.sources import IMPORTED
 from MaxText.inference.checkpoint_config import load

@@ -212,4 +212,4 @@ def test_the_nearest_sweep_of_a_chain_counts(write):
     path = write("base_config: deep.yml\nsweep: {steps: [2, 3]}\n")
     found = sources.collect([path], {}).sweep_blocks["sweep"]
     assert found.value == {"steps": ["2", "3"]}
-    assert found.place.endswith("config.yml:2")
+    assert found.origin.place.endswith("config.yml:2")

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import maxtext_keys
-from MaxText.config.catalog import all_keys, all_names
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
+from MaxText.config.schema import all_keys, all_names
 
 # The keys of MaxText 0.2.5's base.yml and of its documentation, one per line.
 MAXTEXT = (Path(__file__).parent / "maxtext_keys.txt").read_text(encoding="utf-8").split()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.config.catalog import all_keys
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.rules import RULES
+from MaxText.config.schema import all_keys
 from MaxText.errors import UserError
 from tests.small_models import some_quick
 

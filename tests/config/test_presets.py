@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from MaxText.config import config_files
-from MaxText.config.catalog import flatten
 from MaxText.config.loading import load, load_config
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, flatten
 from MaxText.config.serialization import entry_lines
 from MaxText.layers.model import Model
 from MaxText.training.backend_defaults import resolve_auto

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from MaxText.config import values
-from MaxText.config.catalog import all_keys, flatten
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
+from MaxText.config.schema import all_keys, flatten
 from MaxText.config.serialization import diff_configs, resolved_yaml
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import load_config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.errors import UserError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from MaxText.config.program_options import read_options
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.cost import job_plan, plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.config.catalog import flatten, unflatten
+from MaxText.config.schema import flatten, unflatten
 from MaxText.cost import ahead_of_time, device_memory, saved_step, targets
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import compile_lowered, lower_train_step

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from MaxText.config.serialization import flatten
-from MaxText.experiments import execution, step_timing, train_subprocess
+from MaxText.config.schema import flatten
+from MaxText.experiments import execution, train_subprocess
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
 
@@ -61,5 +61,4 @@ def trained(one_device, monkeypatch):
         return code
 
     monkeypatch.setattr(train_subprocess, "train", train)
-    monkeypatch.setattr(step_timing, "train", train)
     return names

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.experiments import runner
 from MaxText.experiments.compare_args import parse_args
 from MaxText.experiments.comparison_plan import ComparisonSpec, Plan, load_or_create_plan
-from MaxText.experiments.variants import Variant, expand_variants
+from MaxText.experiments.execution import run_comparison
+from MaxText.experiments.variants import Variant, expand_variants, solve_key_by_label
 
 A = """
 dataset_type: synthetic
@@ -56,7 +56,9 @@ def compare(*arguments: str) -> list[str]:
     lines: list[str] = []
     request, problems = parse_args(arguments)
     request = request if request.output else request.model_copy(update={"output": Path("out")})
-    runner.compare(request, problems, ["compare.py", *arguments], lines.append)
+    found = expand_variants(request, problems)
+    command = ["compare.py", *arguments]
+    run_comparison(request, found, solve_key_by_label(request, found), command, lines.append)
     return lines
 
 

@@ -88,7 +88,7 @@ def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environ
     assert "3 problems" in done.stderr
     assert "Traceback" not in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "MaxText.experiments.runner" in imported
+    assert "MaxText.experiments.variants" in imported
     assert imported.isdisjoint({"jax", "numpy", "scipy", "flax"})
     assert sorted(configs.iterdir()) == before
 

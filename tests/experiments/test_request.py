@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.config.catalog import all_keys
+from MaxText.config.schema import all_keys
 from MaxText.experiments.compare_args import SET_PER_RUN, CompareArgs, CompareOptions, parse_args
 from tests.experiments.small_comparison import key_at_fault
 

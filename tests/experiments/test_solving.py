@@ -2,8 +2,7 @@
 
 import pytest
 
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, flatten
 from MaxText.errors import UserError
 from MaxText.experiments import solver
 from MaxText.experiments.solver import budget_metric, cost, solve

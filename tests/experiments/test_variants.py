@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from MaxText.config import values
-from MaxText.config.catalog import flatten
+from MaxText.config.schema import flatten
 from MaxText.experiments import variants as module
 from MaxText.experiments.compare_args import expand_sweep
 from MaxText.experiments.variants import confounding_keys

@@ -11,8 +11,7 @@ import numpy as np
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.schema import Config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import Config, flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model

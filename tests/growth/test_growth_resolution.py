@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.compatibility import ArraySpec
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from

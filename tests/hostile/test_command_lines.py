@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from MaxText.config.catalog import all_keys
+from MaxText.config.schema import all_keys
 from MaxText.config.values import to_yaml
 from tests.house.sources import run_main
 from tests.inference.small_models import llama_folder

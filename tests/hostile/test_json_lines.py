@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from MaxText.config.inference_sections import DecodingConfig
+from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.evaluation import tasks
 from MaxText.inference.text_files import read_prompts

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from MaxText.config.catalog import keys_by_section
+from MaxText.config.schema import keys_by_section
 from tests.house.sources import REPOSITORY, parsed, python_files, shown
 
 # Retired words and what replaces them. Names in stored files and keys that users type stay.

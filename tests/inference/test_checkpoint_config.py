@@ -10,7 +10,7 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.history import HealthyCheckpoints
 from MaxText.config.command_line import explain_value
 from MaxText.config.loading import load_config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
 from MaxText.errors import UserError

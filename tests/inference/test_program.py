@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from MaxText.config.inference_sections import DecodingConfig
+from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.inference.checkpoint_config import load
 from MaxText.inference.decoding import UnexpectedOutputError, decode, sampling_params

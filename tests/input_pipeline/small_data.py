@@ -10,9 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from MaxText.config.catalog import unflatten
 from MaxText.config.data_sections import DataConfig
-from MaxText.config.schema import Config
+from MaxText.config.schema import Config, unflatten
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator

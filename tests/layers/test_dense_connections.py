@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from MaxText.config.dense_connections_section import DenseConfig
+from MaxText.config.layer_sections import DenseConfig
 from MaxText.layers.dense_connections import rms_norm_matmul
 from MaxText.layers.model import Model
 from MaxText.layers.stack import apply_remat

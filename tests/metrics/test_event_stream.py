@@ -12,7 +12,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from MaxText.config.loading import load_config
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import PHASES, REPEATED

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from MaxText.checkpointing.checksums import array_checksums, host_checksum
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import resolve_growth
 from MaxText.layers.model import Model

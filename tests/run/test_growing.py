@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.serialization import flatten
+from MaxText.config.schema import flatten
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.weight_source import RunWeights
 from MaxText.errors import UserError

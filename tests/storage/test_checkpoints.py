@@ -8,7 +8,7 @@ import pytest
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.manager import CheckpointManager
-from MaxText.config.catalog import unflatten
+from MaxText.config.schema import unflatten
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import resolve_growth
 from MaxText.run.restore import restore_or_initialize
