@@ -50,10 +50,31 @@ class RunHistory:
     events: list[dict[str, Any]]
     state: State
     goodput: Goodput
-    tokens: float  # without those of ancestors
-    flops: float
-    inherited_tokens: float  # of ancestors; 0 if unknown
-    inherited_flops: float
+
+    @property
+    def tokens(self) -> float:
+        """Training tokens, without those of ancestors."""
+        return self._spent("progress/tokens")
+
+    @property
+    def flops(self) -> float:
+        return self._spent("progress/flops")
+
+    def _spent(self, tag: str) -> float:
+        rows = (*self.steps[-1:], *self.evaluations[-1:])
+        return max((row.get(tag) or 0.0 for row in rows), default=0.0)
+
+    @property
+    def inherited_tokens(self) -> float:
+        """Training tokens of ancestors; 0 if unknown."""
+        return self._inherited("tokens")
+
+    @property
+    def inherited_flops(self) -> float:
+        return self._inherited("flops")
+
+    def _inherited(self, name: str) -> float:
+        return (self.facts.get("lineage") or [{}])[-1].get(name) or 0.0
 
     @property
     def final_loss(self) -> float | None:
@@ -114,8 +135,6 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     entropy = facts.get("unigram_entropy_nats")
     if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
         state = "diverged"
-    ancestor = (facts.get("lineage") or [{}])[-1]
-    last = [*steps[-1:], *evaluations[-1:]]
     return RunHistory(
         folder=path,
         name=str(facts.get("run_name") or path.name),
@@ -126,10 +145,6 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
         events=[row for row in kept if row["event"] not in ("step", "evaluation")],
         state=state,
         goodput=measure_goodput(rows, replaced),
-        tokens=max((row.get("progress/tokens") or 0.0 for row in last), default=0.0),
-        flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
-        inherited_tokens=ancestor.get("tokens") or 0.0,
-        inherited_flops=ancestor.get("flops") or 0.0,
     )
 
 
