@@ -123,13 +123,11 @@ def _load(name: str) -> None:
         path = Path(name).resolve()
         if not path.is_file():
             raise FileNotFoundError(0, "no file", name)
-        folder = hashlib.sha256(bytes(path.parent)).hexdigest()[
-            :8
-        ]  # other files have the same stem
+        # Other files have the same stem.
+        folder = hashlib.sha256(bytes(path.parent)).hexdigest()[:8]
         spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
         assert spec is not None
-        # dataclasses look their module up
-        module = sys.modules.setdefault(spec.name, importlib.util.module_from_spec(spec))
+        module = importlib.util.module_from_spec(spec)
     else:
         # `python MaxText/train.py` looks for modules in MaxText/, not in the current folder.
         here = str(Path.cwd())
@@ -143,6 +141,8 @@ def _load(name: str) -> None:
         path = Path(module.__file__ or "")
     digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.suffix == ".py" else ""
     if digest and not is_new and _hashes.get(module.__name__) != digest:
+        sys.modules[module.__name__] = module  # dataclasses look their module up
+        _hashes.pop(module.__name__, None)  # source that fails is executed again next time
         registry.forget(str(path))
         # Never bytecode, which looks current where a file changed twice within a second.
         exec(compile(path.read_bytes(), path, "exec"), module.__dict__)

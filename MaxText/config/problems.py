@@ -42,7 +42,9 @@ def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     wanted, scores = _forms(name.strip("-_.")), []
     for candidate in known:
         pairs = zip(wanted, _forms(candidate), strict=True)
-        score = max(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        matchers = (difflib.SequenceMatcher(None, *pair) for pair in pairs)
+        # A bound first: most names are far from `name`.
+        score = max(m.ratio() if m.quick_ratio() >= _MIN_SIMILARITY else 0.0 for m in matchers)
         if score >= _MIN_SIMILARITY:
             scores.append((-score, candidate))
     return [candidate for _, candidate in sorted(scores)[:count]]

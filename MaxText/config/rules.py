@@ -90,7 +90,8 @@ def _length_stages(sequence_length_stages, max_target_length, mlm_training):
 def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
     # What -1 fills is known where the devices are.
     parts = math.prod(max(size, 1) for size in sizes.values())
-    return undivided(" * ".join(sizes), parts, max_target_length, sequence_length_stages)
+    names = " * ".join(name for name, size in sizes.items() if size > 1)
+    return undivided(names, parts, max_target_length, sequence_length_stages)
 
 
 @rule(*_CONTEXT, "dropout_rates", "dropout_rate")

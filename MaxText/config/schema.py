@@ -9,7 +9,14 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from MaxText.config import data_sections, model_sections, training_sections, values
-from MaxText.config.keys import Options, OtherThan, Parser, Section, condition_values
+from MaxText.config.keys import (
+    Options,
+    OtherThan,
+    Parser,
+    Section,
+    condition_values,
+    field_docstrings,
+)
 from MaxText.config.registry import Name, Parts, on_change
 
 SCHEMA_VERSION = 1
@@ -51,13 +58,20 @@ class Key:
     title: str  # first sentence of the section's docstring
     annotation: Any  # Python type of the value
     default: Any  # value unless a layer sets it
-    help: str  # one line
+    owner: type[Section | Options]  # class that declares it
+    short_help: str  # empty if it is below the field
     unit: str  # for example "steps", or empty
     bounds: tuple[tuple[str, float], ...]  # pairs of "ge", "gt", "le", "lt" or "ne" and a number
     # other keys -> the values under which this one has an effect; one per group must hold
     conditions: tuple[dict[str, Any], ...]
     entries: dict[str, "Key"]  # of a key with Options
     parser: Parser | None = None
+
+    @property
+    def help(self) -> str:
+        """One line."""
+        own = self.name.rpartition(".")[2]
+        return self.short_help or field_docstrings(self.owner).get(own, "")
 
     def violates_bounds(self, value: Any) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -122,7 +136,8 @@ def _key(
         title=(section.__doc__ or "").strip().splitlines()[0],
         annotation=annotation,
         default=field.default,
-        help=" ".join((field.description or "").split()),
+        owner=section,
+        short_help=field.description or "",
         unit=str(extra["unit"]),
         bounds=bounds,
         conditions=tuple(group for group in groups if group),

@@ -169,7 +169,8 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
         if name not in schema:
             return True
         key = schema[name]
-        return _has_effect(key, values) and (not entry or _has_effect(key.entries[entry], values))
+        own = key.entries.get(entry)  # a configuration refuses unknown ones
+        return _has_effect(key, values) and (own is None or _has_effect(own, values))
 
     return {name: value for name, value in names.items() if is_read(name)}
 

@@ -234,6 +234,11 @@ def _signature(content: bytes, may_make_key: bool = False) -> str:
                 file.write_text(secrets.token_hex(_KEY_BYTES) + "\n")
         mode, key = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
+        if may_make_key:
+            raise UserError(
+                f"cannot create or read the signing key {file} ({error}). Set {KEY_VARIABLE} to a "
+                "path that can be written."
+            ) from error
         raise UserError(
             f"no key to sign or verify compiled_trainstep_file: {file} ({error}).\n"
             "  What to do: copy that file from the machine that compiled, with its permissions, or "

@@ -11,6 +11,7 @@ from MaxText.config.loading import load_config
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_config import (
     config_from_hf,
+    drop_unused_keys,
     find_family,
     model_config_values,
     resolve_family,
@@ -354,3 +355,8 @@ def test_a_folder_may_be_known_by_its_class_alone():
         assert resolve_family(config | {"model_type": name}, "here") is FAMILIES["muddpythia"]
     both = random("llama")[0] | {"architectures": tokenformer()[0]["architectures"]}
     assert resolve_family(both, "here") is FAMILIES["llama"]
+
+
+def test_an_entry_that_no_key_has_is_left_to_the_configuration():
+    names = {"dropout_rates.foo": 0.1, "no_such_key": 1}
+    assert drop_unused_keys(names, names) == names

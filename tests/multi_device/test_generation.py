@@ -73,7 +73,7 @@ class BytesOfIds(TextBytes):
         super().__init__(False, load_tokenizer("bytes"))
 
     def _tokenizer(self, source):
-        return self._model_tokenizer
+        return self.model_tokenizer
 
 
 @pytest.fixture(scope="module")
