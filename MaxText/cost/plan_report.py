@@ -1,6 +1,7 @@
 """Text of a plan."""
 
 import shlex
+import string
 import textwrap
 from collections.abc import Sequence
 
@@ -192,9 +193,24 @@ def format_proposals(
         first, *more = textwrap.wrap(_mesh_words(plan.program), _WIDTH - len(rule) - 2)
         rows += [[first, *cells], *([line] for line in more)]
     table = format_table(["mesh", *header], rows, right=range(3, 8))
-    words = map(shlex.quote, command_with_plan(arguments, plans[0], config))
-    command = " \\\n    ".join(["  python MaxText/train.py", *words])
+    words = ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     return (
         f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
-        f"To train with the first, add your data:\n{command}"
+        f"To train with the first, add your data:\n{_shell_lines(words)}"
     )
+
+
+def _shell_lines(words: Sequence[str]) -> str:
+    # Breaks between words only.
+    hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
+    shown = {letter: space for space, letter in hidden.items()}
+    whole = [shlex.quote(word).translate(hidden) for word in words]
+    lines = textwrap.wrap(
+        " ".join(whole),
+        _WIDTH - len(" \\"),
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return " \\\n".join(lines).translate(shown)

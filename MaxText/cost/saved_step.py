@@ -201,9 +201,10 @@ def read_signed(path: str) -> tuple[dict[str, Any], bytes]:
     try:
         whole = parse_path(path, "compiled_trainstep_file").read_bytes()
     except OSError as error:
+        reason = "no such file" if isinstance(error, FileNotFoundError) else error
         raise UserError(
-            f"compiled_trainstep_file={path} cannot be read ({error}). Create it by "
-            "train_compile.py with the same configuration and compile_topology, or remove the key."
+            f"compiled_trainstep_file={path}: {reason}. Create it by train_compile.py with the "
+            "same configuration and compile_topology, or remove the key."
         ) from error
     refused = f"compiled_trainstep_file={path} is rejected, and none of it was executed:"
     if not whole.startswith(_FIRST_LINE):
