@@ -127,7 +127,8 @@ def test_each_shape_is_compiled_once_or_taken_from_a_file():
     batch, other = jnp.ones((4, 16)), jnp.ones((8, 8))
     assert not steps.fits(batch)
     memory = (compilation := steps.prepare(batch)).pop("memory")
-    assert compilation == {"rows": 4, "length": 16, "compile_seconds": 0.5, "source": ""}
+    assert compilation.pop("source") in ("", "cache")  # the tests' own cache may have it
+    assert compilation == {"rows": 4, "length": 16, "compile_seconds": 0.5}
     assert (steps.fits(batch), steps.fits(other)) == (True, False)
     state, metrics = steps(jnp.zeros(8), batch)
     assert (float(state[0]), float(metrics["loss"])) == (64, 1)
