@@ -21,7 +21,6 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*?)\s([a-z][\w\-]*)\(
 _CALLED = re.compile(r"\b(body|condition|calls|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\s*\{"?n"?:\s*"?(\d+)')
-_INTEGER = re.compile(r"^[su]32\[\]\S* constant\((\d+)\)")
 _INDEX = re.compile(r"\bindex=(\d+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
@@ -198,8 +197,9 @@ class HloModule:
 
 
 def _integer(instruction: Instruction) -> int | None:
-    match = _INTEGER.match(f"{instruction.shape} {instruction.kind}({instruction.rest}")
-    return int(match[1]) if match else None
+    digits = instruction.rest.partition(")")[0]
+    is_scalar = instruction.kind == "constant" and re.match(r"[su]32\[\]", instruction.shape)
+    return int(digits) if is_scalar and digits.isdigit() else None
 
 
 def _operands(instruction: Instruction) -> list[str]:
