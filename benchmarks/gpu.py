@@ -52,6 +52,7 @@ def train_run(keys: str) -> dict:
             "tokens_per_s": median("perf/per_device_tokens_per_sec"),
             "mfu_percent": median("perf/mfu"),
             "loss": steps[-1]["learning/loss"],
+            "peak_gib": steps[-1].get("perf/memory_peak_gib"),
             "log": [line for line in done.stdout.splitlines() if "attention" in line.lower()][:4],
         }
 
