@@ -1,9 +1,10 @@
 """Trains a language model: MaxText/train.py CONFIG.yml key=value ...
 
-The whole program, top to bottom: configuration, text, devices, model, data, compiled steps,
-starting point, loop, final outputs.
+The whole program, top to bottom: configuration, devices, model, compiled steps, data, starting
+point, loop, final outputs.
 """
 
+import functools
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +42,10 @@ def main() -> int:
     except BaseException as error:
         processes.fail(error)  # one process of several ends here
         if isinstance(error, UserError):
-            command_line.exit_with_error(error)
+            sys.stderr.write(f"error: {error}\n")
+            processes.exit_now(error.exit_code)  # a compilation is not waited for
         if isinstance(error, KeyboardInterrupt):
-            processes.exit_now(exit_codes.INTERRUPTED)  # a compilation is not waited for
+            processes.exit_now(exit_codes.INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             processes.exit_now(exit_codes.BROKEN_PIPE)
         raise
@@ -56,11 +58,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
       preemption: Says whether the machine is about to be preempted.
       callbacks: Get each event of the run as a row of events.jsonl.
     """
-    # --- Run folder and text, before anything slow ------------------------------------------------
+    # --- Run folder, before anything slow ---------------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.config.schema import flatten
-    from MaxText.input_pipeline.data_sources import prepare_sources
+    from MaxText.input_pipeline.data_sources import check_sources
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
     run, evaluation, guard = config.run, config.evaluation, config.guard
@@ -72,7 +74,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.healthy_after_steps
     )
-    prepare_sources(config)
+    if not config.preparation.prepare_source:
+        check_sources(config)
 
     # --- Devices --------------------------------------------------------------------------------
     for line in start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout):
@@ -118,25 +121,18 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     lines = [replicated] if len(devices) > 1 else []
     print(*lines, *setup.auto_choices, *growth.lines, sep="\n")
 
-    # --- Data -------------------------------------------------------------------------------------
-    from MaxText.input_pipeline.loader import open_batches
+    # --- Compiled steps, while text is prepared and the state is restored or initialized ----------
+    from MaxText.cost.saved_step import load_compiled
+    from MaxText.evaluation.validation import make_eval_step
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
+    from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
     length, batch = model.config.shape.max_target_length, config.batch
     batch_schedule = plan_batches(
         batch, length, lambda per_device: mesh.global_batch_size(batch, sharding, per_device)
     )
     check_memory_lower_bound(setup, batch_schedule, len(devices), batch.gradient_accumulation_steps)
-    train_batches, eval_batches = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
-    )
-
-    # --- Compiled steps, while the state is restored or initialized -------------------------------
-    from MaxText.cost.saved_step import load_compiled
-    from MaxText.evaluation.validation import make_eval_step
-    from MaxText.runtime.compiled_steps import ShapeSpecializedStep
-
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options
@@ -145,11 +141,26 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     )
     newest = checkpoints.latest_step()
     stage = batch_schedule.at(0 if newest is None else newest + 1)
-    shapes = batch_shapes(
-        batch_schedule.batch_size(stage), stage.length, train_batches.has_documents
-    )
-    compiling = ThreadPoolExecutor(1).submit(train_step.prepare, sharding.abstract_batch(shapes))
+    first_batch = functools.partial(batch_shapes, batch_schedule.batch_size(stage), stage.length)
     eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
+
+    # --- Data -------------------------------------------------------------------------------------
+    from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents
+    from MaxText.input_pipeline.loader import open_batches
+
+    compiler, compiling = ThreadPoolExecutor(1), None
+    if config.preparation.prepare_source:
+        shapes = first_batch(prepared_has_documents(config))
+        compiling = compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
+        watchdog.enter("prepare")
+        prepare_sources(config)
+        watchdog.enter("startup")
+    train_batches, eval_batches = open_batches(
+        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
+    )
+    if compiling is None:
+        shapes = first_batch(train_batches.has_documents)
+        compiling = compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata

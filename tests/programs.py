@@ -158,7 +158,7 @@ class _Server:
 
 _server = functools.cache(_Server)
 # A program that finds the allocator set does not start itself again.
-_NO_RESTART = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+_NO_RESTART = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
 
 
 class Forked:

@@ -111,6 +111,27 @@ def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenSplit:
     return tokens
 
 
+def prepared_has_documents(config: Config) -> bool:
+    """Returns `has_documents` for the data set of `prepare_source`."""
+    data, kind = config.data, FirstFitPacking
+    if data.megatron.order == "gpt_neox":
+        kind = GptNeoxSamples
+    elif not data.packing:
+        kind = DocumentWindows
+    elif data.grain_packing_type == "concat_then_split":
+        kind = ConcatThenSplit
+    return data.dataset_type != "synthetic" and _has_documents(config, kind)
+
+
+def _has_documents(config: Config, kind: type[Windows]) -> bool:
+    across = config.data.cross_document_attention
+    if config.masking.mlm_training:
+        # Bidirectional attention would see padding, so segments are needed to mask it. Of packed
+        # windows only the last has padding.
+        return not (across and kind is ConcatThenSplit)
+    return not (across or kind.single_documents)
+
+
 def prepare_sources(config: Config) -> None:
     """Prepares the dataset of `prepare_source`, and checks all local data."""
     data = config.data
@@ -188,11 +209,7 @@ def open_sources(
                 f"few for one window of max_target_length + 1 = {length + 1}. Lower "
                 "max_target_length or prepare more text."
             )
-        if masking.mlm_training:
-            # Bidirectional attention would see padding, so segments are needed to mask it. Of
-            # packed windows only the last has padding.
-            whole = data.cross_document_attention and isinstance(windows, ConcatThenSplit)
-            windows.has_documents = not whole
+        windows.has_documents = _has_documents(config, type(windows))
         # Windows with their own order already contain all epochs.
         ends = not for_training or (windows.has_own_order and data.num_epoch > 0)
         rows = OrderedWindows(
@@ -235,10 +252,7 @@ def _slice(
 
 
 def _are_sequences(tokens: TokenSplit, length: int) -> bool:
-    """Returns whether records are sequences pre-cut to this length.
-
-    Records of other lengths are documents; otherwise each sequence would be partly empty.
-    """
+    """Whether records are sequences of this length; others are documents."""
     size = tokens.record_length
     return size is not None and size >= length and (size - 1) % length in (0, length - 1)
 

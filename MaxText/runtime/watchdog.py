@@ -174,8 +174,8 @@ class Watchdog:
             before = now
             phase, silent = self._row["phase"], now - self._progress
             own, longest = _TIMEOUT_FACTORS.get(phase, 1.0), max(_TIMEOUT_FACTORS.values())
-            if silent <= self._timeout * own:
-                continue
+            if phase == "prepare" or silent <= self._timeout * own:
+                continue  # preparing text may take hours
             # A collective takes as long as its last participant.
             waits = phase in _COLLECTIVE and silent <= self._timeout * longest
             if not (waits and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)):

@@ -245,8 +245,12 @@ def file_info(path: str) -> FileInfo:
 
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
     """Returns `file_info` of each path, concurrently."""
+    size = 1 + len(paths) // (4 * _CONCURRENT_REQUESTS)  # a task costs more than a local file
+    parts = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
-        return list(threads.map(file_info, paths))
+        return [
+            info for found in threads.map(lambda p: [*map(file_info, p)], parts) for info in found
+        ]
 
 
 def open_stream(path: str) -> BinaryIO:

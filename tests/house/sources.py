@@ -71,7 +71,7 @@ def main_of(program: str) -> Callable[[], int | None]:
 def run_main(program: str, arguments: Sequence[str]) -> int:
     """Runs the main of a program in this process; returns its exit code."""
     # The environment says that the allocator is set, so the program does not restart itself.
-    environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    environment = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(sys, "argv", [program, *arguments]),

@@ -1,8 +1,7 @@
 """Batches and positions, bit for bit, of every way to read prepared data.
 
 A run resumes on the same samples only if these hashes stay. Record new cases with
-`UPDATE_BATCH_HASHES=1 pytest tests/input_pipeline/test_batch_hashes.py`; a hash that changes breaks
-every checkpoint of that kind of run.
+`UPDATE_BATCH_HASHES=1 pytest tests/input_pipeline/test_batch_hashes.py`.
 """
 
 import hashlib
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.data_sections import MaskingConfig
+from MaxText.input_pipeline.data_sources import prepared_has_documents
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from tests.input_pipeline.small_data import (
     LENGTH,
@@ -23,6 +23,7 @@ from tests.input_pipeline.small_data import (
     open_eval,
     open_train,
     random_documents,
+    run_config,
     take,
     write_data_set,
 )
@@ -101,10 +102,10 @@ def _keys(folder, where, keys):
 
 def _train(folder, name, hosts: int) -> tuple[str, dict]:
     where, keys, options = CASES[name]
-    readers = [
-        open_train(_keys(folder, where, keys), host=host, hosts=hosts, **options)
-        for host in range(hosts)
-    ]
+    data = _keys(folder, where, keys)
+    readers = [open_train(data, host=host, hosts=hosts, **options) for host in range(hosts)]
+    if where in ("a", "chunked") and "schedule" not in options:  # as prepare_source makes
+        assert prepared_has_documents(run_config(data, **options)) == readers[0].has_documents
     by_host = [take(reader, STEPS) for reader in readers]
     return _digest(map(join, zip(*by_host, strict=True))), readers[0].get_state()
 

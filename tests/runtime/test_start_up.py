@@ -27,7 +27,7 @@ def test_hardware_that_is_not_there(error, monkeypatch):
     assert ("(no backend)" in str(caught.value)) == (str(error) != "")
 
 
-HEAP = {"glibc.malloc.arena_max=1", "glibc.malloc.trim_threshold=70368744177664"}
+HEAP = {"glibc.malloc.trim_threshold=70368744177664"}
 LARGE = HEAP | {"glibc.malloc.hugetlb=1", "glibc.malloc.mmap_threshold=1073741824"}
 
 

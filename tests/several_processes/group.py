@@ -39,7 +39,7 @@ def as_users_do() -> dict[str, str]:
     """The environment without the flags of the tests' own process."""
     inherited = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("M_")}
     # Or programs start themselves again.
-    return inherited | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    return inherited | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}
 
 
 def free_port() -> int:

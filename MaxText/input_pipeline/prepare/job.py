@@ -130,10 +130,7 @@ class TokenizationJob:
         return [TokenizedShard.model_validate(shard) for shard in found], num_kept
 
     def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
-        """Holds out the document with the lowest hash if no other is.
-
-        This is only known when all shards are done, and changes one of them.
-        """
+        """Holds out the document with the lowest hash if no other is."""
         number = min(range(len(shards)), key=lambda number: shards[number].lowest)
         shard = shards[number]
         if shard.lowest >= shard.threshold and sum(each.num_documents for each in shards) > 1:
@@ -199,10 +196,7 @@ def _shown(skipped: dict[str, int]) -> str:
 def _tokenize_with_beam(
     tokenization: Tokenization, jobs: Sequence[ShardJob]
 ) -> list[dict[str, Any]]:
-    """Tokenizes all shards on Apache Beam.
-
-    Workers need the corpus and the staging folder under the same paths as here.
-    """
+    """Tokenizes all shards on Beam; its workers need the same paths."""
     try:
         import apache_beam  # pyright: ignore[reportMissingImports]
         from apache_beam.options.pipeline_options import (  # pyright: ignore[reportMissingImports]

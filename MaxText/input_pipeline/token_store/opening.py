@@ -116,11 +116,7 @@ def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, li
 
 
 def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
-    """Selects files for training or evaluation by name.
-
-    Raises UserError if none remains. Files with eval_split in the name, below their common folder,
-    are for evaluation.
-    """
+    """Selects files by eval_split below their common folder, or UserError."""
     evaluation, for_training = request.data.eval_split, request.for_training
     names = relative_names([file.path for file in files])
     chosen = [
