@@ -292,7 +292,6 @@ class Family:
     head: str = "lm_head.weight"  # optional in files of tied models
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
-    window: str = ""  # key of the sliding window, if all layers share one
     in_transformers: bool = True  # whether transformers has the class
     # config.json's auto_map, for classes in Python files next to it. A family with neither is
     # identified by `architectures`, and `model_type` is only a name used here.

@@ -41,78 +41,75 @@ _ROWS, _LENGTH = 2, 64
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class HFExporter:
-    """Writes a Hugging Face checkpoint: all tensors and config.json."""
+def write_folder(
+    folder: Path,
+    weights: WeightSource,
+    family: Family,
+    record: Mapping[str, Any],
+    dtype: str = "",
+    max_shard_bytes: int = 10**9,
+    token_ids: Mapping[str, int] = {},
+) -> list[str]:
+    """Writes tensors and configurations; returns the names of the files.
 
-    def __init__(
-        self,
-        weights: WeightSource,
-        family: Family,
-        dtype: str,  # of all tensors; "" keeps the stored formats
-        formats: Mapping[str, str] | None = None,  # of tensors that an import widened
-    ):
-        self.weights, self.family, self._dtype = weights, family, dtype
-        self.map = TensorMap(family, weights.model)
-        self.specs: dict[str, jax.ShapeDtypeStruct] = {}
-        for tensor in self.map.tensors:
-            narrow = dtype or (formats or {}).get(tensor.name)
-            wanted = narrow or jnp.result_type(*(weights.formats[n] for n in tensor.param_names))
-            self.specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, np.dtype(wanted))
+    `record` is that of an import, `dtype` of all tensors ("": the stored formats), `token_ids` are
+    of the tokenizer. Raises UserError if float16 overflows.
+    """
+    tensor_map, narrowed = TensorMap(family, weights.model), record.get("formats") or {}
+    specs, sizes = {}, collections.Counter()
+    for tensor in tensor_map.tensors:
+        stored = jnp.result_type(*(weights.formats[name] for name in tensor.param_names))
+        kind = np.dtype(dtype or narrowed.get(tensor.name) or stored)
+        specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
+        sizes[kind.name] += specs[tensor.name].size * kind.itemsize
 
-    def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """Writes tensors; returns file names. UserError if float16 overflows."""
-        return write_safetensors(folder, self.specs, self._tensors(), max_shard_bytes)
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for names, group in tensor_map.groups.items():
+            arrays = [weights.read(name) for name in names]
+            for tensor in group:
+                whole = tensor_map.whole(tensor, arrays)
+                yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
 
-    def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        for names, tensors in self.map.groups.items():
-            arrays = [self.weights.read(name) for name in names]
-            for tensor in tensors:
-                whole, wanted = self.map.whole(tensor, arrays), self.specs[tensor.name].dtype
-                with np.errstate(over="ignore"):
-                    cast = whole.astype(wanted, copy=False)
-                if wanted == np.float16 and np.isinf(cast).any() and not np.isinf(whole).any():
-                    raise UserError(
-                        f"{tensor.name} has {np.abs(whole.astype(np.float32)).max():.6g}, and "
-                        "float16 ends at 65504. Use dtype=bfloat16 or dtype=float32."
-                    )
-                yield tensor.name, cast
-
-    def write_configs(
-        self,
-        folder: Path,
-        kept: Mapping[str, Any],
-        generation: Mapping[str, Any] | None,
-        token_ids: Mapping[str, int],
-    ) -> list[str]:
-        """Writes config.json and generation_config.json; returns the file names.
-
-        Keys of `kept`, the imported config.json, are preserved if no table determines them;
-        `token_ids` are those of the tokenizer, used if `kept` has none. `generation` is the
-        imported generation_config.json; else it is derived if transformers has the family.
-        """
-        sizes = collections.Counter()
-        for spec in self.specs.values():
-            sizes[spec.dtype.name] += spec.size * spec.dtype.itemsize
-        family = self.family
-        written, rest = hf_config.to_config_json(family, self.weights.config), {}
-        if hf_config.lookup_family(kept) is family:
-            determined = hf_config.table_names(family)
-            if family.has_model_type or self._dtype:
-                # Without effect the original dtype stays: published float32 TokenFormers say
-                # float16.
-                determined |= {"dtype", "torch_dtype", "transformers_version"}
-            written |= hf_config.kept_window(family, kept, written)
-            rest = {name: value for name, value in kept.items() if name not in determined}
-        # Without these, transformers defaults to the ids of its own tokenizers.
-        named = _TOKEN_IDS if family.has_model_type else token_ids
-        ids = {name: token_ids.get(name) for name in named}
-        config = {**written, "torch_dtype": sizes.most_common(1)[0][0], **ids, **rest}
-        write_json(folder / CONFIG, config)
-        if not generation and not family.in_transformers:
-            return [CONFIG]
+    # Without these, transformers defaults to the ids of its own tokenizers.
+    ids = {
+        name: token_ids.get(name) for name in (_TOKEN_IDS if family.has_model_type else token_ids)
+    }
+    config = hf_config.to_config_json(family, weights.config)
+    config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
+    config |= _kept(family, record.get("config") or {}, is_cast=bool(dtype))
+    write_json(folder / CONFIG, config)
+    names, generation = [CONFIG], record.get("generation_config")
+    if generation or family.in_transformers:
         ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
         write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
-        return [CONFIG, GENERATION_CONFIG]
+        names.append(GENERATION_CONFIG)
+    files = write_safetensors(folder, specs, tensors(), max_shard_bytes)
+    return [
+        *names,
+        *(files if len(files) == 1 else [f"{len(files)} files of tensors, their index"]),
+    ]
+
+
+def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype, copy=False)
+    if dtype == np.float16 and np.isinf(cast).any() and not np.isinf(array).any():
+        raise UserError(
+            f"{name} has {np.abs(array.astype(np.float32)).max():.6g}, and float16 ends at 65504. "
+            "Use dtype=bfloat16 or dtype=float32."
+        )
+    return cast
+
+
+def _kept(family: Family, config: Mapping[str, Any], is_cast: bool) -> dict[str, Any]:
+    """Returns keys of an imported config.json that no table determines."""
+    if hf_config.lookup_family(config) is not family:
+        return {}
+    determined = hf_config.table_names(family)
+    if family.has_model_type or is_cast:
+        # Without effect the original dtype stays: published float32 TokenFormers say float16.
+        determined |= {"dtype", "torch_dtype", "transformers_version"}
+    return {name: value for name, value in config.items() if name not in determined}
 
 
 def write_safetensors(

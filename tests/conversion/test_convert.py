@@ -177,27 +177,6 @@ def test_an_empty_folder_is_filled(here):
     assert load_config("run/config.yml") == load(["run/config.yml"]).config
 
 
-def test_a_window_comes_back_with_the_length(here):
-    config, tensors = random("mistral")
-    write(here / "hf", config | {"sliding_window": 8}, tensors)
-
-    def exported(folder, *arguments):
-        run(*arguments, f"to=hf:{folder}")
-        written = json.loads((here / folder / "config.json").read_text())
-        return written.get("sliding_window"), written["max_position_embeddings"]
-
-    # Longer texts have layers with a window; in shorter ones nothing lies beyond it.
-    for length, expected in {32: (8, 32), 8: (8, 32), 4: (8, 4)}.items():
-        run("from=hf:hf", f"to=run{length}", f"max_target_length={length}")
-        types = load([f"run{length}/config.yml"]).config.model.mixers
-        assert set(types) == {"local_attention" if length > 8 else "attention"}
-        assert exported(f"out{length}", f"from=run{length}") == expected
-    # Another configuration sees farther than the window; a Llama has none.
-    longer = exported("longer", "run8/config.yml", "max_target_length=16", "from=run8")
-    assert longer == (None, 16)
-    assert exported("llama", "from=run8", "family=llama")[0] is None
-
-
 def test_slots_of_the_usual_ratio_follow_one_key(here):
     # So that slot_num=NUMBER grows an imported model everywhere.
     slots = {"qkv_slot_num": 12, "proj_slot_num": 12, "ffn_slot_num": 48}

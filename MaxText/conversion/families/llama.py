@@ -214,9 +214,7 @@ _NO_WINDOW = supported(
     "use_sliding_window", False, hint="Every layer attends to all earlier tokens here."
 )
 
-MISTRAL = _descendant(
-    "MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES, window=_WINDOW
-)
+MISTRAL = _descendant("MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES)
 
 MIXTRAL = _descendant(
     "MixtralForCausalLM",
@@ -244,7 +242,6 @@ MIXTRAL = _descendant(
         "moe_second.policy_eval": "all",
     },
     without=_BIASES,
-    window=_WINDOW,
     rows=_rows(_EXPERTS),
 )
 
