@@ -126,7 +126,7 @@ def _to_run(
 def _to_folder(
     request: ConvertArgs, weights: WeightSource, record: Mapping[str, Any], log: Log
 ) -> None:
-    folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
+    folded, zoom_note = hf_export.fold_zoom_into_values(weights)
     imported_as = hf_config.lookup_family(record.get("config") or {})
     family = hf_config.find_family(folded.config, request.family, imported_as)
     if request.verify:

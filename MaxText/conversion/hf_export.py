@@ -67,7 +67,7 @@ def write_folder(
         for names, group in tensor_map.groups.items():
             arrays = [weights.read(name) for name in names]
             for tensor in group:
-                whole = tensor_map.whole(tensor, arrays)
+                whole = tensor.row.layout.join([array[tensor.index] for array in arrays])
                 yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.
@@ -144,7 +144,6 @@ def write_safetensors(
 
 
 _LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last
-_INSIDE = "l2_norm_gelu"  # normalize_type that applies it inside gelu
 _NO_ZOOM = {"zoom_dim": 0.0} | {f"zoom_dims.{place}": -1.0 for place in get_args(SlotPlace)}
 
 
@@ -153,50 +152,32 @@ class FoldedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         super().__init__(config)
-        self.formats, self.factors, self._weights = weights.formats, factors, weights
+        self.formats, self._factors, self._weights = weights.formats, factors, weights
 
     def read(self, name: str) -> np.ndarray:
         stored = self._weights.read(name)
-        if name not in self.factors:
+        if name not in self._factors:
             return stored
-        product = stored.astype(np.float32)
-        product *= np.float32(self.factors[name])
-        return product.astype(stored.dtype)
+        return (stored.astype(np.float32) * np.float32(self._factors[name])).astype(stored.dtype)
 
 
-def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSource, str]:
+def fold_zoom_into_values(weights: WeightSource) -> tuple[WeightSource, str]:
     """Returns equivalent weights without a zoom, and a line to report it.
 
-    Returns the weights unchanged and an empty line if no zoom is fixed, or no family would fit
-    anyway.
+    Returns the weights unchanged and an empty line if no zoom is fixed, or it cannot be folded.
     """
     config = weights.config
     pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
-    scales = {}  # value parameter -> (zoom, slots) if they differ
-    for name in weights.model.parameters:
+    factors = {}
+    for name in weights.model.parameters if pattention.normalize_type in _LAST else ():
         place = slot_place(name)
         if place and name.endswith("values/kernel"):
-            scale = pattention.zoom(place, emb_dim), pattention.num_slots(place, emb_dim)
-            if scale[0] != scale[1]:
-                scales[name] = scale
-    if not scales or pattention.normalize_type not in (*_LAST, _INSIDE):
+            ratio = pattention.zoom(place, emb_dim) / pattention.num_slots(place, emb_dim)
+            factors |= {name: math.sqrt(ratio)} if ratio != 1 else {}
+    if not factors:
         return weights, ""
-    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
-    try:
-        family = hf_config.find_family(without, asked)
-    except UserError:
-        return weights, ""  # find_family reports this difference with the others
-    if pattention.normalize_type == _INSIDE:
-        places = {name: "zoom {:g} for {} slots".format(*scale) for name, scale in scales.items()}
-        raise UserError(
-            f"{family.architecture} scales scores by the number of slots, and its layout has no "
-            f"zoom. This model has another scale: {slots_by_place(places)}. With normalize_type="
-            f"{pattention.normalize_type} no weights make up for it, so the folder would compute "
-            "something else.\n  What can be exported: the model before it grew, one that grew with "
-            "growth.mode=random, and any of normalize_type=gelu_l2_norm."
-        )
-    factors = {name: math.sqrt(zoom / slots) for name, (zoom, slots) in scales.items()}
     words = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
+    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
     return FoldedWeights(weights, without, factors), (
         "The layout has no zoom: value slots are multiplied by sqrt(zoom / slots), which keeps "
         f"the function: {words}"
