@@ -266,6 +266,15 @@ def write_only(
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
 
+# Activations with another name here; others are kinds of tanh GELU.
+_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "silu"}
+
+
+def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns `values` by config.json's names; of equivalents the first is written."""
+    return tuple((name, (_ACTIVATIONS.get(name, "gelu"), *gate)) for name in names.split())
+
+
 copy_of = operator.itemgetter  # a default: the value of another config.json key
 
 
