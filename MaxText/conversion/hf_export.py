@@ -67,7 +67,7 @@ def write_folder(
         for names, group in tensor_map.groups.items():
             arrays = [weights.read(name) for name in names]
             for tensor in group:
-                whole = tensor.row.layout.join([array[tensor.index] for array in arrays])
+                whole = tensor.row.join([array[tensor.index] for array in arrays])
                 yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.
@@ -102,7 +102,7 @@ def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _kept(family: Family, config: Mapping[str, Any], is_cast: bool) -> dict[str, Any]:
-    """Returns keys of an imported config.json that no table determines."""
+    """Returns keys of an imported config.json, without those of tables."""
     if hf_config.lookup_family(config) is not family:
         return {}
     determined = hf_config.table_names(family)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.config.registry import lookup
-from MaxText.conversion.family import Family, TensorLayout, WeightMapping, numbered
+from MaxText.conversion.family import Family, WeightMapping, numbered
 from MaxText.conversion.weight_source import common_format
 from MaxText.errors import UserError
 from MaxText.layers.block_variants import mixer_class
@@ -26,7 +26,7 @@ class MappedTensor(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.row.layout.hf_shape(self.part, len(self.param_names))
+        return self.row.hf_shape(self.part)
 
 
 class TensorMap:
@@ -66,7 +66,7 @@ class TensorMap:
                     name = f"{folder}/{param}"
                     if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name
-                        yield WeightMapping(hf_name, (f"layers/{name}",), _linear(spec)), layer
+                        yield WeightMapping(hf_name, f"layers/{name}", *_linear(spec)), layer
 
     def _stored(self, row: WeightMapping, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the stored arrays of a row in a layer, and the index in each."""
@@ -79,7 +79,7 @@ class TensorMap:
         return stored
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
-        num_dims = len(row.layout.param_axes.split())
+        num_dims = len(row.param_axes.split())
         return name in self.model.parameters and len(self._part(row, name)) == num_dims
 
     def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
@@ -116,13 +116,13 @@ class TensorMap:
         """Assembles a parameter from tensors read one at a time by name."""
         array = np.empty(self.model.parameters[name].shape, dtype)
         for one in self.sources[name]:
-            parts = one.row.layout.split(read(one.name), one.part, len(one.param_names))
+            parts = one.row.split(read(one.name), one.part)
             array[one.index] = parts[one.param_names.index(name)]
         return array
 
 
-def _linear(spec: ParamSpec) -> TensorLayout:
-    """Returns torch.nn.Linear's layout, [outputs, inputs], for matrices."""
+def _linear(spec: ParamSpec) -> tuple[str, str]:
+    """Returns patterns of torch.nn.Linear, [outputs, inputs], for matrices."""
     names = [name for name in spec.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")
@@ -131,4 +131,4 @@ def _linear(spec: ParamSpec) -> TensorLayout:
         end = first + spec.num_input_dims
         inputs, outputs = " ".join(letters[first:end]), " ".join(letters[end:])
         matrix = f"{letters[:first]} ({outputs}) ({inputs})"
-    return TensorLayout(matrix.strip(), " ".join(letters))
+    return matrix.strip(), " ".join(letters)

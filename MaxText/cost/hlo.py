@@ -25,7 +25,6 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 _COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -129,8 +128,11 @@ class HloModule:
         steps = (_integer(lines[name]) for name in added if name in lines)
         return next(filter(None, steps), 1)
 
-    def _executed(self) -> Iterator[tuple[str, int, Instruction]]:
+    def executed(self, in_fusions: bool = True) -> Iterator[tuple[str, int, Instruction]]:
+        """Yields the instructions of a step, with their computation and count."""
         for computation, times in self._runs.items():
+            if computation in self._in_fusion and not in_fusions:
+                continue
             for instruction in self._computations.get(computation, ()):
                 yield computation, times, instruction
 
@@ -138,23 +140,11 @@ class HloModule:
     def num_loops(self) -> int:
         return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
 
-    @property
-    def estimated_cycles(self) -> int:
-        """Cycles of a step by the compiler, loops in full; 0 if it has none.
-
-        Pallas kernels and collectives have no estimate.
-        """
-        return sum(
-            times * int(match[1])
-            for computation, times, instruction in self._executed()
-            if computation not in self._in_fusion and (match := _CYCLES.search(instruction.rest))
-        )
-
     def collectives(self) -> list[Collective]:
         """Returns the communication of a step by kind, most bytes first."""
         found: dict[str, list[int]] = {}
         channels: set[str] = set()
-        for computation, times, instruction in self._executed():
+        for computation, times, instruction in self.executed():
             kind = instruction.kind.removesuffix("-start")
             if kind not in _COLLECTIVES:
                 continue
@@ -176,10 +166,9 @@ class HloModule:
     def largest_arrays(self, number: int) -> list[LargeBuffer]:
         """Returns the largest arrays in main memory, not all live at once."""
         found: collections.Counter[tuple[int, str, str]] = collections.Counter()
-        for computation, _, instruction in self._executed():
+        for _, _, instruction in self.executed(in_fusions=False):
             kind = instruction.kind
-            is_alias = kind in _NO_ARRAY or kind.endswith(("-done", "-update"))
-            if not is_alias and computation not in self._in_fusion:
+            if kind not in _NO_ARRAY and not kind.endswith(("-done", "-update")):
                 made_by = self._made_by(instruction)
                 found.update((*array, made_by) for array in _arrays(instruction.shape))
         rows = [LargeBuffer(*key, count) for key, count in found.items()]

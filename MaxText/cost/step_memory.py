@@ -304,7 +304,7 @@ def _peak(
 def _greedy(
     nodes: Collection[Node], left: Mapping[Value, float], results: Set[Value]
 ) -> Iterator[Node]:
-    """Yields the nodes in order; the runnable one freeing most memory comes next."""
+    """Yields nodes; the runnable one freeing most memory comes next."""
     readers = collections.Counter(value for node in nodes for value in node.reads)
     there: set[Value] = set()
     made = {value for node in nodes for value in node.writes}

@@ -47,11 +47,11 @@ def exported(weights: HFWeights, folder) -> dict[str, np.ndarray]:
 def test_every_layout_has_its_inverse(model_type):
     generator = np.random.default_rng(0)
     for row in FAMILIES[model_type].rows:
-        shape = [SIZES[letter] for letter in row.layout.param_axes.split()]
-        tensor = generator.random(row.layout.hf_shape(shape, len(row.param_names)))
-        arrays = row.layout.split(tensor, shape, len(row.param_names))
+        shape = [SIZES[letter] for letter in row.param_axes.split()]
+        tensor = generator.random(row.hf_shape(shape))
+        arrays = row.split(tensor, shape)
         assert len(arrays) == len(row.param_names)
-        np.testing.assert_array_equal(row.layout.join(arrays), tensor)
+        np.testing.assert_array_equal(row.join(arrays), tensor)
 
 
 @pytest.mark.parametrize(
