@@ -71,9 +71,8 @@ def write_folder(
                 yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.
-    ids = {
-        name: token_ids.get(name) for name in (_TOKEN_IDS if family.has_model_type else token_ids)
-    }
+    named = _TOKEN_IDS if family.has_model_type else token_ids
+    ids = {name: token_ids.get(name) for name in named}
     config = hf_config.to_config_json(family, weights.config)
     config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
     config |= _kept(family, record.get("config") or {}, is_cast=bool(dtype))
@@ -84,10 +83,9 @@ def write_folder(
         write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
         names.append(GENERATION_CONFIG)
     files = write_safetensors(folder, specs, tensors(), max_shard_bytes)
-    return [
-        *names,
-        *(files if len(files) == 1 else [f"{len(files)} files of tensors, their index"]),
-    ]
+    if len(files) > 1:
+        files = [f"{len(files)} files of tensors and their index"]
+    return [*names, *files]
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:

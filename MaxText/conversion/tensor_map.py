@@ -90,16 +90,15 @@ class TensorMap:
         self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
         names, outer = tuple(name for name, _ in stored), stored[0][1]
-        experts = range(self.model.config.mixture_of_experts.num_experts if row.in_experts else 1)
-        for expert in experts:
+        tensors, part = self.groups.setdefault(names, []), self._part(row, names[0])
+        num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
+        for expert in range(num_experts):
             hf_name, *legacy_names = (
                 numbered(one, self._num_layers, layer, expert)
                 for one in (row.hf_name, *row.legacy_names)
             )
-            index, part = (*outer, expert)[: len(outer) + row.in_experts], self._part(row, names[0])
-            self.groups.setdefault(names, []).append(
-                MappedTensor(hf_name, row, names, index, part, tuple(legacy_names))
-            )
+            index = (*outer, expert) if row.in_experts else outer
+            tensors.append(MappedTensor(hf_name, row, names, index, part, tuple(legacy_names)))
 
     @property
     def tensors(self) -> list[MappedTensor]:

@@ -95,14 +95,13 @@ def describe_memory(
     lines = [
         format_table(header, rows, ["peak", f"{total / _MIB:,.2f}", ""]),
         # Of the same shapes and dtypes as the parameters.
-        f"all gradients, part of the temporaries: {memory['parameters'] / _MIB:,.2f}",
+        f"all gradients, part of the temporaries: {memory['parameters'] / _MIB:,.2f} MiB",
         "",
         "largest arrays (per device, not all live at once), MiB:",
-        *(
-            f"{row.num_bytes / _MIB:12,.2f}  {row.described}"
-            for row in program.largest_arrays(_LARGE_ARRAYS)
-        ),
     ]
+    for row in program.largest_arrays(_LARGE_ARRAYS):
+        times = f"  x {row.count}" if row.count > 1 else ""
+        lines.append(f"{row.num_bytes / _MIB:12,.2f}  {row.shape}  {row.made_by}{times}")
     if limit := usable_bytes(target):
         free = (limit - total) / _GIB
         lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")

@@ -67,11 +67,6 @@ class LargeBuffer(NamedTuple):
     made_by: str
     count: int
 
-    @property
-    def described(self) -> str:
-        times = f"  x {self.count}" if self.count > 1 else ""
-        return f"{self.shape}  {self.made_by}{times}"
-
 
 class HloModule:
     """A compiled program, parsed from its text."""
