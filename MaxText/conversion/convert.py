@@ -126,12 +126,11 @@ def _to_run(
 def _to_folder(
     request: ConvertArgs, weights: WeightSource, record: Mapping[str, Any], log: Log
 ) -> None:
-    kept = record.get("config") or {}
-    folded, zoom_note = hf_export.fold_zoom_into_values(weights, request.family)
-    family = hf_config.find_family(folded.config, request.family, hf_config.lookup_family(kept))
+    folded, zoom_note = hf_export.fold_zoom_into_values(weights)
+    imported_as = hf_config.lookup_family(record.get("config") or {})
+    family = hf_config.find_family(folded.config, request.family, imported_as)
     if request.verify:
         hf_export.check_verifiable(family, folded.config)
-    export = hf_export.HFExporter(folded, family, request.dtype, record.get("formats"))
     if zoom_note:
         log(zoom_note)
     tokenizer = _tokenizer(request, weights)
@@ -142,14 +141,12 @@ def _to_folder(
         copied, token_ids = [], {}
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
-        generation = record.get("generation_config")
-        configs = export.write_configs(partial, kept, generation, token_ids)
-        files = export.write(partial, request.max_shard_size)
+        files = hf_export.write_folder(
+            partial, folded, family, record, request.dtype, request.max_shard_size, token_ids
+        )
         if request.verify:
             hf_export.verify(weights, partial, str(request.target), log, request.dtype)
-    shards = files[0] if len(files) == 1 else f"{len(files)} files of tensors and their index"
-    names = [*configs, shards, *copied]
-    log(f"Wrote {request.target} as {family.architecture}: {', '.join(names)}")
+    log(f"Wrote {request.target} as {family.architecture}: {', '.join([*files, *copied])}")
     if not copied:
         dataset_path = weights.config.data.dataset_path
         log(

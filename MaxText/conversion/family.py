@@ -38,11 +38,32 @@ _GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
 
 
 @dataclasses.dataclass(frozen=True)
-class TensorLayout:
-    """A pair of patterns for a Hugging Face tensor and its parameters."""
+class WeightMapping:
+    """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
 
+    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
+    hf_name: str
+    # parameters in the tensor, in the order of J, separated by spaces. Names in layers begin with
+    # `layers/`, however layers are stored; one array holds all experts, after the layer dimension.
+    # The row applies only to models with the first parameter: a model without biases has no bias
+    # rows.
+    params: str
+    # patterns for one layer and one expert
     hf_axes: str  # for example "(N J H) D"
     param_axes: str  # for example "D N H"; the same letters without J
+    legacy_names: tuple[str, ...] = ()  # alternative names in published files
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        return tuple(self.params.split())
+
+    @property
+    def in_layers(self) -> bool:
+        return any(match[1] == "layer" for match in _NUMBER.finditer(self.hf_name))
+
+    @property
+    def in_experts(self) -> bool:
+        return "{expert}" in self.hf_name
 
     @functools.cached_property
     def _groups(self) -> list[str]:
@@ -58,17 +79,17 @@ class TensorLayout:
         axes = ("J" if "J" in self._letters else "") + self.param_axes.replace(" ", "")
         return [self._letters.index(letter) for letter in axes]
 
-    def _sizes(self, shape: Sequence[int], count: int) -> dict[str, int]:
-        return dict(zip(self.param_axes.split(), shape, strict=True), J=count)
+    def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        return dict(zip(self.param_axes.split(), shape, strict=True), J=len(self.param_names))
 
-    def hf_shape(self, shape: Sequence[int], count: int) -> tuple[int, ...]:
-        """Returns the shape of the tensor for `count` parameters of `shape`."""
-        sizes = self._sizes(shape, count)
+    def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the tensor for parameters of `shape`."""
+        sizes = self._sizes(shape)
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
-    def split(self, tensor: np.ndarray, shape: Sequence[int], count: int) -> list[np.ndarray]:
+    def split(self, tensor: np.ndarray, shape: Sequence[int]) -> list[np.ndarray]:
         """Splits a Hugging Face tensor into parameters of `shape`, as views."""
-        sizes = self._sizes(shape, count)
+        sizes = self._sizes(shape)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
         return list(moved) if "J" in self._letters else [moved]
@@ -77,47 +98,15 @@ class TensorLayout:
         """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
         spread = moved.transpose(np.argsort(self._order))
-        return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape, len(arrays))))
+        return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape)))
 
 
-@dataclasses.dataclass(frozen=True)
-class WeightMapping:
-    """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
-
-    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
-    hf_name: str
-    # parameters in the tensor, in the order of J. Names in layers begin with `layers/`, however
-    # layers are stored; one array holds all experts, after the layer dimension. The row applies
-    # only to models with the first parameter: a model without biases has no bias rows.
-    param_names: tuple[str, ...]
-    layout: TensorLayout  # for one layer and one expert
-    legacy_names: tuple[str, ...] = ()  # alternative names in published files
-
-    @property
-    def in_layers(self) -> bool:
-        return any(match[1] == "layer" for match in _NUMBER.finditer(self.hf_name))
-
-    @property
-    def in_experts(self) -> bool:
-        return "{expert}" in self.hf_name
+row = WeightMapping
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
-
-
-def row(
-    hf_name: str,
-    param_names: str,
-    hf_axes: str,
-    param_axes: str,
-    legacy_names: tuple[str, ...] = (),
-) -> WeightMapping:
-    """Returns a row; `param_names` are separated by spaces."""
-    return WeightMapping(
-        hf_name, tuple(param_names.split()), TensorLayout(hf_axes, param_axes), legacy_names
-    )
 
 
 def norm(
@@ -266,6 +255,15 @@ def write_only(
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
 
+# Activations with another name here; others are kinds of tanh GELU.
+_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "silu"}
+
+
+def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Returns `values`; of equivalent names the first is written."""
+    return tuple((name, (_ACTIVATIONS.get(name, "gelu"), *gate)) for name in names.split())
+
+
 copy_of = operator.itemgetter  # a default: the value of another config.json key
 
 
@@ -292,7 +290,6 @@ class Family:
     head: str = "lm_head.weight"  # optional in files of tied models
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
-    window: str = ""  # key of the sliding window, if all layers share one
     in_transformers: bool = True  # whether transformers has the class
     # config.json's auto_map, for classes in Python files next to it. A family with neither is
     # identified by `architectures`, and `model_type` is only a name used here.

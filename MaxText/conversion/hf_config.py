@@ -335,26 +335,6 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     return result
 
 
-def kept_window(
-    family: Family, kept: Mapping[str, Any], written: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns an imported checkpoint's window and length, if still valid.
-
-    If an import shortened the length to the window, layers are global here; the export restores
-    both.
-    """
-    if not family.window or family.window not in kept or written[family.window] is not None:
-        return {}
-    window = kept[family.window]
-    length = next(s.name for s in family.settings if "max_target_length" in s.keys)
-    if window is None or written[length] > window:
-        return {}
-    result = {family.window: window}
-    if written[length] == window and length in kept:
-        result[length] = kept[length]
-    return result
-
-
 def table_names(family: Family) -> set[str]:
     """Returns config.json keys determined by the model, with older names."""
     of_model = [setting for setting in family.settings if setting.keys]

@@ -41,78 +41,73 @@ _ROWS, _LENGTH = 2, 64
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-class HFExporter:
-    """Writes a Hugging Face checkpoint: all tensors and config.json."""
+def write_folder(
+    folder: Path,
+    weights: WeightSource,
+    family: Family,
+    record: Mapping[str, Any],
+    dtype: str = "",
+    max_shard_bytes: int = 10**9,
+    token_ids: Mapping[str, int] = {},
+) -> list[str]:
+    """Writes tensors and configurations; returns the names of the files.
 
-    def __init__(
-        self,
-        weights: WeightSource,
-        family: Family,
-        dtype: str,  # of all tensors; "" keeps the stored formats
-        formats: Mapping[str, str] | None = None,  # of tensors that an import widened
-    ):
-        self.weights, self.family, self._dtype = weights, family, dtype
-        self.map = TensorMap(family, weights.model)
-        self.specs: dict[str, jax.ShapeDtypeStruct] = {}
-        for tensor in self.map.tensors:
-            narrow = dtype or (formats or {}).get(tensor.name)
-            wanted = narrow or jnp.result_type(*(weights.formats[n] for n in tensor.param_names))
-            self.specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, np.dtype(wanted))
+    `record` is that of an import, `dtype` of all tensors ("": the stored formats), `token_ids` are
+    of the tokenizer. Raises UserError if float16 overflows.
+    """
+    tensor_map, narrowed = TensorMap(family, weights.model), record.get("formats") or {}
+    specs, sizes = {}, collections.Counter()
+    for tensor in tensor_map.tensors:
+        stored = jnp.result_type(*(weights.formats[name] for name in tensor.param_names))
+        kind = np.dtype(dtype or narrowed.get(tensor.name) or stored)
+        specs[tensor.name] = jax.ShapeDtypeStruct(tensor.shape, kind)
+        sizes[kind.name] += specs[tensor.name].size * kind.itemsize
 
-    def write(self, folder: Path, max_shard_bytes: int) -> list[str]:
-        """Writes tensors; returns file names. UserError if float16 overflows."""
-        return write_safetensors(folder, self.specs, self._tensors(), max_shard_bytes)
+    def tensors() -> Iterator[tuple[str, np.ndarray]]:
+        for names, group in tensor_map.groups.items():
+            arrays = [weights.read(name) for name in names]
+            for tensor in group:
+                whole = tensor.row.join([array[tensor.index] for array in arrays])
+                yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
 
-    def _tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        for names, tensors in self.map.groups.items():
-            arrays = [self.weights.read(name) for name in names]
-            for tensor in tensors:
-                whole, wanted = self.map.whole(tensor, arrays), self.specs[tensor.name].dtype
-                with np.errstate(over="ignore"):
-                    cast = whole.astype(wanted, copy=False)
-                if wanted == np.float16 and np.isinf(cast).any() and not np.isinf(whole).any():
-                    raise UserError(
-                        f"{tensor.name} has {np.abs(whole.astype(np.float32)).max():.6g}, and "
-                        "float16 ends at 65504. Use dtype=bfloat16 or dtype=float32."
-                    )
-                yield tensor.name, cast
-
-    def write_configs(
-        self,
-        folder: Path,
-        kept: Mapping[str, Any],
-        generation: Mapping[str, Any] | None,
-        token_ids: Mapping[str, int],
-    ) -> list[str]:
-        """Writes config.json and generation_config.json; returns the file names.
-
-        Keys of `kept`, the imported config.json, are preserved if no table determines them;
-        `token_ids` are those of the tokenizer, used if `kept` has none. `generation` is the
-        imported generation_config.json; else it is derived if transformers has the family.
-        """
-        sizes = collections.Counter()
-        for spec in self.specs.values():
-            sizes[spec.dtype.name] += spec.size * spec.dtype.itemsize
-        family = self.family
-        written, rest = hf_config.to_config_json(family, self.weights.config), {}
-        if hf_config.lookup_family(kept) is family:
-            determined = hf_config.table_names(family)
-            if family.has_model_type or self._dtype:
-                # Without effect the original dtype stays: published float32 TokenFormers say
-                # float16.
-                determined |= {"dtype", "torch_dtype", "transformers_version"}
-            written |= hf_config.kept_window(family, kept, written)
-            rest = {name: value for name, value in kept.items() if name not in determined}
-        # Without these, transformers defaults to the ids of its own tokenizers.
-        named = _TOKEN_IDS if family.has_model_type else token_ids
-        ids = {name: token_ids.get(name) for name in named}
-        config = {**written, "torch_dtype": sizes.most_common(1)[0][0], **ids, **rest}
-        write_json(folder / CONFIG, config)
-        if not generation and not family.in_transformers:
-            return [CONFIG]
+    # Without these, transformers defaults to the ids of its own tokenizers.
+    named = _TOKEN_IDS if family.has_model_type else token_ids
+    ids = {name: token_ids.get(name) for name in named}
+    config = hf_config.to_config_json(family, weights.config)
+    config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
+    config |= _kept(family, record.get("config") or {}, is_cast=bool(dtype))
+    write_json(folder / CONFIG, config)
+    names, generation = [CONFIG], record.get("generation_config")
+    if generation or family.in_transformers:
         ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
         write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
-        return [CONFIG, GENERATION_CONFIG]
+        names.append(GENERATION_CONFIG)
+    files = write_safetensors(folder, specs, tensors(), max_shard_bytes)
+    if len(files) > 1:
+        files = [f"{len(files)} files of tensors and their index"]
+    return [*names, *files]
+
+
+def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        cast = array.astype(dtype, copy=False)
+    if dtype == np.float16 and np.isinf(cast).any() and not np.isinf(array).any():
+        raise UserError(
+            f"{name} has {np.abs(array.astype(np.float32)).max():.6g}, and float16 ends at 65504. "
+            "Use dtype=bfloat16 or dtype=float32."
+        )
+    return cast
+
+
+def _kept(family: Family, config: Mapping[str, Any], is_cast: bool) -> dict[str, Any]:
+    """Returns keys of an imported config.json, without those of tables."""
+    if hf_config.lookup_family(config) is not family:
+        return {}
+    determined = hf_config.table_names(family)
+    if family.has_model_type or is_cast:
+        # Without effect the original dtype stays: published float32 TokenFormers say float16.
+        determined |= {"dtype", "torch_dtype", "transformers_version"}
+    return {name: value for name, value in config.items() if name not in determined}
 
 
 def write_safetensors(
@@ -147,7 +142,6 @@ def write_safetensors(
 
 
 _LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last
-_INSIDE = "l2_norm_gelu"  # normalize_type that applies it inside gelu
 _NO_ZOOM = {"zoom_dim": 0.0} | {f"zoom_dims.{place}": -1.0 for place in get_args(SlotPlace)}
 
 
@@ -156,50 +150,32 @@ class FoldedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         super().__init__(config)
-        self.formats, self.factors, self._weights = weights.formats, factors, weights
+        self.formats, self._factors, self._weights = weights.formats, factors, weights
 
     def read(self, name: str) -> np.ndarray:
         stored = self._weights.read(name)
-        if name not in self.factors:
+        if name not in self._factors:
             return stored
-        product = stored.astype(np.float32)
-        product *= np.float32(self.factors[name])
-        return product.astype(stored.dtype)
+        return (stored.astype(np.float32) * np.float32(self._factors[name])).astype(stored.dtype)
 
 
-def fold_zoom_into_values(weights: WeightSource, asked: str) -> tuple[WeightSource, str]:
+def fold_zoom_into_values(weights: WeightSource) -> tuple[WeightSource, str]:
     """Returns equivalent weights without a zoom, and a line to report it.
 
-    Returns the weights unchanged and an empty line if no zoom is fixed, or no family would fit
-    anyway.
+    Returns the weights unchanged and an empty line if no zoom is fixed, or it cannot be folded.
     """
     config = weights.config
     pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
-    scales = {}  # value parameter -> (zoom, slots) if they differ
-    for name in weights.model.parameters:
+    factors = {}
+    for name in weights.model.parameters if pattention.normalize_type in _LAST else ():
         place = slot_place(name)
         if place and name.endswith("values/kernel"):
-            scale = pattention.zoom(place, emb_dim), pattention.num_slots(place, emb_dim)
-            if scale[0] != scale[1]:
-                scales[name] = scale
-    if not scales or pattention.normalize_type not in (*_LAST, _INSIDE):
+            ratio = pattention.zoom(place, emb_dim) / pattention.num_slots(place, emb_dim)
+            factors |= {name: math.sqrt(ratio)} if ratio != 1 else {}
+    if not factors:
         return weights, ""
-    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
-    try:
-        family = hf_config.find_family(without, asked)
-    except UserError:
-        return weights, ""  # find_family reports this difference with the others
-    if pattention.normalize_type == _INSIDE:
-        places = {name: "zoom {:g} for {} slots".format(*scale) for name, scale in scales.items()}
-        raise UserError(
-            f"{family.architecture} scales scores by the number of slots, and its layout has no "
-            f"zoom. This model has another scale: {slots_by_place(places)}. With normalize_type="
-            f"{pattention.normalize_type} no weights make up for it, so the folder would compute "
-            "something else.\n  What can be exported: the model before it grew, one that grew with "
-            "growth.mode=random, and any of normalize_type=gelu_l2_norm."
-        )
-    factors = {name: math.sqrt(zoom / slots) for name, (zoom, slots) in scales.items()}
     words = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
+    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
     return FoldedWeights(weights, without, factors), (
         "The layout has no zoom: value slots are multiplied by sqrt(zoom / slots), which keeps "
         f"the function: {words}"

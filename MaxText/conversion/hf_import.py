@@ -64,7 +64,7 @@ class HFWeights(WeightSource):
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
             f"Check that {CONFIG} and the tensors belong together.",
         )
-        table = self.map.sources("token_embedder/embedding")[0].name
+        table = self.map.sources["token_embedder/embedding"][0].name
         if head and not np.array_equal(self.files.read(head), self.files.read(names[table])):
             raise UserError(
                 f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "

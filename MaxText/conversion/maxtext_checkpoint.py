@@ -35,11 +35,12 @@ _LAYER_NAMES = {
         "pre_mlp_layer_norm": "mlp/mlp_layer_norm",
     },
 }
+# Index within the shared array, [D, 3, n], or [3, n] for biases.
+_SHARED_SLOTS = {
+    f"self_attention/{part}/keys": index for index, part in enumerate(("query", "key", "value"))
+}
 # Slots, without /kernel or /bias.
-_SLOT_NAMES = {
-    "self_attention/query/keys": "self_attention/qkv_key_slot",
-    "self_attention/key/keys": "self_attention/qkv_key_slot",
-    "self_attention/value/keys": "self_attention/qkv_key_slot",
+_SLOT_NAMES = dict.fromkeys(_SHARED_SLOTS, "self_attention/qkv_key_slot") | {
     "self_attention/query/values": "self_attention/q_value_slot",
     "self_attention/key/values": "self_attention/k_value_slot",
     "self_attention/value/values": "self_attention/v_value_slot",
@@ -47,12 +48,6 @@ _SLOT_NAMES = {
     "self_attention/out/values": "self_attention/proj_value_slot",
     "mlp/keys": "mlp/wi",
     "mlp/values": "mlp/wo",
-}
-# Index within the shared array, [D, 3, n], or [3, n] for biases.
-_SHARED_SLOTS = {
-    "self_attention/query/keys": 0,
-    "self_attention/key/keys": 1,
-    "self_attention/value/keys": 2,
 }
 # connections/after/{layer + 1}/... -> names of the layer in MUDDFormer's program.
 _CONNECTION_NAMES = {

@@ -1,19 +1,18 @@
-"""Sources of weights, runs among them, and what their readers share."""
+"""Sources of weights, runs among them; parameters to begin a run with."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from etils import epath
 from flax import traverse_util
 
-from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.checkpoint_reader import translate_errors
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader, translate_errors
 from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
-from MaxText.checkpointing.compatibility import ArraySpec, array_specs, leaf_path, mismatches
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
@@ -21,6 +20,7 @@ from MaxText.errors import UserError
 from MaxText.layers.model import Model
 
 PARAMS = "params/"
+Log = Callable[[str], None]
 _MAX_LINES = 20
 
 
@@ -77,8 +77,11 @@ def check_arrays(
 
     `what` and `advice` begin and end the message.
     """
-    specs = {name: ArraySpec(tuple(shape), np.dtype("float32")) for name, shape in wanted.items()}
-    if problems := mismatches(found, specs):
+    specs = {
+        name: compatibility.ArraySpec(tuple(shape), np.dtype("float32"))
+        for name, shape in wanted.items()
+    }
+    if problems := compatibility.mismatches(found, specs):
         more = len(problems) - _MAX_LINES
         lines = problems[:_MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
         raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
@@ -101,11 +104,11 @@ class LazyCheckpointReader:
             checksums = checkpoint_files.StoredCheckpoint(folder, None).metadata.checksums
             # Optimizer states have entries without arrays.
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
-            self.leaves: dict[str, ArraySpec] = array_specs(arrays)
+            self.leaves: dict[str, compatibility.ArraySpec] = compatibility.array_specs(arrays)
             if checksums is not None and (found := first_spec_mismatch(self.leaves, checksums)):
                 raise CheckpointCorruptedError(found)
         entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
-        self._paths = [leaf_path(path) for path, _ in entries]
+        self._paths = [compatibility.leaf_path(path) for path, _ in entries]
         self._checksums = checksums
         self.params = {
             path.removeprefix(PARAMS): leaf
@@ -163,3 +166,76 @@ class RunWeights(WeightSource):
 
     def read(self, name: str) -> np.ndarray:
         return self._arrays.read(PARAMS + name)
+
+
+class InitialWeights(NamedTuple):
+    """Matching parameters, not yet read."""
+
+    source: str  # one line, such as "parameters of runs/first/checkpoints/120"
+    metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
+    folder: str
+    step: int | None  # last completed training step, if known
+    read: Callable[[], Any]  # returns them on device
+
+
+def open_pretrained(
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
+) -> InitialWeights:
+    """Finds parameters and checks names and shapes.
+
+    `path`, the value of configuration key `key`, is a run, a step folder, its items/, hf:FOLDER,
+    hf:HUB_ID or a folder with a config.json. `abstract_params` have the target shardings.
+    """
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
+
+    if is_hf_checkpoint(path):
+        return _open_hf(path, key, abstract_params, config_flat, log)
+    stored = checkpoint_files.resolve_checkpoint(path, key)
+    reader = CheckpointReader(stored, config_flat, log)
+    with corruption_as_user_error(stored, key):
+        reader.check_params(abstract_params)
+
+    def read() -> Any:
+        with corruption_as_user_error(stored, key):
+            return reader.restore_params(abstract_params)
+
+    return InitialWeights(
+        f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
+    )
+
+
+def _open_hf(
+    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
+) -> InitialWeights:
+    from MaxText.conversion.hf_import import open_weights
+
+    weights, stored_flat = open_weights(path, key, config_flat)
+    shapes = {
+        name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
+        for name, spec in weights.model.parameters.items()
+    }
+    try:
+        hint = compatibility.ConfigDiff(stored_flat, config_flat)
+        casts = compatibility.check_compatible(
+            {"params": unflatten(shapes)}, {"params": abstract_params}, hint
+        )
+    except UserError as error:
+        raise UserError(
+            f"{key}={path}: {error}\n"
+            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
+        ) from None
+    compatibility.log_casts(casts, log)
+
+    def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+        # Only one array at a time is on the host; each device takes its shard.
+        array = weights.read("/".join(entry.key for entry in location))
+        sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(
+            wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
+        )
+
+    def read() -> Any:
+        return jax.tree_util.tree_map_with_path(place, abstract_params)
+
+    folder = str(weights.folder)
+    return InitialWeights(f"parameters of {folder}", {"config": stored_flat}, folder, None, read)

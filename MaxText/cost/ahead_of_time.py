@@ -6,13 +6,11 @@ import jax
 
 from MaxText.config.schema import Config
 from MaxText.cost import device_memory, saved_step, targets
-from MaxText.cost.device_memory import MemoryBreakdown
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
 
-_GIB = 2**30
 _MIB = 2**20
 
 
@@ -44,8 +42,8 @@ def train_compile(
     program = _program(compiled, log)
     needed = device_memory.memory_breakdown(planned, compiled)
     device_memory.check_fits(target, needed, program)
-    lines = [*memory_lines(target, needed, program), *cost_lines(planned, compiled, program)]
-    log("\n".join(lines))
+    log("\n".join(["", *device_memory.describe_memory(target, needed, program)]))
+    log("\n".join(cost_lines(planned, compiled, program)))
     if path := config.run.compiled_trainstep_file:
         signature = saved_step.save_compiled(path, planned, compiled)
         log(f"\nsaved: {path}, signature {signature[:16]}...")
@@ -60,16 +58,6 @@ def _program(compiled: jax.stages.Compiled, log: Callable[[str], None]) -> HloMo
         reason = str(error).splitlines()[0]
         log(f"the compiler cannot print this program, so its buffers are not listed: {reason}")
         return HloModule("")
-
-
-def memory_lines(
-    target: targets.CompileTarget, memory: MemoryBreakdown, program: HloModule
-) -> list[str]:
-    lines = ["", *device_memory.describe_memory(memory, program)]
-    if limit := device_memory.usable_bytes(target):
-        free = (limit - memory.total) / _GIB
-        lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
-    return lines
 
 
 def cost_lines(

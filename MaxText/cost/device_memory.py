@@ -6,7 +6,8 @@ Before arrays are created, `check_memory_lower_bound` compares a lower bound wit
 import contextlib
 import math
 import os
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -26,38 +27,6 @@ _CGROUP = "/sys/fs/cgroup/memory.max"
 GPU_FRACTION = 0.75  # JAX's default for XLA_PYTHON_CLIENT_MEM_FRACTION
 
 
-class MemoryBreakdown(NamedTuple):
-    """Bytes on one device."""
-
-    parameters: int
-    optimizer: int
-    batch: int
-    gradients: int  # all at once, a part of the temporaries
-    padding: int = 0  # of the arguments, by the compiler's layouts
-    outputs: int = 0  # besides the donated state
-    temporaries: int = 0
-    code: int = 0  # size of the program; 0 if unknown
-
-    @property
-    def arguments(self) -> int:
-        return self.parameters + self.optimizer + self.batch + self.padding
-
-    @property
-    def total(self) -> int:
-        return self.arguments + self.outputs + self.temporaries + self.code
-
-    def rows(self) -> list[tuple[str, int]]:
-        return [
-            ("parameters", self.parameters),
-            ("optimizer state and counters", self.optimizer),
-            ("batch", self.batch),
-            ("padding of these", self.padding),
-            ("outputs besides the state", self.outputs),
-            ("temporaries: gradients, activations", self.temporaries),
-            ("program", self.code),
-        ]
-
-
 def bytes_on_device(tree: Any) -> int:
     """Returns bytes of sharded arrays on one device, without host memory."""
     return sum(
@@ -67,23 +36,23 @@ def bytes_on_device(tree: Any) -> int:
     )
 
 
-def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> MemoryBreakdown:
+def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Returns bytes on one device by cause."""
     parameters = bytes_on_device(planned.state.params)
-    before = MemoryBreakdown(
-        parameters=parameters,
-        optimizer=bytes_on_device(planned.state) - parameters,
-        batch=bytes_on_device(planned.batch),
-        gradients=parameters,  # same shapes and dtypes as the parameters
-    )
-    stats, analysis = memory_stats(compiled), compiled.memory_analysis()
-    if not stats:
-        return before
-    return before._replace(
-        padding=max(stats["arguments"] - before.arguments, 0),
-        outputs=max(stats["outputs"] - stats["aliased"], 0),
-        temporaries=stats["temporaries"],
-        code=0 if analysis is None else analysis.generated_code_size_in_bytes,
-    )
+    found = {
+        "parameters": parameters,
+        "optimizer state and counters": bytes_on_device(planned.state) - parameters,
+        "batch": bytes_on_device(planned.batch),
+    }
+    if stats := memory_stats(compiled):
+        analysis = compiled.memory_analysis()
+        found |= {
+            "padding of these": max(stats["arguments"] - sum(found.values()), 0),
+            "outputs besides the state": max(stats["outputs"] - stats["aliased"], 0),
+            "temporaries: gradients, activations": stats["temporaries"],
+            "program": 0 if analysis is None else analysis.generated_code_size_in_bytes,
+        }
+    return found
 
 
 def usable_bytes(target: CompileTarget) -> int:
@@ -94,15 +63,12 @@ def usable_bytes(target: CompileTarget) -> int:
     return int(target.memory * float(fraction))
 
 
-def check_fits(target: CompileTarget, memory: MemoryBreakdown, program: HloModule) -> None:
+def check_fits(target: CompileTarget, memory: Mapping[str, int], program: HloModule) -> None:
     """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
-    if limit and memory.total > limit and target.platform != "tpu":  # their compiler checks it
-        needs = (
-            f"the step needs {memory.total / _GIB:.2f} GiB; {limit / _GIB:.2f} GiB are usable "
-            f"({limit / target.memory:.0%} of the device)"
-        )
-        raise out_of_memory(target, "\n".join([needs, *describe_memory(memory, program)]))
+    if limit and sum(memory.values()) > limit and target.platform != "tpu":  # their compiler checks
+        usable = f"{limit / target.memory:.0%} of the device can be used"
+        raise out_of_memory(target, "\n".join([usable, *describe_memory(target, memory, program)]))
 
 
 def out_of_memory(target: CompileTarget, what: str) -> UserError:
@@ -118,23 +84,28 @@ def out_of_memory(target: CompileTarget, what: str) -> UserError:
     )
 
 
-def describe_memory(memory: MemoryBreakdown, program: HloModule) -> list[str]:
+def describe_memory(
+    target: CompileTarget, memory: Mapping[str, int], program: HloModule
+) -> list[str]:
+    total = sum(memory.values())
     rows = [
-        [cause, f"{size / _MIB:,.2f}", share(size, memory.total)]
-        for cause, size in memory.rows()
-        if size
+        [cause, f"{size / _MIB:,.2f}", share(size, total)] for cause, size in memory.items() if size
     ]
-    total = ["peak", f"{memory.total / _MIB:,.2f}", ""]
-    return [
-        format_table(["memory per device", "MiB", "share"], rows, total),
-        f"all gradients, part of the temporaries: {memory.gradients / _MIB:,.2f} MiB",
+    header = ["memory per device", "MiB", "share"]
+    lines = [
+        format_table(header, rows, ["peak", f"{total / _MIB:,.2f}", ""]),
+        # Of the same shapes and dtypes as the parameters.
+        f"all gradients, part of the temporaries: {memory['parameters'] / _MIB:,.2f} MiB",
         "",
         "largest arrays (per device, not all live at once), MiB:",
-        *(
-            f"{row.num_bytes / _MIB:12,.2f}  {row.described}"
-            for row in program.largest_arrays(_LARGE_ARRAYS)
-        ),
     ]
+    for row in program.largest_arrays(_LARGE_ARRAYS):
+        times = f"  x {row.count}" if row.count > 1 else ""
+        lines.append(f"{row.num_bytes / _MIB:12,.2f}  {row.shape}  {row.made_by}{times}")
+    if limit := usable_bytes(target):
+        free = (limit - total) / _GIB
+        lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
+    return lines
 
 
 def check_memory_lower_bound(

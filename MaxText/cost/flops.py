@@ -44,8 +44,7 @@ import jax
 import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
-from MaxText.config.registry import lookup, registrations
-from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible, query_block
+from MaxText.config.registry import lookup
 from MaxText.layers.block_variants import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
@@ -286,36 +285,11 @@ class ModelCost:
         fixed = sum(fixed for _, fixed in self._states)
         return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
 
-    @property
-    def attention(self) -> tuple[str, str]:
-        """Description of the keys per query, by the MFU rule and as executed."""
-        model, length = self.model.config, self.count.sequence_length
-        config = model.attention
-        rule = f"not causal, a query counts all {length:,} keys"
-        if config.causal:
-            keys = average_keys_visible(length, causal=True)
-            rule = f"causal, a query counts half of {length:,} keys: {keys:,.6g}"
-        if config.num_mem_kv:
-            rule += f", and {config.num_mem_kv} learned ones"
-        computed = f"attention={config.attention} multiplies it with"
-        rows, keys = query_block(config, length), average_keys_computed(config, length)
-        whole = f" all {length:,}"
-        computed += whole if rows == length else f" {keys:,.6g}, in blocks of {rows:,} query rows"
-        # In registration order.
-        layers = {layer.config.block.mixer: layer for layer in model.layers}
-        mixers = (one for one in registrations() if one.kind == "mixer" and one.name in layers)
-        loaded = [(one.load(), layers[one.name]) for one in mixers]
-        notes = [mixer.notes(mixer.config_of(layer), length) for mixer, layer in loaded]
-        of_rule, of_computed = zip((rule, computed), *notes, strict=True)
-        return "; ".join(filter(None, of_rule)), "; ".join(filter(None, of_computed))
-
     def fields(self) -> dict[str, Any]:
         """Returns JSON values for the events of a run; FLOPs by the MFU rule."""
-        count, (rule, computed) = self.count, self.attention
+        count = self.count
         return {
             "mfu_rule": MFU_RULE,
-            "attention_rule": rule,
-            "attention_computed": computed,
             "sequence_length": count.sequence_length,
             "parts": [
                 {
@@ -355,9 +329,8 @@ class ModelCost:
             row("total", num_parameters, count.forward, count.per_token),
             right=range(1, 6),
         )
-        notes = [f"attention: {'; '.join(self.attention)}.", MFU_RULE]
-        filled = (textwrap.fill(note, WIDTH, subsequent_indent="    ") for note in notes)
-        return "\n".join([table, *filled, derived_quantities(self._totals())])
+        rule = textwrap.fill(MFU_RULE, WIDTH, subsequent_indent="    ")
+        return "\n".join([table, rule, derived_quantities(self._totals())])
 
     def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
         count, config = self.count, self.model.config

@@ -25,7 +25,6 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 _COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
@@ -67,11 +66,6 @@ class LargeBuffer(NamedTuple):
     shape: str
     made_by: str
     count: int
-
-    @property
-    def described(self) -> str:
-        times = f"  x {self.count}" if self.count > 1 else ""
-        return f"{self.shape}  {self.made_by}{times}"
 
 
 class HloModule:
@@ -129,61 +123,49 @@ class HloModule:
         steps = (_integer(lines[name]) for name in added if name in lines)
         return next(filter(None, steps), 1)
 
+    def executed(self, in_fusions: bool = True) -> Iterator[tuple[str, int, Instruction]]:
+        """Yields the instructions of a step, with their computation and count."""
+        for computation, times in self._runs.items():
+            if computation in self._in_fusion and not in_fusions:
+                continue
+            for instruction in self._computations.get(computation, ()):
+                yield computation, times, instruction
+
     @property
     def num_loops(self) -> int:
         return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
-
-    @property
-    def estimated_cycles(self) -> int:
-        """Cycles of a step by the compiler, loops in full; 0 if it has none.
-
-        Pallas kernels and collectives have no estimate.
-        """
-        return sum(
-            times * int(match[1])
-            for computation, times in self._runs.items()
-            if computation not in self._in_fusion
-            for instruction in self._computations.get(computation, ())
-            if (match := _CYCLES.search(instruction.rest))
-        )
 
     def collectives(self) -> list[Collective]:
         """Returns the communication of a step by kind, most bytes first."""
         found: dict[str, list[int]] = {}
         channels: set[str] = set()
-        for computation, times in self._runs.items():
-            for instruction in self._computations.get(computation, ()):
-                kind = instruction.kind.removesuffix("-start")
-                if kind not in _COLLECTIVES:
+        for computation, times, instruction in self.executed():
+            kind = instruction.kind.removesuffix("-start")
+            if kind not in _COLLECTIVES:
+                continue
+            # TPU repeats a collective in the start, the fusion and the done that overlap it.
+            if channel := _CHANNEL.search(instruction.rest):
+                if channel[1] in channels:
                     continue
-                # TPU repeats a collective in the start, the fusion and the done that overlap it.
-                if channel := _CHANNEL.search(instruction.rest):
-                    if channel[1] in channels:
-                        continue
-                    channels.add(channel[1])
-                size = max((size for size, _ in _arrays(instruction.shape)), default=0)
-                # TPU's reduce-scatter is a fusion around an all-reduce that keeps a part of it.
-                if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
-                    kind = "reduce-scatter"
-                total = found.setdefault(kind, [0, 0])
-                total[0] += times
-                total[1] += times * size
+                channels.add(channel[1])
+            size = max((size for size, _ in _arrays(instruction.shape)), default=0)
+            # TPU's reduce-scatter is a fusion around an all-reduce that keeps a part of it.
+            if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"
+            total = found.setdefault(kind, [0, 0])
+            total[0] += times
+            total[1] += times * size
         rows = [Collective(kind, count, size) for kind, (count, size) in found.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)
 
     def largest_arrays(self, number: int) -> list[LargeBuffer]:
         """Returns the largest arrays in main memory, not all live at once."""
         found: collections.Counter[tuple[int, str, str]] = collections.Counter()
-        for computation in self._runs:
-            if computation in self._in_fusion:
-                continue
-            for instruction in self._computations.get(computation, ()):
-                kind = instruction.kind
-                if kind in _NO_ARRAY or kind.endswith(("-done", "-update")):
-                    continue
+        for _, _, instruction in self.executed(in_fusions=False):
+            kind = instruction.kind
+            if kind not in _NO_ARRAY and not kind.endswith(("-done", "-update")):
                 made_by = self._made_by(instruction)
-                for size, shape in _arrays(instruction.shape):
-                    found[size, shape, made_by] += 1
+                found.update((*array, made_by) for array in _arrays(instruction.shape))
         rows = [LargeBuffer(*key, count) for key, count in found.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)[:number]
 
@@ -240,9 +222,5 @@ def _source_tables(text: str) -> Mapping[str, str]:
 
 
 def _shortened(path: str) -> str:
-    parts: Sequence[str] = path.split("/")
-    for start in ("MaxText", "site-packages"):
-        if start in parts:
-            place = len(parts) - 1 - parts[::-1].index(start)
-            return "/".join(parts[place + (start == "site-packages") :])
-    return path
+    _, package, rest = path.rpartition("MaxText/")
+    return package + rest if package else path.rpartition("site-packages/")[2]

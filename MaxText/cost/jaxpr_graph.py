@@ -13,6 +13,7 @@ inputs. Exceptions, each observed in XLA's TPU compiler on train steps:
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -103,10 +104,15 @@ class Node:
     bodies: tuple["Traced", ...] = ()  # programs of a loop or of branches
     times: int = 1  # iterations of the body
 
-    @property
-    def is_written(self) -> bool:
-        """Whether a compiler runs it as its own kernel."""
-        return any(value.is_written for value in self.outputs)
+    @functools.cached_property
+    def reads(self) -> frozenset[Value]:
+        """Arrays in memory."""
+        return frozenset().union(*(value.roots for value in self.inputs))
+
+    @functools.cached_property
+    def writes(self) -> list[Value]:
+        """Arrays in memory; none if a compiler does not run it as its own kernel."""
+        return [value for value in self.outputs if value.is_written]
 
 
 @dataclasses.dataclass(frozen=True)

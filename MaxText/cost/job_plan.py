@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -65,8 +65,7 @@ class JobPlan:
         return self.program.tokens_per_update / self.program.num_devices
 
 
-def make_program_for(config: Config, hardware: Hardware) -> Program:
-    """Returns the program of a configuration; UserError if it does not fit."""
+def _make_program(config: Config, hardware: Hardware) -> Program:
     try:
         kind = hardware.chip.platform, hardware.chip.device_kind
         program = make_program(config, hardware.num_devices, *kind, hardware.num_slices)
@@ -79,10 +78,11 @@ def make_program_for(config: Config, hardware: Hardware) -> Program:
 
 
 def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    return plan_of(make_program_for(config, hardware), hardware, peak)
+    """Returns a configuration's plan; UserError if the program does not fit."""
+    return _plan_of(_make_program(config, hardware), hardware, peak)
 
 
-def plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> JobPlan:
+def _plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> JobPlan:
     memory = estimate_memory(program)
     communication = communication_costs(program, hardware)
     time = step_time(program, hardware, memory, communication, peak)
@@ -97,12 +97,10 @@ def peak_of(hardware: Hardware) -> PeakFlops:
     return measured._replace(tflops=measured.tflops / hardware.num_chips)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Mesh:
+class _Mesh(NamedTuple):
     seconds: float  # lower bound of a step
     keys: dict[str, Any]  # configuration of the mesh
-    # configurations of the batch, from the largest microbatch that divides
-    batches: list[dict[str, Any]]
+    batches: list[dict[str, Any]]  # of the batch, from the largest microbatch that divides
 
 
 def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[JobPlan]:
@@ -177,24 +175,22 @@ class _PlanSearch:
         @functools.cache
         def plan_with(policy: str, number: int) -> JobPlan | None:
             program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
-            return None if program is None else plan_of(program, self.hardware, self.peak)
+            return None if program is None else _plan_of(program, self.hardware, self.peak)
 
         def fits(policy: str, number: int) -> bool:
             plan = plan_with(policy, number)
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        found: list[JobPlan] = []
-        if closest is None or not closest.fits:
-            return found, closest
-        larger = len(batches)  # microbatches before this index are larger than all that fit
-        for policy in POLICIES:
+        found, larger = (
+            [],
+            len(batches),
+        )  # microbatches before `larger` are larger than all that fit
+        for policy in POLICIES if closest is not None and closest.fits else ():
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)
                 larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
-                plan = plan_with(policy, larger)
-                assert plan is not None, "it fits"
-                found.append(plan)
+                found.append(plan_with(policy, larger))
         return found, closest
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
@@ -215,7 +211,7 @@ class _PlanSearch:
         if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
         try:
-            return make_program_for(config, self.hardware)
+            return _make_program(config, self.hardware)
         except UserError:
             return None
 

@@ -1,7 +1,6 @@
 """Text of a plan."""
 
 import shlex
-import string
 import textwrap
 from collections.abc import Sequence
 
@@ -97,16 +96,10 @@ def _largest(live: Sequence) -> str:
 def _communication(plan: JobPlan) -> str:
     if not plan.communication:
         return "communication: none, one device"
-    rows = [
-        [
-            one.axis,
-            str(one.size),
-            f"{one.num_bytes / _GB:.2f}",
-            f"{one.bandwidth / _GB:.0f}",
-            short_time(one.seconds),
-        ]
-        for one in plan.communication
-    ]
+    rows = []
+    for one in plan.communication:
+        received, speed = f"{one.num_bytes / _GB:.2f}", f"{one.bandwidth / _GB:.0f}"
+        rows.append([one.axis, str(one.size), received, speed, short_time(one.seconds)])
     received = sum(one.num_bytes for one in plan.communication) / _GB
     total = ["all, not overlapped", "", f"{received:.2f}", "", short_time(plan.time.comm_seconds)]
     header = ["communication per step", "devices", "GB received", "GB/s", "time"]
@@ -201,16 +194,9 @@ def format_proposals(
 
 
 def _shell_lines(words: Sequence[str]) -> str:
-    # Breaks between words only.
-    hidden = str.maketrans(string.whitespace, "\0\1\2\3\4\5")
-    shown = {letter: space for space, letter in hidden.items()}
-    whole = [shlex.quote(word).translate(hidden) for word in words]
-    lines = textwrap.wrap(
-        " ".join(whole),
-        _WIDTH - len(" \\"),
-        initial_indent="  ",
-        subsequent_indent="    ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return " \\\n".join(lines).translate(shown)
+    lines = [" "]
+    for word in map(shlex.quote, words):
+        if len(f"{lines[-1]} {word} \\") > _WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return " \\\n".join(lines)

@@ -49,7 +49,8 @@ _KEYS = (
 )  # fmt: skip
 
 # Sources that a step is traced from.
-_SOURCES = ("layers", "training", "parallelism/logical_sharding.py", "parallelism/mesh.py")
+_SOURCES = ("layers/**/*.py", "training/**/*.py", "parallelism/logical_sharding.py",
+            "parallelism/mesh.py")  # fmt: skip
 
 # Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
@@ -89,11 +90,10 @@ def load_compiled(
     if different:
         more = len(different) - _SHOWN
         lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+        shown = "\n    ".join(lines)
         raise UserError(
-            f"compiled_trainstep_file={path} was compiled for another run:\n"
-            + "\n".join(f"    {line}" for line in lines)
-            + "\n  What to do: compile again by train_compile.py with this configuration, or "
-            "remove the key."
+            f"compiled_trainstep_file={path} was compiled for another run:\n    {shown}\n"
+            "  What to do: compile again by train_compile.py with this configuration, or remove it."
         )
 
     def step_for(batch: Any) -> Callable | None:
@@ -162,23 +162,21 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for group, values in current.items():
-        others = stored.get(group, {})
-        for name in sorted({*values, *others}):
-            old, new = others.get(name, "nothing"), values.get(name, "nothing")
-            if old != new:
-                lines.append(f"{group}, {name}: {old} in the file, {new} in this run")
-    return lines
+    none = "nothing"
+    pairs = [(group, stored.get(group, {}), values) for group, values in current.items()]
+    return [
+        f"{group}, {name}: {old.get(name, none)} in the file, {new.get(name, none)} in this run"
+        for group, old, new in pairs
+        for name in sorted({*old, *new})
+        if old.get(name, none) != new.get(name, none)
+    ]
 
 
 def _hash_of_sources() -> str:
     package = pathlib.Path(MaxText.__file__).parent
     digest = hashlib.sha256()
-    for source in _SOURCES:
-        path = package / source
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    for file in (file for pattern in _SOURCES for file in sorted(package.glob(pattern))):
+        digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -235,15 +233,10 @@ def _signature(content: bytes, may_make_key: bool = False) -> str:
                 file.write_text(secrets.token_hex(_KEY_BYTES) + "\n")
         mode, key = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
-        if may_make_key:
-            raise UserError(
-                f"cannot create or read the signing key {file} ({error}). Set {KEY_VARIABLE} to a "
-                "path that can be written."
-            ) from error
         raise UserError(
             f"no key to sign or verify compiled_trainstep_file: {file} ({error}).\n"
             "  What to do: copy that file from the machine that compiled, with its permissions, or "
-            f"set {KEY_VARIABLE} to its path."
+            f"set {KEY_VARIABLE} to its path; to compile, to a path that can be written."
         ) from error
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise UserError(

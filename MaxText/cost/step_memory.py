@@ -10,8 +10,8 @@ loop's body are live while the loop runs.
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.objective import loss_sums, num_tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class LiveBuffer:
+class LiveBuffer(NamedTuple):
     """A live array at the peak."""
 
     size: float  # bytes
@@ -246,14 +245,6 @@ def _bytes_of_update(
     return peak_memory(traced(closed.jaxpr, size_of=_size_of(platform))).size
 
 
-@dataclasses.dataclass(eq=False)
-class _Step:
-    node: Node
-    reads: frozenset[Value]
-    writes: tuple[Value, ...]
-    body: PeakMemory  # needs of its largest body
-
-
 def peak_memory(
     program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
 ) -> PeakMemory:
@@ -264,78 +255,69 @@ def peak_memory(
         a loop body, whose results leave at once.
       between: Bytes live from before the first loop to the end of the last.
     """
-    steps = [
-        _Step(
-            node,
-            frozenset(root for value in node.inputs for root in value.roots),
-            tuple(value for value in node.outputs if value.is_written),
-            max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING),
-        )
+    # Nodes, with the needs of their largest body.
+    steps = {
+        node: max(map(peak_memory, node.bodies), key=lambda need: need.size, default=_NOTHING)
         for node in program.nodes
-        if node.is_written
-    ]
+        if node.writes
+    }
     left: dict[Value, float] = {}
     results = {root for value in program.results for root in value.roots} if kept else set()
     for value, share in zip(program.results, kept, strict=False):
         for root in value.roots:
             if share is not None and value.size:
                 left[root] = root.size * min(share / value.size, 1.0)
-    orders = (steps, _greedy(steps, left, results))
+    orders = (steps, {node: steps[node] for node in _greedy(steps, left, results)})
     return min(
         (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
     )
 
 
 def _peak(
-    order: Sequence[_Step], left: Mapping[Value, float], results: Set[Value], between: float
+    steps: Mapping[Node, PeakMemory],
+    left: Mapping[Value, float],
+    results: Set[Value],
+    between: float,
 ) -> PeakMemory:
-    last = {value: number for number, step in enumerate(order) for value in step.reads}
-    loops = [number for number, step in enumerate(order) if step.node.bodies]
+    last = {value: number for number, node in enumerate(steps) for value in node.reads}
+    loops = [number for number, node in enumerate(steps) if node.bodies]
     living: dict[Value, LiveBuffer] = {}
     most = _NOTHING
-    for number, step in enumerate(order):
-        for value in step.writes:
+    for number, (node, body) in enumerate(steps.items()):
+        for value in node.writes:
             # The stacked results of a loop are sharded from the beginning.
-            size = left.get(value, value.size) if step.node.bodies else value.size
-            living[value] = LiveBuffer(size, value.shape, step.node.name)
+            size = left.get(value, value.size) if node.bodies else value.size
+            living[value] = LiveBuffer(size, value.shape, node.name)
         outside = sum(array.size for array in living.values())
         held = between if loops and loops[0] <= number <= loops[-1] else 0.0
-        if outside + step.body.size + held > most.size:
+        if outside + body.size + held > most.size:
             live = tuple(sorted(living.values(), key=lambda array: -array.size))
-            most = PeakMemory(outside, step.body.size, held, live, step.body.live)
-        for value in step.writes:
-            living[value] = dataclasses.replace(living[value], size=left.get(value, value.size))
-        for value in [*step.reads, *step.writes]:
+            most = PeakMemory(outside, body.size, held, live, body.live)
+        for value in node.writes:
+            living[value] = living[value]._replace(size=left.get(value, value.size))
+        for value in [*node.reads, *node.writes]:
             if value in living and value not in results and last.get(value, number) <= number:
                 del living[value]
     return most
 
 
 def _greedy(
-    steps: Sequence[_Step], left: Mapping[Value, float], results: Set[Value]
-) -> list[_Step]:
-    """Orders steps; the runnable one freeing most memory comes next."""
-    readers = collections.Counter(value for step in steps for value in step.reads)
+    nodes: Collection[Node], left: Mapping[Value, float], results: Set[Value]
+) -> Iterator[Node]:
+    """Yields nodes; the runnable one freeing most memory comes next."""
+    readers = collections.Counter(value for node in nodes for value in node.reads)
     there: set[Value] = set()
-    made = {value for step in steps for value in step.writes}
-    waiting, order = list(steps), []
+    made = {value for node in nodes for value in node.writes}
+
+    def gain(node: Node) -> float:
+        last = (value for value in node.reads if value in there and readers[value] == 1)
+        freed = sum(left.get(value, value.size) for value in last if value not in results)
+        return freed - sum(left.get(value, value.size) for value in node.writes)
+
+    waiting = list(nodes)
     while waiting:
-        best, most = None, -math.inf
-        for step in waiting:
-            if any(value in made and value not in there for value in step.reads):
-                continue
-            freed = sum(
-                left.get(value, value.size)
-                for value in step.reads
-                if value in there and readers[value] == 1 and value not in results
-            )
-            gain = freed - sum(left.get(value, value.size) for value in step.writes)
-            if gain > most:
-                best, most = step, gain
-        assert best is not None, "a program is in an order in which it can run"
+        best = max((node for node in waiting if made.isdisjoint(node.reads - there)), key=gain)
+        yield best
         waiting.remove(best)
-        order.append(best)
         there.update(best.writes)
-        for value in best.reads:
-            readers[value] -= 1
-    return order
+        readers.subtract(best.reads)

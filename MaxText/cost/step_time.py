@@ -25,7 +25,8 @@ Each of n devices receives (n - 1) / n of an array from the others.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,8 +63,7 @@ class CommCost:
         return self.num_bytes / self.bandwidth
 
 
-@dataclasses.dataclass(frozen=True)
-class OpCost:
+class OpCost(NamedTuple):
     """An unfused operation: a matmul, a reduction, a copy."""
 
     operations: float  # 2 per multiply-add of matmuls, nothing else
@@ -105,25 +105,17 @@ def min_step_time(
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
 
-def list_ops(program: Traced, *, splash_keys: float = 0.0) -> list[OpCost]:
-    """Returns all executed nodes, with loop bodies once per iteration.
+def list_ops(program: Traced, *, splash_keys: float = 0.0, times: int = 1) -> Iterator[OpCost]:
+    """Yields all executed nodes; a loop's body runs once per iteration.
 
     `splash_keys` is the average number of keys per query in splash attention over all layers.
     """
-    found = []
-
-    def add(program: Traced, times: int) -> None:
-        for node in program.nodes:
-            for body in node.bodies:
-                add(body, times * node.times)
-            if node.is_written and not node.bodies and not node.name.startswith(REDUCTIONS):
-                roots = {root for value in node.inputs for root in value.roots}
-                arrays = [*roots, *(value for value in node.outputs if value.is_written)]
-                num_bytes = sum(array.size for array in arrays)
-                found.append(OpCost(operations(node, splash_keys), num_bytes, times))
-
-    add(program, 1)
-    return found
+    for node in program.nodes:
+        for body in node.bodies:
+            yield from list_ops(body, splash_keys=splash_keys, times=times * node.times)
+        if node.writes and not node.bodies and not node.name.startswith(REDUCTIONS):
+            num_bytes = sum(array.size for array in (*node.reads, *node.writes))
+            yield OpCost(operations(node, splash_keys), num_bytes, times)
 
 
 def operations(node: Node, splash_keys: float) -> float:
@@ -193,7 +185,7 @@ def step_time(
     peak: PeakFlops,
 ) -> StepTime:
     chip = hardware.chip
-    work = list_ops(trace(program), splash_keys=_splash_keys(program))
+    work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
     # Parameters and moments are read and written, gradients read.

@@ -96,32 +96,37 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
         machine = find_hardware(name)
     except UserError as error:
         raise _unknown(name) from error
-    kind, number, count = machine.chip.name.lower(), machine.num_chips, machine.num_slices
-    if machine.chip is CPU or kind in _GPUS:
-        if num_slices > 1:
+    chip, number, count = machine.chip, machine.num_chips, machine.num_slices
+    kind, platform = chip.name.lower(), chip.platform
+    if kind in _TOPOLOGIES:
+        if num_slices > 1 and count not in (1, num_slices):
             raise UserError(
-                f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
-                f"number of devices: compile_topology={kind}-{num_slices * number}"
+                f"compile_topology={name} and compile_topology_num_slices={num_slices} name "
+                "different numbers of slices: set only one."
             )
-        if machine.chip is CPU:
-            return CompileTarget(f"cpu-{number}", "cpu", "", number, 0, {})
-        return _gpus(kind, number)
-    if num_slices > 1 and count not in (1, num_slices):
-        raise UserError(
-            f"compile_topology={name} and compile_topology_num_slices={num_slices} name different "
-            "numbers of slices: set only one."
-        )
-    chips, slices = number // count, max(count, num_slices)
-    if chips not in _TOPOLOGIES.get(kind, {}):
+        chips, slices = number // count, max(count, num_slices)
+        if chips not in _TOPOLOGIES[kind]:
+            raise _unknown(name)
+        # One device for a v4 chip's two cores.
+        options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+        if chips == 1:
+            options["chips_per_host_bounds"] = (1, 1, 1)
+        name, topology = f"{kind}-{chips * chip.cores}", f"{kind}:{_TOPOLOGIES[kind][chips]}"
+        return CompileTarget(name, platform, topology, chips, int(chip.memory), options, slices)
+    if chip is not CPU and kind not in _GPUS:
         raise _unknown(name)
-    options: dict[str, Any] = {}
-    if kind == "v4":
-        options["chip_config_name"] = "megacore"  # one device for a chip's two cores
-    if chips == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    topology, memory = f"{kind}:{_TOPOLOGIES[kind][chips]}", int(machine.chip.memory)
-    name = f"{kind}-{chips * machine.chip.cores}"
-    return CompileTarget(name, "tpu", topology, chips, memory, options, slices)
+    if num_slices > 1:
+        raise UserError(
+            f"compile_topology_num_slices={num_slices}: only TPUs have slices. Give the total "
+            f"number of devices: compile_topology={kind}-{num_slices * number}"
+        )
+    if chip is CPU:
+        return CompileTarget(f"cpu-{number}", platform, "", number, 0, {})
+    per_host = min(number, _GPUS_PER_HOST)
+    if number % per_host:
+        raise _unknown(name)
+    topology = f"1x{number // per_host}x{per_host}"
+    return CompileTarget(f"{kind}-{number}", platform, topology, number, _GPUS[kind][3], {})
 
 
 def names() -> list[str]:
@@ -192,23 +197,11 @@ def devices(target: CompileTarget) -> Sequence[Any]:
     return found.devices
 
 
-def _gpus(kind: str, number: int) -> CompileTarget:
-    per_host = min(number, _GPUS_PER_HOST)
-    hosts, rest = divmod(number, per_host)
-    if rest:
-        raise UserError(
-            f"compile_topology={kind}-{number}: hosts have {_GPUS_PER_HOST} GPUs; use 1 to "
-            f"{_GPUS_PER_HOST}, or a multiple of {_GPUS_PER_HOST}"
-        )
-    memory = _GPUS[kind][3]
-    return CompileTarget(f"{kind}-{number}", "gpu", f"1x{hosts}x{per_host}", number, memory, {})
-
-
 def _unknown(name: str) -> UserError:
     gpus = ", ".join(f"{kind}-8" for kind in _GPUS)
     return UserError(
         f"compile_topology={name}: unknown machine\n"
         f"  TPUs: {', '.join(names())}\n"
-        f"  GPUs, any number up to 8 or a multiple of 8: {gpus}\n"
+        f"  GPUs, any number up to {_GPUS_PER_HOST} or a multiple of it: {gpus}\n"
         "  CPU: cpu-1, cpu-8"
     )

@@ -51,7 +51,7 @@ def load_model(
     """
     import jax
 
-    from MaxText.conversion.initial_weights import open_pretrained
+    from MaxText.conversion.weight_source import open_pretrained
     from MaxText.layers.model import Model
     from MaxText.parallelism import mesh
     from MaxText.training import backend_defaults

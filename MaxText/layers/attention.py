@@ -230,13 +230,3 @@ class LocalAttention(Attention):
     @classmethod
     def sliding_window(cls, config: AttentionConfig) -> int | None:
         return config.sliding_window_size
-
-    @classmethod
-    def notes(cls, config: ModelConfig, length: int) -> tuple[str, str]:
-        window, causal = config.attention.sliding_window_size, config.attention.causal
-        counted = average_keys_visible(length, causal=causal, window=window)
-        multiplied = average_keys_computed(config.attention, length, window)
-        return (
-            f"in local layers, of a window of {window:,}, {counted:,.6g}",
-            f"in local layers with {multiplied:,.6g}",
-        )

@@ -234,10 +234,6 @@ class LinearAttention(Attention):
         }
 
     @classmethod
-    def notes(cls, config: ModelConfig, length: int) -> tuple[str, str]:
-        return "a linear layer has sums of fixed size in their place", ""
-
-    @classmethod
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:

@@ -133,11 +133,6 @@ class Mixer(Part):
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
-    def notes(cls, config: Any, length: int) -> tuple[str, str]:
-        """Returns footnotes about `by_rule` and `hardware_flops`, or ""."""
-        return "", ""
-
-    @classmethod
     def decodes(cls) -> bool:
         """Returns whether it can generate text."""
         return cls.prefill is not Mixer.prefill

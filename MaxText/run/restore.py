@@ -12,8 +12,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
-from MaxText.conversion.initial_weights import open_pretrained
-from MaxText.conversion.weight_source import corruption_as_user_error
+from MaxText.conversion.weight_source import corruption_as_user_error, open_pretrained
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params

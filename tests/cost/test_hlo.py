@@ -28,7 +28,7 @@ StackFrames
   %p = (s32[]{:T(128)}, f32[64]{0}) parameter(0)
   %all-gather.1 = bf16[256,64]{1,0:T(8,128)(2,1)} all-gather(%x), channel_id=1, dimensions={0}
   %in_vmem = f32[4096]{0:T(1024)S(1)} fusion(%all-gather.1), kind=kLoop, calls=%fused
-  %big = f32[1024,4]{1,0} fusion(%all-gather.1), kind=kLoop, calls=%fused, METADATA, CYCLES
+  %big = f32[1024,4]{1,0} fusion(%all-gather.1), kind=kLoop, calls=%fused, METADATA
   ROOT %t = (s32[]{:T(128)}, f32[64]{0}) tuple(%p)
 }
 
@@ -55,7 +55,6 @@ ENTRY %main (a: f32[64]) -> f32[64] {
   ROOT %out = f32[64]{0} get-tuple-element(%while.1), index=1
 }
 """.replace("METADATA", 'metadata={op_name="jit(train_step)/jvp()/dot_general" stack_frame_id=2}')
-TEXT = TEXT.replace("CYCLES", 'backend_config={"window_config":{"estimated_cycles":"500"}}')
 
 
 def test_operations_in_a_loop_count_as_often_as_it_runs():
@@ -80,10 +79,6 @@ def test_operations_in_a_loop_count_as_often_as_it_runs():
     unknown = HloModule(TEXT.replace(bound, "%bound = s32[] copy(%n)"))
     assert unknown.has_unknown_loops
     assert unknown.collectives()[0].count == 1 + 1
-
-
-def test_cycles_in_a_loop_count_as_often_as_it_runs():
-    assert HloModule(TEXT).estimated_cycles == 1500
 
 
 def test_a_collective_in_several_computations_counts_once():

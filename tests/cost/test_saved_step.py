@@ -100,11 +100,10 @@ def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
 
 def test_memory_adds_up(planned, compiled):
     found = device_memory.memory_breakdown(planned, compiled)
-    assert found.parameters == 4 * planned.model.num_parameters == found.gradients
-    assert found.optimizer > 2 * found.parameters  # two moments, and counters
-    assert found.batch == 3 * 4 * ROWS * planned.plan.stages[-1].length
-    assert found.temporaries > found.gradients
-    assert found.total == sum(size for _, size in found.rows())
+    assert found["parameters"] == 4 * planned.model.num_parameters
+    assert found["optimizer state and counters"] > 2 * found["parameters"]  # two moments
+    assert found["batch"] == 3 * 4 * ROWS * planned.plan.stages[-1].length
+    assert found["temporaries: gradients, activations"] > found["parameters"]
 
 
 def test_the_report_names_all_costs(planned, compiled):
@@ -112,7 +111,7 @@ def test_the_report_names_all_costs(planned, compiled):
     target = targets.find_target("v5e-1")
     found = device_memory.memory_breakdown(planned, compiled)
     text = "\n".join(
-        ahead_of_time.memory_lines(target, found, program)
+        device_memory.describe_memory(target, found, program)
         + ahead_of_time.cost_lines(planned, compiled, program)
     )
     # Layers are scanned, and on one device nothing is sent.
@@ -125,7 +124,7 @@ def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypat
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
     program = HloModule(compiled.as_text())
     found = device_memory.memory_breakdown(planned, compiled)
-    target = targets.find_target("h100-1")._replace(memory=found.arguments + found.gradients + 4096)
+    target = targets.find_target("h100-1")._replace(memory=found["parameters"])
     with pytest.raises(UserError) as caught:
         device_memory.check_fits(target, found, program)
     for words in ("h100-1", "remat_policy=full", "hardware=h100-1 --fit", "f32["):

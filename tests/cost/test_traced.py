@@ -115,7 +115,7 @@ def test_a_loop_of_one_iteration_is_none():
     assert (found.outside, found.in_loops) == (SQUARE, 0)
     # The gradient of one row, padded with zeros where it is read.
     closed = jax.make_jaxpr(lambda x, y: jax.grad(chosen)(x, 1) @ y)(*[jnp.ones((N, N))] * 2)
-    names = [node.name for node in traced(closed.jaxpr).nodes if node.is_written]
+    names = [node.name for node in traced(closed.jaxpr).nodes if node.writes]
     assert names == ["dot_general"]
 
 

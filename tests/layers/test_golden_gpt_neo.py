@@ -103,11 +103,8 @@ def test_mesh_tensorflow(case):
     table = TensorMap(GPT_NEO, model, ROWS)
     given = below(arrays, "param/gpt2/")
     assert given.keys() == {tensor.name for tensor in table.tensors}
-    params = {}
-    for name, info in model.parameters.items():
-        params[name] = np.empty(info.shape, np.float32)
-        for tensor in table.sources(name):
-            params[name][tensor.index] = table.part(name, given[tensor.name])
+    kind = np.dtype(np.float32)
+    params = {name: table.array(name, kind, given.__getitem__) for name in model.parameters}
     tokens = jnp.asarray(arrays["input_ids"])
     batch = Batch(tokens, jnp.asarray(arrays["labels"]), jnp.ones(tokens.shape))
 

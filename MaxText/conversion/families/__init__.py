@@ -7,22 +7,9 @@ from MaxText.conversion.families.muddformer import MUDDFORMER, MUDDPYTHIA
 from MaxText.conversion.families.tokenformer import TOKENFORMER
 from MaxText.conversion.family import Family
 
+_IN_TRANSFORMERS = (GPT2, GPT_NEO, GPT_NEOX, LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, GEMMA)
+_OTHERS = (TOKENFORMER, FATTORIB, MUDDFORMER, MUDDPYTHIA)
 # An export without `family=` tries them in this order.
 FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (
-        GPT2,
-        GPT_NEO,
-        GPT_NEOX,
-        LLAMA,
-        QWEN2,
-        QWEN3,
-        MISTRAL,
-        MIXTRAL,
-        GEMMA,
-        TOKENFORMER,
-        FATTORIB,
-        MUDDFORMER,
-        MUDDPYTHIA,
-    )
+    family.model_type: family for family in (*_IN_TRANSFORMERS, *_OTHERS)
 }

@@ -8,73 +8,51 @@ al. 2023) group the fused projection by head: head, then query, key, value.
 from collections.abc import Mapping
 from typing import Any
 
+from MaxText.conversion import family as hf
 from MaxText.conversion.families.llama import ROTARY_SCALING
-from MaxText.conversion.family import (
-    ATTENTION,
-    BOOLEANS,
-    PARALLEL,
-    REQUIRED,
-    ConfigMapping,
-    Family,
-    attention,
-    divided_by,
-    family_default,
-    mapped,
-    norm,
-    projection,
-    row,
-    scaled_by,
-    supported,
-)
 
 _LAYER = "transformer.h.{layer}."  # of GPT-2 and GPT-Neo
 _NEOX_LAYER = "gpt_neox.layers.{layer}."
-_QUERY_KEY_VALUE = f"{ATTENTION}query {ATTENTION}key {ATTENTION}value"
+_QUERY_KEY_VALUE = f"{hf.ATTENTION}query {hf.ATTENTION}key {hf.ATTENTION}value"
 
-_ACTIVATIONS = (
-    ("gelu_new", ("gelu",)),
-    ("gelu_pytorch_tanh", ("gelu",)),
-    ("gelu", ("gelu_erf",)),
-    ("relu", ("relu",)),
-    ("silu", ("silu",)),
-)
+_ACTIVATIONS = hf.activations("gelu_new gelu_pytorch_tanh gelu relu silu")
 
 _AROUND_LAYERS = (
-    row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
-    row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
-    *norm(_LAYER + "ln_1", "layers/pre_self_attention_layer_norm"),
-    *norm(_LAYER + "ln_2", "layers/pre_mlp_layer_norm"),
-    *norm("transformer.ln_f", "decoder_norm"),
-    row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+    hf.row("transformer.wte.weight", "token_embedder/embedding", "V D", "V D"),
+    hf.row("transformer.wpe.weight", "position_embedder/embedding", "P D", "P D"),
+    *hf.norm(_LAYER + "ln_1", "layers/pre_self_attention_layer_norm"),
+    *hf.norm(_LAYER + "ln_2", "layers/pre_mlp_layer_norm"),
+    *hf.norm("transformer.ln_f", "decoder_norm"),
+    hf.row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
 )
 
-GPT2 = Family(
+GPT2 = hf.Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     decoder_block="gpt2",
     settings=(
-        mapped("vocab_size", "vocab_size"),
-        mapped("n_positions", "trainable_position_size max_target_length"),
-        mapped("n_embd", "base_emb_dim"),
-        mapped("n_layer", "base_num_decoder_layers"),
-        mapped("n_head", "base_num_query_heads base_num_kv_heads"),
-        family_default("head_dim", divided_by("n_embd", "n_head")),
-        mapped("n_inner", "base_mlp_dim", default=scaled_by(4, "n_embd")),
-        mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
-        mapped("activation_function", "mlp_activations", default="gelu_new", values=_ACTIVATIONS),
-        mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
-        supported("scale_attn_weights", True),
-        supported("scale_attn_by_inverse_layer_idx", False),
-        supported("add_cross_attention", False),
+        hf.mapped("vocab_size", "vocab_size"),
+        hf.mapped("n_positions", "trainable_position_size max_target_length"),
+        hf.mapped("n_embd", "base_emb_dim"),
+        hf.mapped("n_layer", "base_num_decoder_layers"),
+        hf.mapped("n_head", "base_num_query_heads base_num_kv_heads"),
+        hf.family_default("head_dim", hf.divided_by("n_embd", "n_head")),
+        hf.mapped("n_inner", "base_mlp_dim", default=hf.scaled_by(4, "n_embd")),
+        hf.mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        hf.mapped("activation_function", "mlp_activations", "gelu_new", _ACTIVATIONS),
+        hf.mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=hf.BOOLEANS),
+        hf.supported("scale_attn_weights", True),
+        hf.supported("scale_attn_by_inverse_layer_idx", False),
+        hf.supported("add_cross_attention", False),
         # Affects only the order of scaling and conversion to float32, which is always done here.
-        supported("reorder_and_upcast_attn", False, True),
+        hf.supported("reorder_and_upcast_attn", False, True),
     ),
     rows=(
         *_AROUND_LAYERS,
-        *projection(_LAYER + "attn.c_attn", _QUERY_KEY_VALUE, "D (J N H)", "D N H"),
-        *projection(_LAYER + "attn.c_proj", ATTENTION + "out", "(N H) D", "N H D"),
-        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "D F", "D F"),
-        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "F D", "F D"),
+        *hf.projection(_LAYER + "attn.c_attn", _QUERY_KEY_VALUE, "D (J N H)", "D N H"),
+        *hf.projection(_LAYER + "attn.c_proj", hf.ATTENTION + "out", "(N H) D", "N H D"),
+        *hf.projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "D F", "D F"),
+        *hf.projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "F D", "F D"),
     ),
     prefix="transformer.",
     ignored=(".attn.bias", ".attn.masked_bias"),
@@ -93,48 +71,46 @@ def _kinds(types: Any) -> list[str] | None:
 def _read_types(value: Any, config: Mapping[str, Any]) -> Any:
     kinds = _kinds(value)
     if kinds is None or len(kinds) != config.get("num_layers"):
-        return REQUIRED
+        return hf.REQUIRED
     return tuple((tuple(pattern), times) for pattern, times in value)
 
 
 def _write_types(values: Mapping[str, Any]) -> Any:
     types = values["attention_types"] or ((("global",), values["base_num_decoder_layers"]),)
-    return REQUIRED if _kinds(types) is None else [[list(pattern), n] for pattern, n in types]
+    return hf.REQUIRED if _kinds(types) is None else [[list(pattern), n] for pattern, n in types]
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
     types = config["attention_types"]
-    return _read_types(types, config) if value == _kinds(types) else REQUIRED
+    return _read_types(types, config) if value == _kinds(types) else hf.REQUIRED
 
 
 def _write_layers(values: Mapping[str, Any]) -> Any:
     types = _write_types(values)
-    return types if types is REQUIRED else _kinds(types)
+    return types if types is hf.REQUIRED else _kinds(types)
 
 
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
     """Returns the window if no layer is local; unused windows are refused."""
     has_local = "local" in (_kinds(config["attention_types"]) or ())
-    return REQUIRED if has_local else config["window_size"]
+    return hf.REQUIRED if has_local else config["window_size"]
 
 
-GPT_NEO = Family(
+GPT_NEO = hf.Family(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     decoder_block="gpt_neo",
     settings=(
-        mapped("vocab_size", "vocab_size"),
-        mapped(
-            "max_position_embeddings", "trainable_position_size max_target_length", default=2048
-        ),
-        mapped("hidden_size", "base_emb_dim"),
-        mapped("num_layers num_hidden_layers", "base_num_decoder_layers"),
-        mapped("num_heads num_attention_heads", "base_num_query_heads base_num_kv_heads"),
-        family_default("head_dim", divided_by("hidden_size", "num_heads")),
-        mapped("intermediate_size", "base_mlp_dim", default=scaled_by(4, "hidden_size")),
-        mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
-        mapped("activation_function", "mlp_activations", default="gelu_new", values=_ACTIVATIONS),
-        ConfigMapping(
+        hf.mapped("vocab_size", "vocab_size"),
+        hf.mapped("max_position_embeddings", "trainable_position_size max_target_length", 2048),
+        hf.mapped("hidden_size", "base_emb_dim"),
+        hf.mapped("num_layers num_hidden_layers", "base_num_decoder_layers"),
+        hf.mapped("num_heads num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        hf.family_default("head_dim", hf.divided_by("hidden_size", "num_heads")),
+        hf.mapped("intermediate_size", "base_mlp_dim", default=hf.scaled_by(4, "hidden_size")),
+        hf.mapped("layer_norm_epsilon", "normalization_layer_epsilon", default=1e-5),
+        hf.mapped("activation_function", "mlp_activations", "gelu_new", _ACTIVATIONS),
+        hf.ConfigMapping(
             ("attention_types",),
             ("attention_types",),
             lambda config: [[["global", "local"], config["num_layers"] // 2]],
@@ -142,7 +118,7 @@ GPT_NEO = Family(
             read=_read_types,
             write=_write_types,
         ),
-        ConfigMapping(
+        hf.ConfigMapping(
             ("attention_layers",),
             ("attention_types",),
             lambda config: _kinds(config["attention_types"]),
@@ -150,61 +126,55 @@ GPT_NEO = Family(
             read=_read_layers,
             write=_write_layers,
         ),
-        mapped("window_size", "sliding_window_size", default=256, implied=_window_of_no_layer),
-        mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
+        hf.mapped("window_size", "sliding_window_size", default=256, implied=_window_of_no_layer),
+        hf.mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=hf.BOOLEANS),
     ),
     rows=(
         *_AROUND_LAYERS,
-        *attention(_LAYER + "attn.attention.", "q_proj k_proj v_proj out_proj"),
-        *projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "F D", "D F"),
-        *projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "D F", "F D"),
+        *hf.attention(_LAYER + "attn.attention.", "q_proj k_proj v_proj out_proj"),
+        *hf.projection(_LAYER + "mlp.c_fc", "layers/mlp/wi", "F D", "D F"),
+        *hf.projection(_LAYER + "mlp.c_proj", "layers/mlp/wo", "D F", "F D"),
     ),
     prefix="transformer.",
     ignored=(".attention.bias", ".attention.masked_bias"),
 )
 
 
-_NEOX_ACTIVATIONS = (
-    ("gelu", ("gelu_erf",)),
-    ("gelu_new", ("gelu",)),
-    ("gelu_fast", ("gelu",)),
-    ("gelu_pytorch_tanh", ("gelu",)),
-    ("relu", ("relu",)),
-)
+_NEOX_ACTIVATIONS = hf.activations("gelu gelu_new gelu_fast gelu_pytorch_tanh relu")
 
-GPT_NEOX = Family(
+GPT_NEOX = hf.Family(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
     decoder_block="gpt_neox",
     settings=(
-        mapped("vocab_size", "vocab_size"),
-        mapped("max_position_embeddings", "max_target_length", default=2048),
-        mapped("hidden_size", "base_emb_dim"),
-        mapped("num_hidden_layers", "base_num_decoder_layers"),
-        mapped("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
-        family_default("head_dim", divided_by("hidden_size", "num_attention_heads")),
-        mapped("intermediate_size", "base_mlp_dim"),
-        mapped("layer_norm_eps", "normalization_layer_epsilon", default=1e-5),
-        mapped("rotary_pct partial_rotary_factor", "rotary_pct", default=0.25),
-        mapped("rotary_emb_base rope_theta", "rope_max_timescale", default=10_000.0),
-        mapped("hidden_act", "mlp_activations", default="gelu", values=_NEOX_ACTIVATIONS),
-        mapped("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
-        mapped("attention_bias", "qkv_bias proj_bias", default=True, values=BOOLEANS),
-        mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
+        hf.mapped("vocab_size", "vocab_size"),
+        hf.mapped("max_position_embeddings", "max_target_length", default=2048),
+        hf.mapped("hidden_size", "base_emb_dim"),
+        hf.mapped("num_hidden_layers", "base_num_decoder_layers"),
+        hf.mapped("num_attention_heads", "base_num_query_heads base_num_kv_heads"),
+        hf.family_default("head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
+        hf.mapped("intermediate_size", "base_mlp_dim"),
+        hf.mapped("layer_norm_eps", "normalization_layer_epsilon", default=1e-5),
+        hf.mapped("rotary_pct partial_rotary_factor", "rotary_pct", default=0.25),
+        hf.mapped("rotary_emb_base rope_theta", "rope_max_timescale", default=10_000.0),
+        hf.mapped("hidden_act", "mlp_activations", default="gelu", values=_NEOX_ACTIVATIONS),
+        hf.mapped("use_parallel_residual", "block_arrangement", default=True, values=hf.PARALLEL),
+        hf.mapped("attention_bias", "qkv_bias proj_bias", default=True, values=hf.BOOLEANS),
+        hf.mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=hf.BOOLEANS),
         *ROTARY_SCALING,
     ),
     rows=(
-        row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),
-        *norm(_NEOX_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
-        *projection(
+        hf.row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),
+        *hf.norm(_NEOX_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
+        *hf.projection(
             _NEOX_LAYER + "attention.query_key_value", _QUERY_KEY_VALUE, "(N J H) D", "D N H"
         ),
-        *projection(_NEOX_LAYER + "attention.dense", ATTENTION + "out", "D (N H)", "N H D"),
-        *norm(_NEOX_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
-        *projection(_NEOX_LAYER + "mlp.dense_h_to_4h", "layers/mlp/wi", "F D", "D F"),
-        *projection(_NEOX_LAYER + "mlp.dense_4h_to_h", "layers/mlp/wo", "D F", "F D"),
-        *norm("gpt_neox.final_layer_norm", "decoder_norm"),
-        row("embed_out.weight", "logits_dense/kernel", "V D", "D V", ("lm_head.weight",)),
+        *hf.projection(_NEOX_LAYER + "attention.dense", hf.ATTENTION + "out", "D (N H)", "N H D"),
+        *hf.norm(_NEOX_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
+        *hf.projection(_NEOX_LAYER + "mlp.dense_h_to_4h", "layers/mlp/wi", "F D", "D F"),
+        *hf.projection(_NEOX_LAYER + "mlp.dense_4h_to_h", "layers/mlp/wo", "D F", "F D"),
+        *hf.norm("gpt_neox.final_layer_norm", "decoder_norm"),
+        hf.row("embed_out.weight", "logits_dense/kernel", "V D", "D V", ("lm_head.weight",)),
     ),
     prefix="gpt_neox.",
     head="embed_out.weight",

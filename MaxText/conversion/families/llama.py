@@ -11,23 +11,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from MaxText.conversion.family import (
-    ATTENTION,
-    BOOLEANS,
-    REQUESTED_LENGTH,
-    REQUIRED,
-    ConfigMapping,
-    Family,
-    WeightMapping,
-    attention,
-    copy_of,
-    divided_by,
-    mapped,
-    norm,
-    projection,
-    row,
-    supported,
-)
+from MaxText.conversion import family as hf
 
 _LAYER = "model.layers.{layer}."
 _EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
@@ -36,33 +20,28 @@ _ROPE_TYPES = (("default",) * 2, ("llama3", "llama3.1"), ("linear",) * 2, ("yarn
 
 # `rope_scaling` of config.json. Newer versions of transformers write it as `rope_parameters`,
 # including rope_theta. Must follow the length setting, which is a default here.
-ROTARY_SCALING: tuple[ConfigMapping, ...] = (
-    mapped("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
-    mapped("rope_scaling.factor", "rope_factor"),
-    mapped(
+ROTARY_SCALING: tuple[hf.ConfigMapping, ...] = (
+    hf.mapped("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
+    hf.mapped("rope_scaling.factor", "rope_factor"),
+    hf.mapped(
         "rope_scaling.original_max_position_embeddings original_max_position_embeddings",
         "original_max_position_embeddings",
-        default=copy_of("max_position_embeddings"),
+        default=hf.copy_of("max_position_embeddings"),
     ),
-    mapped("rope_scaling.low_freq_factor", "low_freq_factor"),
-    mapped("rope_scaling.high_freq_factor", "high_freq_factor"),
-    mapped("rope_scaling.beta_fast", "beta_fast", default=32.0),
-    mapped("rope_scaling.beta_slow", "beta_slow", default=1.0),
-    supported("rope_scaling.attention_factor", None, hint=_PLAIN_YARN),
-    supported("rope_scaling.mscale", None, hint=_PLAIN_YARN),
-    supported("rope_scaling.mscale_all_dim", None, hint=_PLAIN_YARN),
-    supported("rope_scaling.truncate", True, hint="The transition begins and ends at whole pairs."),
+    hf.mapped("rope_scaling.low_freq_factor", "low_freq_factor"),
+    hf.mapped("rope_scaling.high_freq_factor", "high_freq_factor"),
+    hf.mapped("rope_scaling.beta_fast", "beta_fast", default=32.0),
+    hf.mapped("rope_scaling.beta_slow", "beta_slow", default=1.0),
+    hf.supported("rope_scaling.attention_factor", None, hint=_PLAIN_YARN),
+    hf.supported("rope_scaling.mscale", None, hint=_PLAIN_YARN),
+    hf.supported("rope_scaling.mscale_all_dim", None, hint=_PLAIN_YARN),
+    hf.supported(
+        "rope_scaling.truncate", True, hint="The transition begins and ends at whole pairs."
+    ),
 )
 
 # The gated feed-forward here is activation(wi_0 x) * wi_1 x, gate first.
-_ACTIVATIONS = (
-    ("silu", ("silu", "linear")),
-    ("swish", ("swish", "linear")),
-    ("gelu", ("gelu_erf", "linear")),
-    ("gelu_new", ("gelu", "linear")),
-    ("gelu_pytorch_tanh", ("gelu", "linear")),
-    ("relu", ("relu", "linear")),
-)
+_ACTIVATIONS = hf.activations("silu swish gelu gelu_new gelu_pytorch_tanh relu", "linear")
 _ACTIVATIONS_OF_GEMMA = (
     ("gelu_pytorch_tanh", ("gelu", "linear")),
     # The first published files say "gelu" but mean tanh GELU; transformers knows this.
@@ -72,52 +51,52 @@ _ACTIVATIONS_OF_GEMMA = (
     ("relu", ("relu", "linear")),
 )
 _MLP = (
-    *projection(_LAYER + "mlp.gate_proj", "layers/mlp/wi_0", "F D", "D F"),
-    *projection(_LAYER + "mlp.up_proj", "layers/mlp/wi_1", "F D", "D F"),
-    *projection(_LAYER + "mlp.down_proj", "layers/mlp/wo", "D F", "F D"),
+    *hf.projection(_LAYER + "mlp.gate_proj", "layers/mlp/wi_0", "F D", "D F"),
+    *hf.projection(_LAYER + "mlp.up_proj", "layers/mlp/wi_1", "F D", "D F"),
+    *hf.projection(_LAYER + "mlp.down_proj", "layers/mlp/wo", "D F", "F D"),
 )
 _EXPERTS = (
-    row(_LAYER + "block_sparse_moe.gate.weight", "layers/mlp/gate/kernel", "E D", "D E"),
-    row(_EXPERT + "w1.weight", "layers/mlp/experts/wi_0", "F D", "D F"),
-    row(_EXPERT + "w3.weight", "layers/mlp/experts/wi_1", "F D", "D F"),
-    row(_EXPERT + "w2.weight", "layers/mlp/experts/wo", "D F", "F D"),
+    hf.row(_LAYER + "block_sparse_moe.gate.weight", "layers/mlp/gate/kernel", "E D", "D E"),
+    hf.row(_EXPERT + "w1.weight", "layers/mlp/experts/wi_0", "F D", "D F"),
+    hf.row(_EXPERT + "w3.weight", "layers/mlp/experts/wi_1", "F D", "D F"),
+    hf.row(_EXPERT + "w2.weight", "layers/mlp/experts/wo", "D F", "F D"),
 )
 
 
-def _rows(feed_forward: tuple[WeightMapping, ...]) -> tuple[WeightMapping, ...]:
+def _rows(feed_forward: tuple[hf.WeightMapping, ...]) -> tuple[hf.WeightMapping, ...]:
     return (
-        row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
-        *norm(_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
-        *attention(_LAYER + "self_attn.", "q_proj k_proj v_proj o_proj", kv="K"),
-        row(_LAYER + "self_attn.q_norm.weight", ATTENTION + "query_norm/scale", "H", "H"),
-        row(_LAYER + "self_attn.k_norm.weight", ATTENTION + "key_norm/scale", "H", "H"),
-        *norm(_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
+        hf.row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
+        *hf.norm(_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),
+        *hf.attention(_LAYER + "self_attn.", "q_proj k_proj v_proj o_proj", kv="K"),
+        hf.row(_LAYER + "self_attn.q_norm.weight", hf.ATTENTION + "query_norm/scale", "H", "H"),
+        hf.row(_LAYER + "self_attn.k_norm.weight", hf.ATTENTION + "key_norm/scale", "H", "H"),
+        *hf.norm(_LAYER + "post_attention_layernorm", "layers/pre_mlp_layer_norm"),
         *feed_forward,
-        *norm("model.norm", "decoder_norm"),
-        row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
+        *hf.norm("model.norm", "decoder_norm"),
+        hf.row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
     )
 
 
-LLAMA = Family(
+LLAMA = hf.Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     decoder_block="llama2",
     settings=(
-        mapped("vocab_size", "vocab_size"),
-        mapped("hidden_size", "base_emb_dim"),
-        mapped("num_hidden_layers", "base_num_decoder_layers"),
-        mapped("num_attention_heads", "base_num_query_heads"),
-        mapped("num_key_value_heads", "base_num_kv_heads", default=copy_of("num_attention_heads")),
-        mapped("intermediate_size", "base_mlp_dim"),
-        mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
-        mapped("rope_theta", "rope_max_timescale", default=10_000.0),
-        supported("partial_rotary_factor", 1.0, 1),
-        mapped("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
-        mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=BOOLEANS),
-        mapped("max_position_embeddings", "max_target_length", default=2048),
-        mapped("head_dim", "head_dim", default=divided_by("hidden_size", "num_attention_heads")),
-        mapped("attention_bias", "qkv_bias proj_bias", default=False, values=BOOLEANS),
-        mapped("mlp_bias", "ffn_bias", default=False, values=BOOLEANS),
+        hf.mapped("vocab_size", "vocab_size"),
+        hf.mapped("hidden_size", "base_emb_dim"),
+        hf.mapped("num_hidden_layers", "base_num_decoder_layers"),
+        hf.mapped("num_attention_heads", "base_num_query_heads"),
+        hf.mapped("num_key_value_heads", "base_num_kv_heads", hf.copy_of("num_attention_heads")),
+        hf.mapped("intermediate_size", "base_mlp_dim"),
+        hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
+        hf.mapped("rope_theta", "rope_max_timescale", default=10_000.0),
+        hf.supported("partial_rotary_factor", 1.0, 1),
+        hf.mapped("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
+        hf.mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=hf.BOOLEANS),
+        hf.mapped("max_position_embeddings", "max_target_length", default=2048),
+        hf.mapped("head_dim", "head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
+        hf.mapped("attention_bias", "qkv_bias proj_bias", default=False, values=hf.BOOLEANS),
+        hf.mapped("mlp_bias", "ffn_bias", default=False, values=hf.BOOLEANS),
         *ROTARY_SCALING,
     ),
     rows=_rows(_MLP),
@@ -127,8 +106,8 @@ LLAMA = Family(
 
 
 def _descendant(
-    architecture: str, *settings: ConfigMapping, without: Collection[str] = (), **fields: Any
-) -> Family:
+    architecture: str, *settings: hf.ConfigMapping, without: Collection[str] = (), **fields: Any
+) -> hf.Family:
     """Returns a family different from Llama.
 
     `settings` add to or replace Llama's; `without` names Llama settings it lacks.
@@ -151,8 +130,8 @@ def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
     if value is None:
         return ()
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        return REQUIRED
-    length = config.get(REQUESTED_LENGTH, config["max_position_embeddings"])
+        return hf.REQUIRED
+    length = config.get(hf.REQUESTED_LENGTH, config["max_position_embeddings"])
     # An invalid length is reported elsewhere.
     if isinstance(length, int | float) and value >= length:
         return ()
@@ -161,18 +140,18 @@ def _read_window(value: Any, config: Mapping[str, Any]) -> Any:
 
 def _unused_window(config: Mapping[str, Any]) -> Any:
     """Returns the window if no layer is local; unused windows are refused."""
-    return REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
+    return hf.REQUIRED if _read_window(config[_WINDOW], config) else config[_WINDOW]
 
 
 def _write_window(values: Mapping[str, Any]) -> Any:
     types = values["attention_types"]
     is_local = all(set(pattern) == {"local"} for pattern, _ in types)
-    return (values["sliding_window_size"] if is_local else REQUIRED) if types else None
+    return (values["sliding_window_size"] if is_local else hf.REQUIRED) if types else None
 
 
-def _window(default: int | None) -> tuple[ConfigMapping, ...]:
+def _window(default: int | None) -> tuple[hf.ConfigMapping, ...]:
     return (
-        ConfigMapping(
+        hf.ConfigMapping(
             (_WINDOW,),
             ("attention_types",),
             default,
@@ -180,7 +159,7 @@ def _window(default: int | None) -> tuple[ConfigMapping, ...]:
             read=_read_window,
             write=_write_window,
         ),
-        ConfigMapping(
+        hf.ConfigMapping(
             (_WINDOW,),
             ("sliding_window_size",),
             default,
@@ -191,11 +170,11 @@ def _window(default: int | None) -> tuple[ConfigMapping, ...]:
     )
 
 
-def _two_or_more(hf_names: str, key: str, default: int, hint: str) -> ConfigMapping:
+def _two_or_more(hf_names: str, key: str, default: int, hint: str) -> hf.ConfigMapping:
     def possible(value: Any) -> Any:
-        return value if type(value) is int and value > 1 else REQUIRED
+        return value if type(value) is int and value > 1 else hf.REQUIRED
 
-    return ConfigMapping(
+    return hf.ConfigMapping(
         tuple(hf_names.split()),
         (key,),
         default,
@@ -205,24 +184,22 @@ def _two_or_more(hf_names: str, key: str, default: int, hint: str) -> ConfigMapp
     )
 
 
-def _length(default: int) -> ConfigMapping:
-    return mapped("max_position_embeddings", "max_target_length", default=default)
+def _length(default: int) -> hf.ConfigMapping:
+    return hf.mapped("max_position_embeddings", "max_target_length", default=default)
 
 
 _BIASES = ("attention_bias", "mlp_bias")
-_NO_WINDOW = supported(
+_NO_WINDOW = hf.supported(
     "use_sliding_window", False, hint="Every layer attends to all earlier tokens here."
 )
 
-MISTRAL = _descendant(
-    "MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES, window=_WINDOW
-)
+MISTRAL = _descendant("MistralForCausalLM", _length(131_072), *_window(4096), without=_BIASES)
 
 MIXTRAL = _descendant(
     "MixtralForCausalLM",
-    mapped("num_key_value_heads", "base_num_kv_heads", default=8),
-    mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
-    mapped("rope_theta", "rope_max_timescale", default=1e6),
+    hf.mapped("num_key_value_heads", "base_num_kv_heads", default=8),
+    hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
+    hf.mapped("rope_theta", "rope_max_timescale", default=1e6),
     _length(131_072),
     _two_or_more(
         "num_local_experts num_experts", "num_experts", 8, "One expert is an ordinary Mistral."
@@ -233,8 +210,8 @@ MIXTRAL = _descendant(
         2,
         "The gate of a single expert is its probability here, and 1 there.",
     ),
-    mapped("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
-    supported("router_jitter_noise", 0.0),
+    hf.mapped("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
+    hf.supported("router_jitter_noise", 0.0),
     *_window(None),
     own={
         "moe_layers": None,
@@ -244,7 +221,6 @@ MIXTRAL = _descendant(
         "moe_second.policy_eval": "all",
     },
     without=_BIASES,
-    window=_WINDOW,
     rows=_rows(_EXPERTS),
 )
 
@@ -260,7 +236,7 @@ QWEN2 = _descendant(
 QWEN3 = _descendant(
     "Qwen3ForCausalLM",
     _length(32_768),
-    mapped("head_dim", "head_dim", default=128),
+    hf.mapped("head_dim", "head_dim", default=128),
     _NO_WINDOW,
     own={"use_qk_norm": True},
     without=("mlp_bias",),
@@ -270,13 +246,11 @@ QWEN3 = _descendant(
 GEMMA = _descendant(
     "GemmaForCausalLM",
     _length(8192),
-    mapped("head_dim", "head_dim", default=256),
-    mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=BOOLEANS),
-    mapped(
-        "hidden_act", "mlp_activations", default="gelu_pytorch_tanh", values=_ACTIVATIONS_OF_GEMMA
-    ),
-    supported("hidden_activation", "gelu_pytorch_tanh"),
-    supported("use_bidirectional_attention", False),
+    hf.mapped("head_dim", "head_dim", default=256),
+    hf.mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=hf.BOOLEANS),
+    hf.mapped("hidden_act", "mlp_activations", "gelu_pytorch_tanh", _ACTIVATIONS_OF_GEMMA),
+    hf.supported("hidden_activation", "gelu_pytorch_tanh"),
+    hf.supported("use_bidirectional_attention", False),
     without=("mlp_bias",),
     decoder_block="gemma",
 )

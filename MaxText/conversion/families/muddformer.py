@@ -7,24 +7,7 @@ read the embedding; later layers have three. Rotary dimensions pair by halves, a
 
 from typing import Any
 
-from MaxText.conversion.family import (
-    BOOLEANS,
-    PARALLEL,
-    REQUIRED,
-    ConfigMapping,
-    Family,
-    WeightMapping,
-    attention,
-    constant,
-    copy_of,
-    divided_by,
-    mapped,
-    norm,
-    projection,
-    row,
-    supported,
-    write_only,
-)
+from MaxText.conversion import family as hf
 
 _LAYER, _PARAMS = "layers.{layer}.", "layers/"
 _NORM = "pre_self_attention_layer_norm"
@@ -32,31 +15,33 @@ _CONNECTION = "connections/after/{layer+1}/"
 
 
 _ROWS = (
-    row("tok_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
-    *norm(f"{_LAYER}attention_norm", _PARAMS + _NORM),
-    *norm(f"{_LAYER}attention_norms.0", f"{_PARAMS}{_NORM}_q"),
-    *norm(f"{_LAYER}attention_norms.1", f"{_PARAMS}{_NORM}_k"),
-    *norm(f"{_LAYER}attention_norms.2", f"{_PARAMS}{_NORM}_v"),
-    *attention(f"{_LAYER}attention.", "wq wk wv wo", kv="K"),
-    row(f"{_LAYER}attention.q_norm.weight", f"{_PARAMS}self_attention/query_norm/scale", "H", "H"),
-    row(f"{_LAYER}attention.k_norm.weight", f"{_PARAMS}self_attention/key_norm/scale", "H", "H"),
-    *norm(f"{_LAYER}ffn_norm", f"{_PARAMS}pre_mlp_layer_norm"),
+    hf.row("tok_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
+    *hf.norm(f"{_LAYER}attention_norm", _PARAMS + _NORM),
+    *hf.norm(f"{_LAYER}attention_norms.0", f"{_PARAMS}{_NORM}_q"),
+    *hf.norm(f"{_LAYER}attention_norms.1", f"{_PARAMS}{_NORM}_k"),
+    *hf.norm(f"{_LAYER}attention_norms.2", f"{_PARAMS}{_NORM}_v"),
+    *hf.attention(f"{_LAYER}attention.", "wq wk wv wo", kv="K"),
+    hf.row(
+        f"{_LAYER}attention.q_norm.weight", f"{_PARAMS}self_attention/query_norm/scale", "H", "H"
+    ),
+    hf.row(f"{_LAYER}attention.k_norm.weight", f"{_PARAMS}self_attention/key_norm/scale", "H", "H"),
+    *hf.norm(f"{_LAYER}ffn_norm", f"{_PARAMS}pre_mlp_layer_norm"),
 )
 _CONNECTIONS = (
-    row("dense_bs.{layer}", f"{_CONNECTION}static", "C L", "C L"),
-    row("dynamic_dense.{layer}.w1.weight", f"{_CONNECTION}wi/kernel", "W D", "D W"),
-    row("dynamic_dense.{layer}.w2.weight", f"{_CONNECTION}wo/kernel", "(C L) W", "W C L"),
-    *norm("norm", "decoder_norm"),
-    row("output.weight", "logits_dense/kernel", "V D", "D V"),
+    hf.row("dense_bs.{layer}", f"{_CONNECTION}static", "C L", "C L"),
+    hf.row("dynamic_dense.{layer}.w1.weight", f"{_CONNECTION}wi/kernel", "W D", "D W"),
+    hf.row("dynamic_dense.{layer}.w2.weight", f"{_CONNECTION}wo/kernel", "(C L) W", "W C L"),
+    *hf.norm("norm", "decoder_norm"),
+    hf.row("output.weight", "logits_dense/kernel", "V D", "D V"),
 )
 _GATED = (
-    *projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi_0", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w3", f"{_PARAMS}mlp/wi_1", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
+    *hf.projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi_0", "F D", "D F"),
+    *hf.projection(f"{_LAYER}feed_forward.w3", f"{_PARAMS}mlp/wi_1", "F D", "D F"),
+    *hf.projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
 )
 _PLAIN = (
-    *projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi", "F D", "D F"),
-    *projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
+    *hf.projection(f"{_LAYER}feed_forward.w1", f"{_PARAMS}mlp/wi", "F D", "D F"),
+    *hf.projection(f"{_LAYER}feed_forward.w2", f"{_PARAMS}mlp/wo", "D F", "F D"),
 )
 
 _ALL_GLOBAL = "Every layer attends to all earlier tokens here."
@@ -65,43 +50,45 @@ _NO_SUMS = "Without sums their program fuses queries, keys and values, which has
 _OWN_NORMS = "Queries, keys and values that read different sums have norms of their own here."
 
 
-def _settings(epsilon: float, width: Any, expands: bool) -> tuple[ConfigMapping, ...]:
+def _settings(epsilon: float, width: Any, expands: bool) -> tuple[hf.ConfigMapping, ...]:
     return (
-        mapped("vocab_size", "vocab_size"),
-        mapped("block_size", "max_target_length", default=2048),
-        mapped("dim", "base_emb_dim"),
-        mapped("n_layer", "base_num_decoder_layers"),
-        mapped("n_head", "base_num_query_heads"),
+        hf.mapped("vocab_size", "vocab_size"),
+        hf.mapped("block_size", "max_target_length", default=2048),
+        hf.mapped("dim", "base_emb_dim"),
+        hf.mapped("n_layer", "base_num_decoder_layers"),
+        hf.mapped("n_head", "base_num_query_heads"),
         # The family has no grouped-query attention.
-        write_only("n_local_heads", "base_num_kv_heads", copy_of("n_head"), unset=-1),
-        write_only("head_dim", "head_dim", divided_by("dim", "n_head")),
-        mapped("intermediate_size", "base_mlp_dim", default=width),
-        mapped("norm_eps", "normalization_layer_epsilon", default=epsilon),
-        mapped("rope_base", "rope_max_timescale", default=10_000.0),
-        mapped("use_qk_norm", "use_qk_norm", default=False, values=BOOLEANS),
-        constant("dense", True, default=True, hint=_NO_SUMS),
-        constant("dynamic_dense", True, default=True, hint=_ALL_SUMS),
+        hf.write_only("n_local_heads", "base_num_kv_heads", hf.copy_of("n_head"), unset=-1),
+        hf.write_only("head_dim", "head_dim", hf.divided_by("dim", "n_head")),
+        hf.mapped("intermediate_size", "base_mlp_dim", default=width),
+        hf.mapped("norm_eps", "normalization_layer_epsilon", default=epsilon),
+        hf.mapped("rope_base", "rope_max_timescale", default=10_000.0),
+        hf.mapped("use_qk_norm", "use_qk_norm", default=False, values=hf.BOOLEANS),
+        hf.constant("dense", True, default=True, hint=_NO_SUMS),
+        hf.constant("dynamic_dense", True, default=True, hint=_ALL_SUMS),
         # An legacy_names version of the program calls the residual stream m.
-        constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
-        constant("sepln", True, default=True, hint=_OWN_NORMS),
-        mapped("expand_last", "dynamic_dense_last_layer_expand", expands, ((True, 4), (False, 1))),
-        mapped(
+        hf.constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
+        hf.constant("sepln", True, default=True, hint=_OWN_NORMS),
+        hf.mapped(
+            "expand_last", "dynamic_dense_last_layer_expand", expands, ((True, 4), (False, 1))
+        ),
+        hf.mapped(
             "round64", "dynamic_dense_hidden_round", expands, ((True, "reference"), (False, "none"))
         ),
-        constant("tie_word_embeddings", False, default=False),
+        hf.constant("tie_word_embeddings", False, default=False),
         # Affects only how aggregations are computed.
-        constant("stack_hidden", False, True, default=False),
+        hf.constant("stack_hidden", False, True, default=False),
     )
 
 
 def _family(
     architecture: str,
     rope_table_dtype: str,
-    settings: tuple[ConfigMapping, ...],
-    mlp: tuple[WeightMapping, ...],
-) -> Family:
+    settings: tuple[hf.ConfigMapping, ...],
+    mlp: tuple[hf.WeightMapping, ...],
+) -> hf.Family:
     name = architecture.lower()
-    return Family(
+    return hf.Family(
         model_type=name,
         architecture=architecture,
         decoder_block=name,
@@ -132,12 +119,12 @@ MUDDPYTHIA = _family(
     "MUDDPythia",
     "float16",
     (
-        *_settings(1e-5, REQUIRED, expands=True),
-        mapped("rotary_pct", "rotary_pct", default=0.25),
-        mapped("use_parallel_residual", "block_arrangement", default=True, values=PARALLEL),
-        mapped("use_linear_bias", "ffn_bias", default=True, values=BOOLEANS),
-        supported("window_size", None, hint=_ALL_GLOBAL),
-        supported("window_type", None, hint=_ALL_GLOBAL),
+        *_settings(1e-5, hf.REQUIRED, expands=True),
+        hf.mapped("rotary_pct", "rotary_pct", default=0.25),
+        hf.mapped("use_parallel_residual", "block_arrangement", default=True, values=hf.PARALLEL),
+        hf.mapped("use_linear_bias", "ffn_bias", default=True, values=hf.BOOLEANS),
+        hf.supported("window_size", None, hint=_ALL_GLOBAL),
+        hf.supported("window_type", None, hint=_ALL_GLOBAL),
     ),
     _PLAIN,
 )
