@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import platform
 import re
 import time
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import numpy as np
 from etils import epath
 
 from MaxText.cost.hardware import PEAK_TFLOPS
-from MaxText.runtime.compilation_cache import cpu_fingerprint
 from MaxText.runtime.cores import num_cores
 
 _MEASURED_SIZE = 2048
@@ -30,7 +30,7 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
     """Returns an accelerator's data sheet peak, else a measurement (0.3 s).
 
     Measure while the machine is idle: MFU of later runs uses the number cached in `cache_folder`
-    (may be gs://), by kind of processor and number of devices. None measures each time.
+    (may be gs://), by processor model and number of devices that share it. None measures each time.
     """
     if device is None:
         device = jax.local_devices()[0]
@@ -39,9 +39,7 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
         return known
     if not cache_folder:
         return measure_peak(device)
-    file = epath.Path(cache_folder) / _MEASURED_FILE
-    name = f"{device.device_kind}, {cpu_fingerprint()}, {num_cores()} cores"
-    name += f", {jax.local_device_count()} devices"
+    file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
     try:
         found = json.loads(file.read_text())
         kept = {key: PeakFlops(**peak)._asdict() for key, peak in found.items()}
@@ -53,6 +51,16 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
             with contextlib.suppress(OSError):  # measured again at the next start
                 file.write_text(json.dumps(kept, indent=1))
     return PeakFlops(**kept[name])
+
+
+def _name_of(device: Any) -> str:
+    if device.platform != "cpu":
+        return device.device_kind
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+        named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        model = next(named, model)
+    return f"{model}, {num_cores()} cores, {jax.local_device_count()} devices"
 
 
 def datasheet_peak(device_kind: str) -> PeakFlops | None:
