@@ -256,7 +256,7 @@ def write_only(
 
 
 # Activations with another name here; others are kinds of tanh GELU.
-_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "silu"}
+_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "swish"}
 
 
 def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ...]:

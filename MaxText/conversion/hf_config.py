@@ -263,6 +263,8 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             found.append(f"{name}={value}, not {wanted}")
         elif setting.is_written and written[setting.name] is REQUIRED:
             found.append(f"{name}={_shown(value)}")
+    if any(line.startswith("zoom_dims.") for line in found):
+        found.append("no weights make up for this zoom: export the model before it grew")
     return found
 
 

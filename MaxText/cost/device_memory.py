@@ -67,8 +67,9 @@ def check_fits(target: CompileTarget, memory: Mapping[str, int], program: HloMod
     """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
     if limit and sum(memory.values()) > limit and target.platform != "tpu":  # their compiler checks
-        usable = f"{limit / target.memory:.0%} of the device can be used"
-        raise out_of_memory(target, "\n".join([usable, *describe_memory(target, memory, program)]))
+        needed = f"{sum(memory.values()) / _GIB:.2f} GiB of {limit / _GIB:.2f} GiB "
+        needed += f"({limit / target.memory:.0%} of the device)"
+        raise out_of_memory(target, "\n".join([needed, *describe_memory(target, memory, program)]))
 
 
 def out_of_memory(target: CompileTarget, what: str) -> UserError:

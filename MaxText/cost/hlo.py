@@ -222,5 +222,5 @@ def _source_tables(text: str) -> Mapping[str, str]:
 
 
 def _shortened(path: str) -> str:
-    _, package, rest = path.rpartition("MaxText/")
-    return package + rest if package else path.rpartition("site-packages/")[2]
+    _, package, rest = path.rpartition("/MaxText/")
+    return f"MaxText/{rest}" if package else path.rpartition("site-packages/")[2]

@@ -182,10 +182,8 @@ class _PlanSearch:
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        found, larger = (
-            [],
-            len(batches),
-        )  # microbatches before `larger` are larger than all that fit
+        found: list[JobPlan] = []
+        larger = len(batches)  # microbatches before it are larger than all that fit
         for policy in POLICIES if closest is not None and closest.fits else ():
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)

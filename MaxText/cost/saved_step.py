@@ -93,7 +93,8 @@ def load_compiled(
         shown = "\n    ".join(lines)
         raise UserError(
             f"compiled_trainstep_file={path} was compiled for another run:\n    {shown}\n"
-            "  What to do: compile again by train_compile.py with this configuration, or remove it."
+            "  What to do: compile again by train_compile.py with this configuration, or remove "
+            "the key."
         )
 
     def step_for(batch: Any) -> Callable | None:
