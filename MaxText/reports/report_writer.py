@@ -14,7 +14,7 @@ from MaxText.reports import model_tables, run_tables
 from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
-from MaxText.reports.page import Page, PageSection, controls, render
+from MaxText.reports.page import Page, PageSection, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from MaxText.storage.atomic import atomic_write_bytes, atomic_write_text
@@ -64,7 +64,6 @@ def write_report(
         "keys first; all are under Configuration differences."
     )
     losses = plot_hyperparameters(entries, keys)
-    colors = {name: each.color for each in entries for name in (*each.runs, each.label)}
     page = Page(
         title=title,
         made=_made(runs, refresh),
@@ -95,8 +94,9 @@ def write_report(
             *model_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
-        controls=controls(entries, axes.by_name.values(), charts),
-        colors=colors if len(runs) > 1 else {},
+        entries=entries,
+        axes=[*axes.by_name.values()],
+        charts=charts,
         links=_links(entries, output),
         refresh=refresh,
     )
