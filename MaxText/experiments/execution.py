@@ -21,7 +21,6 @@ from MaxText.experiments.comparison_plan import (
     chains_of,
     load_or_create_plan,
     plan_lines,
-    run_path,
 )
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
@@ -174,25 +173,23 @@ def _collect_results(
     say: Log,
 ) -> None:
     records = [
-        (chain, one) for chain in chains if (one := comparison_results.load_chain_record(chain))
+        (chain, found) for chain in chains if (found := comparison_results.load_chain(chain))
     ]
     if not records:
         return
-    results = [comparison_results.summarize(chain, record) for chain, record in records]
+    results = [comparison_results.summarize(chain, found) for chain, found in records]
     groups = comparison_results.group_results([variant.label for variant in variants], results)
     for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
         say(line)
     comparison_results.write_runs_csv(plan.folder / "runs.csv", results)
     comparison_results.write_summary_csv(plan.folder / "summary.csv", groups)
-    folders = {
-        label: [str(plan.folder / label / run_path(seed)) for seed in plan.seeds]
-        for label in plan.configurations
-    }
     report = write_report(
-        [record for _, record in records],
+        [record for _, found in records for record in found],
         plan.folder,
         title=comparison_results.title_of(plan, groups),
-        groups=folders,
+        groups={
+            name: [str(plan.folder / each) for each in runs] for name, runs in plan.groups.items()
+        },
         sections=comparison_results.sections(plan, variants, groups, unasked, command),
     )
     say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
