@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
-from MaxText.reports import model_tables, run_tables
+from MaxText.reports import run_tables
 from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
@@ -67,7 +67,7 @@ def write_report(
     page = Page(
         title=title,
         made=_made(runs, refresh),
-        warnings=[*warnings, *model_tables.warnings(entries)],
+        warnings=[*warnings, *run_tables.warnings(entries)],
         sections=[
             *sections,
             PageSection(
@@ -88,10 +88,10 @@ def write_report(
                 plots=[plot_goodput(entries)],
             ),
             *([PageSection("Hyperparameters", plots=losses)] if losses else []),
-            *model_tables.cost(entries),
-            *model_tables.memory(entries),
-            *model_tables.lineage(entries),
-            *model_tables.samples(entries),
+            *run_tables.cost(entries),
+            *run_tables.memory(entries),
+            *run_tables.lineage(entries),
+            *run_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
         entries=entries,
