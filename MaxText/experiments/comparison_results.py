@@ -35,8 +35,13 @@ from MaxText.experiments.seed_statistics import (
 from MaxText.experiments.variants import Variant
 from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
-from MaxText.metrics.tables import format_table, short_count
-from MaxText.reports.formatting import ABSENT, loss, operations
+from MaxText.metrics.tables import (
+    ABSENT,
+    format_loss,
+    format_operations,
+    format_table,
+    short_count,
+)
 from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED, DIVERGED = "completed", "diverged"
@@ -190,12 +195,12 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     return [
         [
             group.label,
-            loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
-            loss(group.loss.std),
+            format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            format_loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, "{:.2f}".format),
             _optional(group.mean("parameters"), short_count),
-            operations(group.mean("flops")),
+            format_operations(group.mean("flops")),
             _optional(group.mean("tokens"), short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]

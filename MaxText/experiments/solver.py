@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
@@ -23,7 +23,6 @@ from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
-from MaxText.experiments.train_subprocess import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
@@ -172,7 +171,7 @@ class _Search:
         largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
         self.step = _multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
-        self.amount = functools.cache(lambda value: amount(self.stages(value)))
+        self.amount = functools.cache(lambda value: amount(cast(Stages, self.stages(value))))
 
     def _start(self, keys: dict[str, Any]) -> int:
         value = int(keys[self.key])
@@ -294,7 +293,7 @@ def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
         label, seconds = variant.label, [0.0] * len(variant.stages)
         if match == "time":
             names = (name for name, _ in variant.named_stages)
-            seconds = [seconds_per_step(plan.measurements[name]) for name in names]
+            seconds = [plan.seconds_per_step(name) for name in names]
         amount = budget_metric(match, question.num_devices, seconds)
         if budget is None:
             budget = float(amount(variant.stages))

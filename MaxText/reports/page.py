@@ -12,9 +12,9 @@ import jinja2
 import plotly.graph_objects as go
 import plotly.offline
 
+from MaxText.metrics.tables import ABSENT
 from MaxText.reports.chart import PALETTE, SYMBOLS, Axis, Chart, color_of, dash_of
 from MaxText.reports.entries import Entry, all_runs
-from MaxText.reports.formatting import ABSENT
 
 _LONG = 44  # minimum length of table cells that wrap
 _PAPER = 700  # pixels of a printed page's width

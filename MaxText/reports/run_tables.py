@@ -8,10 +8,18 @@ from typing import Any
 
 from MaxText.config.serialization import renamed
 from MaxText.config.values import to_yaml
-from MaxText.metrics.provenance import MAIN_KEYS
+from MaxText.metrics.events import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
-from MaxText.metrics.tables import short_count
-from MaxText.reports import formatting
+from MaxText.metrics.tables import (
+    ABSENT,
+    format_loss,
+    format_operations,
+    format_share,
+    format_size,
+    format_time,
+    format_whole,
+    short_count,
+)
 from MaxText.reports.entries import (
     Entry,
     alike,
@@ -67,8 +75,7 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
             if len(kinds) > 1:
                 row[1] += f" ({run.loss_kind})"  # the validation loss
             row[2:2] = [
-                to_yaml(values[name]) if name in values else formatting.ABSENT
-                for values in keys.values()
+                to_yaml(values[name]) if name in values else ABSENT for values in keys.values()
             ]
             rows.append([name, *row])
     return PageTable(header, rows)
@@ -76,7 +83,7 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
 
 def _spread(losses: Sequence[float]) -> str:
     if len(losses) < 2:
-        return formatting.loss(losses[0] if losses else None)
+        return format_loss(losses[0] if losses else None)
     return f"{statistics.mean(losses):.4f} \u00b1 {statistics.stdev(losses):.4f}"
 
 
@@ -91,16 +98,16 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     loss, updates = run.training_loss or (None, 0)
     return [
         _state(run, done, recent),
-        formatting.loss(run.final_loss),
-        f"{formatting.loss(loss)} (mean of {updates:,} steps)" if updates else formatting.ABSENT,
+        format_loss(run.final_loss),
+        f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_ancestors(run.tokens, run.inherited_tokens, short_count),
-        _with_ancestors(run.flops, run.inherited_flops, formatting.operations),
-        formatting.spent_time(run.goodput.running_seconds),
-        formatting.ABSENT if speed is None else short_count(speed * devices),
-        formatting.share(_median(recent, "perf/mfu") if comparable_mfu else None),
-        formatting.share(run.goodput.goodput),
-        short_count(facts["num_parameters"]) if facts.get("num_parameters") else formatting.ABSENT,
+        _with_ancestors(run.flops, run.inherited_flops, format_operations),
+        format_time(run.goodput.running_seconds),
+        ABSENT if speed is None else short_count(speed * devices),
+        format_share(_median(recent, "perf/mfu") if comparable_mfu else None),
+        format_share(run.goodput.goodput),
+        short_count(facts["num_parameters"]) if facts.get("num_parameters") else ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
 
@@ -115,7 +122,7 @@ def _state(run: RunHistory, done: int, recent: Sequence[Mapping[str, Any]]) -> s
     planned = run.facts.get("num_steps")
     if run.state != "running" or seconds is None or not planned:
         return run.state
-    return f"running, {formatting.spent_time(seconds * max(planned - done, 0))} left"
+    return f"running, {format_time(seconds * max(planned - done, 0))} left"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -173,7 +180,7 @@ def configuration(
         texts = [Verbatim(everything, f"All {len(config)} keys", is_open=False)]
         return [PageSection("Configuration", facts=facts, texts=texts)]
     rows = [
-        [key, *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs)]
+        [key, *(to_yaml(values[name]) if name in values else ABSENT for name in runs)]
         for key, values in differences.items()
     ]
     common = [PageSection("Configuration of all runs", facts=facts)] if facts else []
@@ -202,11 +209,11 @@ def goodput_table(entries: Sequence[Entry]) -> PageTable:
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
     rows = []
-    time = formatting.spent_time
+    time = format_time
     for name, run in runs.items():
         goodput = run.goodput
         parts = [
-            f"{time(goodput.seconds[part])} ({formatting.share(goodput.share(part))})"
+            f"{time(goodput.seconds[part])} ({format_share(goodput.share(part))})"
             for part in present
         ]
         total, down = time(goodput.running_seconds), time(goodput.down_seconds)
@@ -222,7 +229,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
         omitted += max(len(described) - _MAX_LISTED, 0)
         for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
-            step = formatting.whole(row.get("step"))
+            step = format_whole(row.get("step"))
             rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, words])
     if not rows:
         return []
@@ -261,7 +268,7 @@ def _start_text(row: Mapping[str, Any]) -> str:
     lost = row.get("lost") or {}
     if lost.get("steps"):
         seconds = math.fsum((lost.get("seconds") or {}).values())
-        words += f"; {lost['steps']:,} steps lost, {formatting.spent_time(seconds)} of work"
+        words += f"; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
     return words
 
 
@@ -275,9 +282,9 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
         parameters, flops = found.get("parameters") or 0, found.get("flops_per_token") or 0
         for part in (*(found.get("parts") or ()), {**found, "name": "total"}):
             held, spent = part.get("parameters") or 0, part.get("flops_per_token") or 0
-            held_share = formatting.share(held / (parameters or math.nan))
-            spent_share = formatting.share(spent / (flops or math.nan))
-            numbers = [formatting.whole(held), held_share, short_count(spent), spent_share]
+            held_share = format_share(held / (parameters or math.nan))
+            spent_share = format_share(spent / (flops or math.nan))
+            numbers = [format_whole(held), held_share, short_count(spent), spent_share]
             rows.append([names, str(part.get("name", "")), *numbers])
         notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
     peaks = alike(entries, _peak)
@@ -308,7 +315,7 @@ def memory(entries: Sequence[Entry]) -> list[PageSection]:
     names = dict.fromkeys(name for column in columns for name in column)
     if not names:
         return []
-    rows = [[name, *(column.get(name, formatting.ABSENT) for column in columns)] for name in names]
+    rows = [[name, *(column.get(name, ABSENT) for column in columns)] for name in names]
     header = ["memory", *runs] if len(runs) > 1 else ["memory", "size"]
     note = (
         "State and cache are of the whole model. The compiled step is per device, as planned by "
@@ -320,22 +327,19 @@ def memory(entries: Sequence[Entry]) -> list[PageSection]:
 def _memory_of(run: RunHistory) -> dict[str, str]:
     found = run.facts.get("cost") or {}
     rows = {
-        f"state: {name}": formatting.size(value)
-        for name, value in (found.get("bytes") or {}).items()
+        f"state: {name}": format_size(value) for name, value in (found.get("bytes") or {}).items()
     }
     for mark in run.events:
         # A recompiled shape shows its newest numbers.
         if mark["event"] == "compile" and mark.get("memory"):
             shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
             for name, value in mark["memory"].items():
-                rows[f"step of {shape} tokens: {name}"] = formatting.size(value)
+                rows[f"step of {shape} tokens: {name}"] = format_size(value)
     length = found.get("sequence_length")
     whole = f"KV cache: a sequence of {length:,}" if length else "KV cache"
     cache = {"kv_cache_bytes_per_token": "KV cache: per token", "kv_cache_bytes": whole}
     return rows | {
-        name: formatting.size(found[key])
-        for key, name in cache.items()
-        if found.get(key) is not None
+        name: format_size(found[key]) for key, name in cache.items() if found.get(key) is not None
     }
 
 
@@ -346,7 +350,7 @@ def lineage(entries: Sequence[Entry]) -> list[PageSection]:
         return []
     lines = []
     for name, run in runs.items():
-        spent = f"{short_count(run.tokens)} tokens, {formatting.operations(run.flops)} FLOPs"
+        spent = f"{short_count(run.tokens)} tokens, {format_operations(run.flops)} FLOPs"
         ancestors = map(_ancestor, run.facts.get("lineage") or ())
         lines.append(" -> ".join([*ancestors, f"{name}: {run.state}, {spent}"]))
     note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
@@ -360,7 +364,7 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
         "" if step is None else f"step {step:,}",
         str(ancestor.get("how") or "").replace("_", " "),
         "" if tokens is None else f"{short_count(tokens)} tokens",
-        "" if flops is None else f"{formatting.operations(flops)} FLOPs",
+        "" if flops is None else f"{format_operations(flops)} FLOPs",
     ]
     return f"{name}: {', '.join(filter(None, words))}"
 

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from MaxText.metrics.run_record import read_run
-from MaxText.metrics.tables import format_table
-from MaxText.reports import formatting, run_tables
+from MaxText.metrics.tables import ABSENT, format_table
+from MaxText.reports import run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, differing_keys, group_runs
 from MaxText.reports.page import PageSection
@@ -136,7 +136,7 @@ def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, s
     ]
     entries, drawn = entries_of(*folders), source == "data sheet"
     assert ("mfu" in [chart.name for chart in charts_of(entries, quantity_charts)]) == drawn
-    assert all((row["MFU"] != formatting.ABSENT) == drawn for row in overview_of(entries).values())
+    assert all((row["MFU"] != ABSENT) == drawn for row in overview_of(entries).values())
     notes = " ".join(run_tables.cost(entries)[0].paragraphs)
     assert ("MFU is not compared" in notes) == (not drawn)
 
