@@ -92,7 +92,7 @@ def solve(
     match: Match,
     tolerance: float,
 ) -> Stages:
-    """Returns the stages whose solved key gives the amount nearest to the budget.
+    """Returns the stages with the solved key nearest to the budget.
 
     `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
     UserError if it does not depend on the key, or no value comes close enough.
