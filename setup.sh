@@ -148,8 +148,8 @@ install_packages() {
 
 import_packages() {
   env -u PYTHONDONTWRITEBYTECODE JAX_PLATFORMS=cpu .venv/bin/python - <<'PROGRAM'
-import flax.nnx, grain, jax, matplotlib.figure, optax, orbax.checkpoint, pydantic, pytest
-import rich.progress, tensorboardX, tiktoken, tokenizers, yaml
+import flax.nnx, grain, jax, jinja2, matplotlib.figure, optax, orbax.checkpoint, pydantic, pytest
+import tensorboardX, tiktoken, tokenizers, yaml
 
 import MaxText.config.loading
 

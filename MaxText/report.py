@@ -87,13 +87,13 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
 
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
     """Writes the report once; returns whether a run is still running."""
-    from MaxText.reports import model_tables
+    from MaxText.reports import run_tables
     from MaxText.reports.entries import find_runs, group_runs
     from MaxText.reports.report_writer import write_report
 
     found = find_runs(runs, options.group_by)
     is_running = any(run.state == "running" for run in found.runs)
-    mismatches = model_tables.warnings(group_runs(found.runs, found.groups))
+    mismatches = run_tables.warnings(group_runs(found.runs, found.groups))
     for warning in [*found.problems, *mismatches]:
         sys.stderr.write(f"warning: {warning}\n")
     page = write_report(

@@ -22,8 +22,7 @@ import warnings
 # Packages that read the environment when they are imported (wandb, huggingface_hub) are skipped.
 _LIBRARIES = (
     "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tensorboardX",
-    "rich.progress", "tokenizers", "tiktoken", "safetensors.numpy", "scipy.stats",
-    "matplotlib.figure", "zstandard",
+    "tokenizers", "tiktoken", "safetensors.numpy", "scipy.stats", "matplotlib.figure", "zstandard",
 )  # fmt: skip
 _PACKAGES = ("layers", "parallelism", "training", "checkpointing", "input_pipeline", "monitoring")
 

@@ -22,6 +22,7 @@ SET_PER_RUN = {
     "data_shuffle_seed": "seeds=",
     "init_weights_seed": "seeds=",
     "metrics_file": "the folder of each run",
+    "run_name": "output=",
 }
 # Names of what to solve for, besides key names.
 WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
@@ -172,16 +173,8 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
         refuse(what, instead="run it there")
     for word in arguments:
         name = word.partition("=")[0]
-        if name in ("output", "base_output_directory", "run_name") and "://" in word:
+        if name in ("output", "base_output_directory") and "://" in word:
             refuse(f"{name}: comparisons need a local folder", word)
-    found = dict(options) | {"budget": budget, "output": _output(options.output, keys)}
+    output = options.output and options.output.expanduser()
+    found = dict(options) | {"budget": budget, "output": output}
     return CompareArgs(**found, configs=tuple(words.files), keys=tuple(keys)), problems
-
-
-def _output(given: Path | None, keys: Sequence[str]) -> Path | None:
-    """Returns the comparison's folder from output= or run_name."""
-    typed = dict(word.split("=", 1) for word in keys if "=" in word)
-    base, name = typed.get("base_output_directory", ""), typed.get("run_name", "")
-    if given is None and name:
-        given = Path(name if "/" in name and not base else f"{base or 'maxtext_output'}/{name}")
-    return given and given.expanduser()

@@ -5,7 +5,9 @@ refused, instead of mixing two comparisons in one folder; only the seeds may cha
 """
 
 import dataclasses
+import itertools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,9 @@ class Plan:
             for label in self.configurations
             for stage, name in names.get(label, {None: label}).items()
         }
+
+    def seconds_per_step(self, name: str) -> float:
+        return statistics.median(itertools.chain(*self.measurements[name]))
 
     def save(self) -> None:
         """Atomically writes comparison.json. The folder must exist."""

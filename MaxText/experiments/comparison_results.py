@@ -1,4 +1,4 @@
-"""Results of a comparison: table, ranking, findings and CSV files.
+"""Results of a comparison: table, findings and CSV files.
 
 An arm is a configuration file with one value of each swept key that is not a number. Its variants
 differ in swept numbers, such as the learning rate.
@@ -6,10 +6,10 @@ differ in swept numbers, such as the learning rate.
 
 import csv
 import dataclasses
-import functools
+import math
 import shlex
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,15 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
-from MaxText.metrics.goodput import PARTS, Goodput
 from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
-from MaxText.metrics.tables import format_table, short_count
-from MaxText.reports.formatting import ABSENT, loss, operations
+from MaxText.metrics.tables import (
+    ABSENT,
+    format_loss,
+    format_operations,
+    format_table,
+    short_count,
+)
 from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED, DIVERGED = "completed", "diverged"
@@ -128,72 +132,32 @@ def is_over(run: Trial, states: Sequence[str] = FINISHED) -> bool:
     return run.previous is not None and is_over(run.previous, (DIVERGED,))
 
 
-def load_chain_record(chain: StageSequence) -> RunHistory | None:
-    """Returns the joint record of a chain's stages; None until it is over.
-
-    Steps, tokens and FLOPs accumulate, so that curves show cost since the first stage began. Facts,
-    configuration and state come from the last record, the lineage from the first.
-    """
+def load_chain(chain: StageSequence) -> list[RunHistory]:
+    """Returns the records of a chain's runs; none until it is over."""
     if not all(map(is_over, chain)):
-        return None
+        return []
     # Stages after one that diverged have no record.
-    records = [record for record in map(load_record, chain) if record is not None]
-    if len(chain) == 1:
-        return records[0]
-    whole = functools.reduce(_append_stage, records)
-    folder = records[0].folder.parent
-    planned = sum(record.facts.get("num_steps") or 0 for record in records)
-    facts = {"lineage": records[0].facts.get("lineage") or [], "num_steps": planned}
-    facts = {**whole.facts, **facts}
-    return dataclasses.replace(whole, folder=folder, name=folder.name, facts=facts)
+    return [record for record in map(load_record, chain) if record is not None]
 
 
-def _append_stage(before: RunHistory, after: RunHistory) -> RunHistory:
-    attempt = before.goodput.attempts[-1].number + 1
-    offsets = {
-        "progress/tokens": before.tokens,
-        "progress/flops": before.flops,
-        "step": before.last_step + 1 if before.last_step is not None else 0,
-        "restart": attempt,
-    }
-
-    def shifted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [
-            {**row, **{k: row[k] + by for k, by in offsets.items() if row.get(k) is not None}}
-            for row in rows
-        ]
-
-    earlier, later = before.goodput, after.goodput
-    seconds = {part: earlier.seconds[part] + later.seconds[part] for part in PARTS}
-    attempts = (dataclasses.replace(one, number=one.number + attempt) for one in later.attempts)
-    # The start of a stage is not a restart of the chain.
-    events = [row for row in after.events if row["event"] != "start"]
-    return dataclasses.replace(
-        after,
-        steps=[*before.steps, *shifted(after.steps)],
-        evaluations=[*before.evaluations, *shifted(after.evaluations)],
-        events=[*before.events, *shifted(events)],
-        goodput=Goodput(seconds, (*earlier.attempts, *attempts)),
-    )
-
-
-def summarize(chain: StageSequence, record: RunHistory) -> RunResult:
-    run = chain[-1]
-    last = record.evaluations[-1] if record.evaluations else {}
+def summarize(chain: StageSequence, records: Sequence[RunHistory]) -> RunResult:
+    run, final = chain[-1], records[-1]
+    last = final.evaluations[-1] if final.evaluations else {}
+    rows = [row for record in records for row in record.steps]
     return RunResult(
         config=run.label,
         seed=run.seed,
-        state=record.state,
-        validation_loss=record.final_loss if record.state == COMPLETED else None,
+        state=final.state,
+        validation_loss=final.final_loss if final.state == COMPLETED else None,
         validation_tokens=last.get("eval/total_weights"),
-        training_loss=record.training_loss[0] if record.training_loss else None,
-        parameters=record.facts.get("num_parameters"),
-        steps=0 if record.last_step is None else record.last_step + 1,
-        tokens=record.tokens,
-        flops=record.flops,
-        train_seconds=sum(row.get("seconds") or 0.0 for row in record.steps),
+        training_loss=final.training_loss[0] if final.training_loss else None,
+        parameters=final.facts.get("num_parameters"),
+        steps=sum(record.last_step + 1 for record in records if record.last_step is not None),
+        tokens=sum(record.tokens for record in records),
+        flops=sum(record.flops for record in records),
+        train_seconds=sum(row.get("seconds") or 0.0 for row in rows),
         folder=str(Path(run.label) / run_path(run.seed)),
-        loss_kind=record.loss_kind,
+        loss_kind=final.loss_kind,
     )
 
 
@@ -224,17 +188,19 @@ HEADER = (
 
 
 def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns one row per configuration, under HEADER."""
+    """Returns one row per configuration, under HEADER; the lowest loss first."""
     differ = bool(_kinds(groups))
+    if not differ:
+        groups = sorted(groups, key=lambda group: math.inf if (x := group.loss.mean) is None else x)
     return [
         [
             group.label,
-            loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
-            loss(group.loss.std),
+            format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            format_loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, "{:.2f}".format),
             _optional(group.mean("parameters"), short_count),
-            operations(group.mean("flops")),
+            format_operations(group.mean("flops")),
             _optional(group.mean("tokens"), short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
@@ -255,31 +221,6 @@ def _optional(number: float | None, words: Callable[[float], str]) -> str:
     return ABSENT if number is None else words(number)
 
 
-RANKING_HEADER = ("rank", "configuration", "validation loss", "behind the best", "95 % interval")
-
-RANKING_NOTE = "Differences to the best are paired by seed; each has its own interval."
-
-
-def ranking_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
-    """Returns the ranking; none of two configurations or unlike losses."""
-    ranked = sorted(
-        (group for group in groups if group.loss.mean is not None),
-        key=lambda group: group.loss.mean or 0.0,
-    )
-    if len(ranked) < 3 or _kinds(groups):
-        return []
-    best, *others = ranked
-    rows = [["1", best.label, loss(best.loss.mean), ABSENT, ABSENT]]
-    for rank, group in enumerate(others, 2):
-        behind = paired_difference(best.losses, group.losses)
-        ends = ABSENT
-        if behind.ci_low is not None:
-            ends = f"{behind.ci_low:+.4f} to {behind.ci_high:+.4f}"
-        difference = _optional(behind.mean, "{:+.4f}".format)
-        rows.append([str(rank), group.label, loss(group.loss.mean), difference, ends])
-    return rows
-
-
 def summary_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
@@ -290,7 +231,16 @@ def summary_lines(
 def _conclusions(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
     lines = [f"{group.label}: {group.diverged} diverged, excluded from means."
              for group in groups if group.diverged]  # fmt: skip
-    lines += [line for group in groups[1:] for line in _validation_mismatch(groups[0], group)]
+    tokens = groups[0].mean("validation_tokens")
+    for group in groups[1:]:
+        others = group.mean("validation_tokens")
+        if tokens and others and others != tokens:
+            lines.append(
+                f"{group.label} was validated on {others:,.0f} tokens per run and "
+                f"{groups[0].label} on {tokens:,.0f}, so part of the difference comes from the "
+                "texts. Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size "
+                "for validation only."
+            )
     if kinds := _kinds(groups):
         each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
         lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
@@ -365,60 +315,32 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
     return lines
 
 
-def _validation_mismatch(first: ConfigResults, group: ConfigResults) -> Iterator[str]:
-    """Warns about validation on more or fewer tokens than the first."""
-    tokens = {result.seed: result.validation_tokens for result in first.results}
-    for result in group.results:
-        first_tokens, other_tokens = tokens.get(result.seed), result.validation_tokens
-        if first_tokens and other_tokens and first_tokens != other_tokens:
-            yield (
-                f"{group.label} was validated on {other_tokens:,.0f} tokens and {first.label} on "
-                f"{first_tokens:,.0f}, so part of the difference comes from the texts. "
-                "Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size for "
-                "validation only."
-            )
-            return
-
-
 def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     """Returns how runs missed the budget; empty if it was equal."""
     lines, unit = [], UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
-        completed = [result for result in group.results if result.state == COMPLETED]
-        goal = planned.seconds or 0.0  # 0 unless match=time
-        budget = plan.budget or goal
-        trained = {result.seed: result.train_seconds for result in completed if goal}
-        off = {seed: seconds for seed, seconds in trained.items() if _differ(seconds, budget)}
-        # Trained seconds include what was planned.
-        if abs(planned.deviation) > _EQUAL and (off or not trained):
+        if abs(planned.deviation) > _EQUAL:
             lines.append(
                 f"{group.label} has {abs(planned.deviation):.1%} "
                 f"{'more' if planned.deviation > 0 else 'fewer'} {unit} than the budget "
                 f"(tolerance={plan.question.tolerance:g} allowed it)."
             )
-        lines += [
-            f"{group.label} seed {result.seed} ended after {result.steps} of {planned.steps} steps "
-            "(num_epoch or target_eval_loss): it had a smaller budget than the others."
-            for result in completed
-            if result.steps < planned.steps
-        ]
-        if off:
-            each = (
-                f"seed {seed} {seconds:,.1f} s ({seconds / budget - 1:+.1%})"
-                for seed, seconds in off.items()
-            )
-            what = f"{group.label} did not train for the budget of {budget:,.1f} s"
-            lines.append(f"{what}: {', '.join(each)}.")
-            if any(_differ(seconds, goal) for seconds in trained.values()):
-                lines[-1] += (
-                    " Times differ where the machine changed its speed since steps were timed."
+        for result in (one for one in group.results if one.state == COMPLETED):
+            off = result.train_seconds / planned.seconds - 1 if planned.seconds else 0.0
+            if result.steps < planned.steps:
+                lines.append(
+                    f"{group.label} seed {result.seed} ended after {result.steps} of "
+                    f"{planned.steps} steps (num_epoch or target_eval_loss): it had a smaller "
+                    "budget than the others."
+                )
+            elif abs(off) > _EQUAL:
+                lines.append(
+                    f"{group.label} seed {result.seed} trained for {result.train_seconds:,.1f} s "
+                    f"instead of {planned.seconds:,.1f} s ({off:+.1%}): the machine changed its "
+                    "speed since steps were timed."
                 )
     return lines
-
-
-def _differ(one: float, other: float) -> bool:
-    return abs(one - other) > _EQUAL * other
 
 
 def text_lines(
@@ -428,9 +350,6 @@ def text_lines(
     lines += [""] * bool(lines)
     lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
     lines += [TABLE_NOTE, ""]
-    if ranking := ranking_rows(groups):
-        table = format_table(RANKING_HEADER, ranking, max_width=None, right=(2, 3, 4))
-        lines += [*table.splitlines(), RANKING_NOTE, ""]
     return lines + _conclusions(groups, variants)
 
 
@@ -452,10 +371,7 @@ def sections(
     ]
     found = [PageSection("How the budgets were matched", notes, PageTable(*plan_rows(plan)))]
     notes = [TABLE_NOTE, *summary_lines(groups, plan, variants)]
-    found.append(PageSection("Result", notes, PageTable(HEADER, table_rows(groups))))
-    if ranked := ranking_rows(groups):
-        found.append(PageSection("Ranking", [RANKING_NOTE], PageTable(RANKING_HEADER, ranked)))
-    return found
+    return [*found, PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))]
 
 
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:

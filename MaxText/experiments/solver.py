@@ -14,7 +14,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
@@ -23,7 +23,6 @@ from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
-from MaxText.experiments.train_subprocess import seconds_per_step
 from MaxText.experiments.variants import Variant
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
@@ -64,14 +63,6 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
     return SolvedStage({}, model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
 
 
-class Solution(NamedTuple):
-    """A configuration within the budget."""
-
-    stages: Stages  # with the solved keys
-    changes: tuple[dict[str, tuple[Any, Any]], ...]  # per stage: key -> (old, new)
-    amount: float
-
-
 def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
     """Returns the function of the stages with the equalized value.
 
@@ -100,23 +91,15 @@ def solve(
     *,
     match: Match,
     tolerance: float,
-) -> Solution:
-    """Changes the solved key until the amount is nearest to the budget.
+) -> Stages:
+    """Returns the stages with the solved key nearest to the budget.
 
     `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
     UserError if it does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
-        return Solution(stages, ({},) * len(stages), budget)
-    search = _Search(stages, solve_for, amount)
-    model, helpful = stages[-1].model, _helpful_keys(match, stages[-1])
-    has_slots = model.attention.attention_projections != "dense"
-    if solve_for == WIDTH and has_slots and model.shape.head_dim != -1:
-        raise UserError(
-            f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
-            "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
-            f"{' or '.join(f'solve_for={name}' for name in helpful if name != WIDTH)}."
-        )
+        return stages
+    search, helpful = _Search(stages, solve_for, amount), _helpful_keys(match, stages[-1])
     if search.start < 1:
         raise UserError(
             f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "
@@ -156,7 +139,7 @@ def solve(
             f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
             f"{tolerance:.1%} by {solve_for}: {nearest}.\n  What to do: {', '.join(remedies)}."
         )
-    return Solution(solved, tuple(map(_changes, stages, solved)), reached)
+    return solved
 
 
 def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:
@@ -181,7 +164,6 @@ class _Search:
         self.key = KEY_OF.get(solve_for, solve_for)
         self._stages = stages
         self._flats = [flatten(stage) for stage in stages]
-        self._amount = amount
         self._starts = [self._start(keys) for keys in self._flats]
         self.start = sum(self._starts) if solve_for == STEPS else self._starts[-1]
         bounds = dict(all_keys()[self.key].bounds)
@@ -189,7 +171,7 @@ class _Search:
         largest = _LARGEST_STEPS if solve_for == STEPS else _LARGEST_OTHER
         self.most = min(largest, int(bounds.get("le", largest)))
         self.step = _multiple(self.start) if solve_for == WIDTH else 1  # values are multiples of it
-        self.amount = functools.cache(self._amount_at)
+        self.amount = functools.cache(lambda value: amount(cast(Stages, self.stages(value))))
 
     def _start(self, keys: dict[str, Any]) -> int:
         value = int(keys[self.key])
@@ -231,11 +213,6 @@ class _Search:
             own = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
             changes |= {name: _in_proportion(value, factor, 1) for name, value in own.items()}
         return changes
-
-    def _amount_at(self, value: int) -> float:
-        stages = self.stages(value)
-        assert stages is not None
-        return self._amount(stages)
 
     def first_from(self, low: int) -> int | None:
         """Returns the first allowed value from `low` on."""
@@ -309,32 +286,27 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
     return fitting
 
 
-def _changes(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
-    before, after = flatten(old), flatten(new)
-    return {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-
-
 def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
     """Sets budget and solved configurations; UserError if out of reach."""
     question, match, budget = plan.question, plan.question.match, plan.question.budget
-    measured = {name: seconds_per_step(rounds) for name, rounds in plan.measurements.items()}
     for variant in variants:
-        names = [name for name, _ in variant.named_stages]
-        step_seconds = [measured[name] for name in names] if match == "time" else []
-        amount = budget_metric(match, question.num_devices, step_seconds)
+        label, seconds = variant.label, [0.0] * len(variant.stages)
+        if match == "time":
+            names = (name for name, _ in variant.named_stages)
+            seconds = [plan.seconds_per_step(name) for name in names]
+        amount = budget_metric(match, question.num_devices, seconds)
         if budget is None:
             budget = float(amount(variant.stages))
-        key, tolerance = question.solve_for[variant.label], question.tolerance
-        solution = solve(
-            variant.label, variant.stages, key, amount, budget, match=match, tolerance=tolerance
-        )
+        key, tolerance = question.solve_for[label], question.tolerance
+        solved = solve(label, variant.stages, key, amount, budget, match=match, tolerance=tolerance)
         stages = []
-        for number, config in enumerate(solution.stages):
-            of = cost(config, question.num_devices)
-            new = {name: value for name, (_, value) in solution.changes[number].items()}
-            seconds = step_seconds[number] * of.steps if step_seconds else None
-            stages.append(dataclasses.replace(of, changes=new, seconds=seconds))
-        plan.planned[variant.label] = SolvedConfig(tuple(stages), solution.amount / budget - 1)
+        for old, new, of_step in zip(variant.stages, solved, seconds, strict=True):
+            before, after = flatten(old), flatten(new)
+            changes = {name: value for name, value in after.items() if value != before[name]}
+            of = cost(new, question.num_devices)
+            time = of_step * of.steps if match == "time" else None
+            stages.append(dataclasses.replace(of, changes=changes, seconds=time))
+        plan.planned[label] = SolvedConfig(tuple(stages), amount(solved) / budget - 1)
     plan.budget = budget
 
 

@@ -40,7 +40,7 @@ _LONGEST_LABEL = 60
 _LONGEST_FOLDER = 120  # file systems allow about twice as many
 
 # Keys that name a run or affect only its output, not its result.
-_PLACE = ("run_name", "base_output_directory", *SET_PER_RUN)
+_PLACE = ("base_output_directory", *SET_PER_RUN)
 _SHOWN_SECTIONS = ("decoding", "scoring", "monitoring", "guard", "mesh", "run")
 _WITHOUT_EFFECT = {
     "model_name", "jax_cache_dir", "log_config", "async_checkpointing",

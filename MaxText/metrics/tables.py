@@ -1,10 +1,13 @@
-"""Text tables of at most 110 columns."""
+"""Text tables of at most 110 columns, and formats of numbers."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from MaxText.metrics.step_line import format_duration
+
 WIDTH = 110  # characters of a line
+ABSENT = "-"
 
 
 def parameter_table(
@@ -142,3 +145,38 @@ def _number(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def format_whole(number: float | None) -> str:
+    """Formats 12345 as "12,345"."""
+    return ABSENT if number is None else f"{number:,.0f}"
+
+
+def format_operations(number: float | None) -> str:
+    """Formats FLOPs as "1.23e+18"."""
+    return ABSENT if number is None else f"{number:.3g}"
+
+
+def format_loss(value: float | None) -> str:
+    """Formats a loss in nats per token to four decimals."""
+    return ABSENT if value is None or not math.isfinite(value) else f"{value:.4f}"
+
+
+def format_share(value: float | None) -> str:
+    """Formats 0.123 as "12.3 %"."""
+    return ABSENT if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+
+
+def format_size(num_bytes: float | None) -> str:
+    """Formats bytes in the largest fitting binary unit."""
+    if num_bytes is None:
+        return ABSENT
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(num_bytes) >= 1024**power:
+            return f"{num_bytes / 1024**power:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_time(seconds: float) -> str:
+    """Formats seconds as h:mm:ss, or in seconds below a minute."""
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

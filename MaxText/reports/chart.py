@@ -33,7 +33,6 @@ SYMBOLS: dict[str, tuple[str, str]] = {
 }
 
 _INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
-_MAX_LEGEND_ROWS = 14
 
 _TITLE_WIDTH = 90  # characters of a line of the title
 
@@ -122,9 +121,8 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
-    height = 5.5 + 0.08 * max(len(chart.series) - _MAX_LEGEND_ROWS, 0)
     # Not pyplot: it keeps figures alive and may ask for a display.
-    figure = Figure(figsize=(9, height), dpi=130, layout="constrained")
+    figure = Figure(figsize=(9, 5.5 + 0.08 * len(chart.series)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for series in chart.series:
@@ -148,14 +146,10 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-    _, labels = axes.get_legend_handles_labels()
-    # Long legends would hide the curves.
-    is_long = len(labels) > _MAX_LEGEND_ROWS
-    place = {"loc": "outside lower center", "ncols": 3} if is_long else {}
-    if labels:
-        legend = (figure if is_long else axes).legend(frameon=False, fontsize=9, **place)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+    # Outside, as a long legend would hide the curves.
+    legend = figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    for text in legend.get_texts():
+        text.set_parse_math(False)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         # Glyphs missing in the font are drawn as boxes.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -155,21 +154,13 @@ def median_window(count: int) -> int:
 
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (indices [M], medians [M]), M at most 600, without NaN."""
-    count = values_N.size
-    half = median_window(count) // 2
-    spacing = max(count / MAX_SMOOTH_POINTS, 1.0)
-    indices_M = np.minimum((np.arange(math.ceil(count / spacing)) * spacing).astype(int), count - 1)
-    if count:
-        indices_M[-1] = count - 1
-    # The window shrinks on both sides at the steep start, on one side at the flat end.
-    reach_M = np.minimum(half, indices_M)
-    offsets_W = np.arange(-half, half + 1)
-    padded = np.pad(values_N, half, constant_values=np.nan)
-    windows_MW = padded[indices_M[:, None] + half + offsets_W]
-    windows_MW[np.abs(offsets_W) > reach_M[:, None]] = np.nan
-    absent_M = np.isnan(values_N[indices_M])
-    windows_MW[absent_M] = 0.0  # all NaN would warn
-    medians_M = np.nanmedian(windows_MW, axis=1)
-    medians_M[absent_M] = np.nan
+    """Returns (indices [M], medians [M]), M at most 400; NaN where values are."""
+    count, half = values_N.size, median_window(values_N.size) // 2
+    indices_M = np.unique(np.linspace(0, count - 1, min(count, MAX_SMOOTH_POINTS)).astype(int))
+    medians_M = values_N[indices_M]
+    for place in np.flatnonzero(np.isfinite(medians_M)):
+        # The window shrinks on both sides at the steep start, on one side at the flat end.
+        index = indices_M[place]
+        reach = min(half, index)
+        medians_M[place] = np.nanmedian(values_N[index - reach : index + reach + 1])
     return indices_M, medians_M

@@ -142,7 +142,7 @@ def plot_goodput(entries: Sequence[Entry]) -> Plot:
 def plot_hyperparameters(
     entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]
 ) -> list[Plot]:
-    """Plots validation loss against each key, and parallel coordinates.
+    """Plots validation loss against each key.
 
     `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
     """
@@ -174,36 +174,7 @@ def plot_hyperparameters(
         kind = "log" if is_log else "linear" if is_numeric else "category"
         figure.update_xaxes(type=kind, title_text=html.escape(key), exponentformat="e")
         plots.append(Plot(f"loss against {key}", f"Validation loss against {key}", figure))
-    figure = _parallel_coordinates(entries, keys, losses)
-    return [*plots, Plot("parallel coordinates", "Parallel coordinates", figure, size="wide")]
-
-
-def _parallel_coordinates(
-    entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]], losses: Mapping[str, float]
-) -> go.Figure:
-    """Draws a line per run over all keys, evenly spaced, and the loss."""
-    figure = _figure(hovermode="closest")
-    low, high = min(losses.values()), max(losses.values())
-    order = {
-        key: sorted(set(values.values()), key=lambda value: (isinstance(value, str), value))
-        for key, values in keys.items()
-    }
-    for entry in entries:
-        for name in (name for name in entry.runs if name in losses):
-            shown = {key: values[name] for key, values in keys.items() if name in values}
-            y = [order[key].index(v) / max(len(order[key]) - 1, 1) for key, v in shown.items()]
-            words = [html.escape(str(value)) for value in shown.values()]
-            figure.add_scatter(
-                x=[*map(html.escape, shown), "validation loss"],
-                y=[*y, (losses[name] - low) / ((high - low) or 1.0)],
-                text=[*words, f"{losses[name]:.4f}"],
-                textposition="middle right",
-                mode="lines+markers+text",
-                line={"color": color_of(entry.color), "dash": dash_of(entry.color)},
-                hovertemplate=f"{html.escape(name)}<br>%{{x}}: %{{text}}<extra></extra>",
-                meta={"owner": entry.label, "needs": [f"run {entry.label}"]},
-            )
-    return figure.update_yaxes(visible=False)
+    return plots
 
 
 def _figure(**layout: Any) -> go.Figure:

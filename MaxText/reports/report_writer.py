@@ -10,11 +10,11 @@ from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
-from MaxText.reports import model_tables, run_tables
+from MaxText.reports import run_tables
 from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
-from MaxText.reports.page import Page, PageSection, controls, render
+from MaxText.reports.page import Page, PageSection, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from MaxText.storage.atomic import atomic_write_bytes, atomic_write_text
@@ -64,11 +64,10 @@ def write_report(
         "keys first; all are under Configuration differences."
     )
     losses = plot_hyperparameters(entries, keys)
-    colors = {name: each.color for each in entries for name in (*each.runs, each.label)}
     page = Page(
         title=title,
         made=_made(runs, refresh),
-        warnings=[*warnings, *model_tables.warnings(entries)],
+        warnings=[*warnings, *run_tables.warnings(entries)],
         sections=[
             *sections,
             PageSection(
@@ -89,14 +88,15 @@ def write_report(
                 plots=[plot_goodput(entries)],
             ),
             *([PageSection("Hyperparameters", plots=losses)] if losses else []),
-            *model_tables.cost(entries),
-            *model_tables.memory(entries),
-            *model_tables.lineage(entries),
-            *model_tables.samples(entries),
+            *run_tables.cost(entries),
+            *run_tables.memory(entries),
+            *run_tables.lineage(entries),
+            *run_tables.samples(entries),
             *run_tables.event_table(entries),
         ],
-        controls=controls(entries, axes.by_name.values(), charts),
-        colors=colors if len(runs) > 1 else {},
+        entries=entries,
+        axes=[*axes.by_name.values()],
+        charts=charts,
         links=_links(entries, output),
         refresh=refresh,
     )

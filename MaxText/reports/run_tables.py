@@ -1,4 +1,4 @@
-"""Tables about runs: overview, provenance, configuration, goodput, events."""
+"""Tables about runs and their models."""
 
 import datetime
 import math
@@ -8,10 +8,18 @@ from typing import Any
 
 from MaxText.config.serialization import renamed
 from MaxText.config.values import to_yaml
-from MaxText.metrics.provenance import MAIN_KEYS
+from MaxText.metrics.events import MAIN_KEYS
 from MaxText.metrics.run_record import RunHistory
-from MaxText.metrics.tables import short_count
-from MaxText.reports import formatting
+from MaxText.metrics.tables import (
+    ABSENT,
+    format_loss,
+    format_operations,
+    format_share,
+    format_size,
+    format_time,
+    format_whole,
+    short_count,
+)
 from MaxText.reports.entries import (
     Entry,
     alike,
@@ -27,6 +35,20 @@ from MaxText.reports.page import PageSection, PageTable, Verbatim
 _RECENT_ROWS = 200  # reports in the median of the current speed
 
 _MAX_LISTED = 40  # maximum events listed per run, the last ones
+
+_RULES = ("mfu_rule", "attention_rule", "attention_computed")  # cost facts that are sentences
+
+# Fact of the data -> what is different, and the consequence.
+_MISMATCHES = {
+    "tokenizer": "tokenizers. A loss per token depends on the tokenization, so these losses cannot "
+    "be compared.",
+    "vocab_size": "sizes of the vocabulary. Losses per token are comparable only if token ids have "
+    "the same meaning.",
+    "identity": "data. A difference in loss may come from the data instead of the model.",
+}
+
+_MAX_SAMPLES = 5
+_MAX_OPEN_SAMPLES = 4
 
 
 def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> PageTable:
@@ -53,8 +75,7 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
             if len(kinds) > 1:
                 row[1] += f" ({run.loss_kind})"  # the validation loss
             row[2:2] = [
-                to_yaml(values[name]) if name in values else formatting.ABSENT
-                for values in keys.values()
+                to_yaml(values[name]) if name in values else ABSENT for values in keys.values()
             ]
             rows.append([name, *row])
     return PageTable(header, rows)
@@ -62,7 +83,7 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
 
 def _spread(losses: Sequence[float]) -> str:
     if len(losses) < 2:
-        return formatting.loss(losses[0] if losses else None)
+        return format_loss(losses[0] if losses else None)
     return f"{statistics.mean(losses):.4f} \u00b1 {statistics.stdev(losses):.4f}"
 
 
@@ -77,16 +98,16 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     loss, updates = run.training_loss or (None, 0)
     return [
         _state(run, done, recent),
-        formatting.loss(run.final_loss),
-        f"{formatting.loss(loss)} (mean of {updates:,} steps)" if updates else formatting.ABSENT,
+        format_loss(run.final_loss),
+        f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_ancestors(run.tokens, run.inherited_tokens, short_count),
-        _with_ancestors(run.flops, run.inherited_flops, formatting.operations),
-        formatting.spent_time(run.goodput.running_seconds),
-        formatting.ABSENT if speed is None else short_count(speed * devices),
-        formatting.share(_median(recent, "perf/mfu") if comparable_mfu else None),
-        formatting.share(run.goodput.goodput),
-        short_count(facts["num_parameters"]) if facts.get("num_parameters") else formatting.ABSENT,
+        _with_ancestors(run.flops, run.inherited_flops, format_operations),
+        format_time(run.goodput.running_seconds),
+        ABSENT if speed is None else short_count(speed * devices),
+        format_share(_median(recent, "perf/mfu") if comparable_mfu else None),
+        format_share(run.goodput.goodput),
+        short_count(facts["num_parameters"]) if facts.get("num_parameters") else ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
 
@@ -101,7 +122,7 @@ def _state(run: RunHistory, done: int, recent: Sequence[Mapping[str, Any]]) -> s
     planned = run.facts.get("num_steps")
     if run.state != "running" or seconds is None or not planned:
         return run.state
-    return f"running, {formatting.spent_time(seconds * max(planned - done, 0))} left"
+    return f"running, {format_time(seconds * max(planned - done, 0))} left"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -159,7 +180,7 @@ def configuration(
         texts = [Verbatim(everything, f"All {len(config)} keys", is_open=False)]
         return [PageSection("Configuration", facts=facts, texts=texts)]
     rows = [
-        [key, *(to_yaml(values[name]) if name in values else formatting.ABSENT for name in runs)]
+        [key, *(to_yaml(values[name]) if name in values else ABSENT for name in runs)]
         for key, values in differences.items()
     ]
     common = [PageSection("Configuration of all runs", facts=facts)] if facts else []
@@ -188,11 +209,11 @@ def goodput_table(entries: Sequence[Entry]) -> PageTable:
     present = shown_parts(runs.values())
     header = ["run", *present.values(), "time running", "attempts", "down between them"]
     rows = []
-    time = formatting.spent_time
+    time = format_time
     for name, run in runs.items():
         goodput = run.goodput
         parts = [
-            f"{time(goodput.seconds[part])} ({formatting.share(goodput.share(part))})"
+            f"{time(goodput.seconds[part])} ({format_share(goodput.share(part))})"
             for part in present
         ]
         total, down = time(goodput.running_seconds), time(goodput.down_seconds)
@@ -208,7 +229,7 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
         omitted += max(len(described) - _MAX_LISTED, 0)
         for row, words in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
-            step = formatting.whole(row.get("step"))
+            step = format_whole(row.get("step"))
             rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, words])
     if not rows:
         return []
@@ -247,5 +268,130 @@ def _start_text(row: Mapping[str, Any]) -> str:
     lost = row.get("lost") or {}
     if lost.get("steps"):
         seconds = math.fsum((lost.get("seconds") or {}).values())
-        words += f"; {lost['steps']:,} steps lost, {formatting.spent_time(seconds)} of work"
+        words += f"; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
     return words
+
+
+def cost(entries: Sequence[Entry]) -> list[PageSection]:
+    """Returns parameters and FLOPs of each part of the model."""
+    costs = alike(entries, lambda run: run.facts.get("cost"))
+    if not costs:
+        return []
+    rows, notes = [], []
+    for names, found in costs:
+        parameters, flops = found.get("parameters") or 0, found.get("flops_per_token") or 0
+        for part in (*(found.get("parts") or ()), {**found, "name": "total"}):
+            held, spent = part.get("parameters") or 0, part.get("flops_per_token") or 0
+            held_share = format_share(held / (parameters or math.nan))
+            spent_share = format_share(spent / (flops or math.nan))
+            numbers = [format_whole(held), held_share, short_count(spent), spent_share]
+            rows.append([names, str(part.get("name", "")), *numbers])
+        notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
+    peaks = alike(entries, _peak)
+    for names, (peak, source) in peaks:
+        which = f" ({names})" if len(peaks) > 1 else ""
+        notes.append(f"Peak of a device{which}: {peak:.4g} TFLOP/s, {source}.")
+    if differing := differing_peaks(entries):
+        notes.append(
+            "MFU is not compared: the peaks of these runs' devices were measured as "
+            f"{differing[0]:.4g} to {differing[-1]:.4g} TFLOP/s. Compare tokens per second."
+        )
+    header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
+    if len(costs) == 1:
+        header, rows = header[1:], [row[1:] for row in rows]
+    notes = list(dict.fromkeys(notes))
+    return [PageSection("Parameters and operations", notes, PageTable(header, rows))]
+
+
+def _peak(run: RunHistory) -> tuple[float, str] | None:
+    peak = run.facts.get("peak_tflops")
+    return (peak, str(run.facts.get("peak_source") or "of unknown origin")) if peak else None
+
+
+def memory(entries: Sequence[Entry]) -> list[PageSection]:
+    """Returns memory of the state, of the compiled step, and of the KV cache."""
+    runs = all_runs(entries)
+    columns = [_memory_of(run) for run in runs.values()]
+    names = dict.fromkeys(name for column in columns for name in column)
+    if not names:
+        return []
+    rows = [[name, *(column.get(name, ABSENT) for column in columns)] for name in names]
+    header = ["memory", *runs] if len(runs) > 1 else ["memory", "size"]
+    note = (
+        "State and cache are of the whole model. The compiled step is per device, as planned by "
+        "the compiler; aliased arguments are also outputs."
+    )
+    return [PageSection("Memory", [note], PageTable(header, rows))]
+
+
+def _memory_of(run: RunHistory) -> dict[str, str]:
+    found = run.facts.get("cost") or {}
+    rows = {
+        f"state: {name}": format_size(value) for name, value in (found.get("bytes") or {}).items()
+    }
+    for mark in run.events:
+        # A recompiled shape shows its newest numbers.
+        if mark["event"] == "compile" and mark.get("memory"):
+            shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
+            for name, value in mark["memory"].items():
+                rows[f"step of {shape} tokens: {name}"] = format_size(value)
+    length = found.get("sequence_length")
+    whole = f"KV cache: a sequence of {length:,}" if length else "KV cache"
+    cache = {"kv_cache_bytes_per_token": "KV cache: per token", "kv_cache_bytes": whole}
+    return rows | {
+        name: format_size(found[key]) for key, name in cache.items() if found.get(key) is not None
+    }
+
+
+def lineage(entries: Sequence[Entry]) -> list[PageSection]:
+    """Returns the ancestry of each run; none without ancestors."""
+    runs = all_runs(entries)
+    if not any(run.facts.get("lineage") for run in runs.values()):
+        return []
+    lines = []
+    for name, run in runs.items():
+        spent = f"{short_count(run.tokens)} tokens, {format_operations(run.flops)} FLOPs"
+        ancestors = map(_ancestor, run.facts.get("lineage") or ())
+        lines.append(" -> ".join([*ancestors, f"{name}: {run.state}, {spent}"]))
+    note = "Tokens and FLOPs of an ancestor include those of its own ancestors."
+    return [PageSection("Lineage", [note], texts=[Verbatim("\n".join(lines))])]
+
+
+def _ancestor(ancestor: Mapping[str, Any]) -> str:
+    step, tokens, flops = (ancestor.get(key) for key in ("step", "tokens", "flops"))
+    name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
+    words = [
+        "" if step is None else f"step {step:,}",
+        str(ancestor.get("how") or "").replace("_", " "),
+        "" if tokens is None else f"{short_count(tokens)} tokens",
+        "" if flops is None else f"{format_operations(flops)} FLOPs",
+    ]
+    return f"{name}: {', '.join(filter(None, words))}"
+
+
+def samples(entries: Sequence[Entry]) -> list[PageSection]:
+    """Returns sampled texts, the newest of a few runs unfolded."""
+    texts, runs = [], all_runs(entries)
+    for name, run in runs.items():
+        rows = [row for row in run.events if row["event"] == "sample" and row.get("text")]
+        for age, row in enumerate(reversed(rows[-_MAX_SAMPLES:])):
+            step = row.get("step")
+            caption = name if step is None else f"{name}, step {step:,}"
+            is_open = age == 0 and len(runs) <= _MAX_OPEN_SAMPLES
+            texts.append(Verbatim(str(row["text"]), caption, is_open))
+    return [PageSection("Samples", texts=texts)] if texts else []
+
+
+def warnings(entries: Sequence[Entry]) -> list[str]:
+    """Returns warnings against comparing the losses of the runs."""
+    found = []
+    for key, difference in _MISMATCHES.items():
+        values = alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
+        if len(values) > 1:
+            shown = ((names, str(value)) for names, value in values)
+            which = "; ".join(
+                f"{names}: {text if len(text) <= 16 else f'{text[:12]}...'}"
+                for names, text in shown
+            )
+            found.append(f"The runs have different {difference} {which}.")
+    return found

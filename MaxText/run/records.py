@@ -22,9 +22,9 @@ from MaxText.growth.growth_plan import event_fields, parent_folder, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
+from MaxText.metrics.events import provenance
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler, memory_row
-from MaxText.metrics.provenance import provenance
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import step_row

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from MaxText.config.schema import flatten
-from MaxText.experiments import execution, train_subprocess
+from MaxText.experiments import execution
 from tests.config.conftest import _clean_environment  # noqa: F401
 from tests.experiments import small_comparison, stand_in
 
@@ -28,7 +28,7 @@ def one_device(configs, monkeypatch):
         return folder / "report.html"
 
     platforms = jax.config.jax_platforms
-    monkeypatch.setattr(train_subprocess, "count_devices", lambda hardware: 1)
+    monkeypatch.setattr(execution, "count_devices", lambda hardware: 1)
     monkeypatch.setattr(execution, "write_report", write_report)
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     yield
@@ -47,7 +47,7 @@ def trained(one_device, monkeypatch):
     names = Trained()
 
     def train(run):
-        train_subprocess.write_config(run)
+        execution.write_config(run)
         run.folder.mkdir(exist_ok=True)
         names.append("/".join(run.folder.parts[-2:]))
         is_stopped = names.interrupted and names[-1].endswith(names.interrupted)
@@ -60,5 +60,5 @@ def trained(one_device, monkeypatch):
         after_step()
         return code
 
-    monkeypatch.setattr(train_subprocess, "train", train)
+    monkeypatch.setattr(execution, "train", train)
     return names

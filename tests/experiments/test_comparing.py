@@ -7,7 +7,7 @@ import pytest
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.errors import UserError
-from MaxText.experiments import train_subprocess
+from MaxText.experiments import execution
 from MaxText.experiments.compare_args import parse_args
 from MaxText.experiments.variants import expand_variants, folder_of, solve_key_by_label
 from tests.experiments.small_comparison import compare, plan_of, variants
@@ -52,7 +52,7 @@ def test_time_is_measured_in_turns_and_kept(trained, configs):
 
 def test_a_measured_run_only_trains(configs):
     config = variants("a.yml", "b.yml", "eval_interval=2", "target_eval_loss=1")[0].config
-    short = train_subprocess.short_config(config, configs / "m")
+    short = execution.short_config(config, configs / "m")
     assert (short.evaluation.eval_interval, short.evaluation.target_eval_loss) == (-1, 0)
     assert short.monitoring.step_log_period == 1
     assert not short.checkpoint.enable_checkpointing
@@ -62,7 +62,7 @@ def test_rounds_of_different_seconds_are_reported(configs):
     plan, found, _ = plan_of("a.yml", "b.yml", "match=time", "budget=6s")
     plan.measurements = {"a": [[0.1] * 3, [0.2] * 3], "b": [[0.1] * 3, [0.1] * 3]}
     lines = []
-    train_subprocess.time_steps(plan, found, lines.append)
+    execution.time_steps(plan, found, lines.append)
     assert ["0.1 and 0.2" in line for line in lines] == [True, False]
 
 

@@ -51,23 +51,11 @@ def test_budgets_have_suffixes(match, text, amount):
     assert request(f"match={match}", f"budget={text}").budget == amount
 
 
-@pytest.mark.parametrize(
-    ("words", "folder"),
-    [
-        (["a.yml"], None), (["run_name=x"], Path("maxtext_output/x")),
-        (["run_name=x", "base_output_directory=out"], Path("out/x")),
-        (["run_name=deep/x"], Path("deep/x")), (["run_name=x", "output=o"], Path("o")),
-    ],
-)  # fmt: skip
-def test_a_run_name_names_the_folder(words, folder):
-    assert request(*words).output == folder
-
-
 MISTAKES = [
     "match=parms", "match=none", "launch=go", "seeds=0", "seeds=1,1", "seeds=-1", "budget=much",
     "budget=0", "match=time budget=10B", "stages=[{}]", "solve_for=widht",
     "solve_for=learning_rate", "tolerance=2%", "num_devices=0", "match=time num_devices=2",
-    "init_weights_seed=3", "sweep={a", "sweep=", "'sweep=[{steps: 1}, steps]'", "output=gs://bucket/x",
+    "init_weights_seed=3", "run_name=x", "sweep={a", "sweep=", "'sweep=[{steps: 1}, steps]'", "output=gs://bucket/x",
     "seed=3", "macth=params",
 ]  # fmt: skip
 

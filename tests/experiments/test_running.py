@@ -13,7 +13,7 @@ import pytest
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.loading import load_config
 from MaxText.errors import UserError
-from MaxText.experiments import train_subprocess
+from MaxText.experiments import execution
 from MaxText.experiments.comparison_plan import Trial
 from tests.experiments import stand_in
 from tests.experiments.small_comparison import compare
@@ -23,7 +23,7 @@ from tests.experiments.small_comparison import compare
 def processes(one_device, configs, monkeypatch):
     """A file "fail" or "stop" in the working folder makes a run fail or wait."""
     command = [sys.executable, stand_in.__file__]
-    monkeypatch.setattr(train_subprocess, "train_command", lambda config: [*command, str(config)])
+    monkeypatch.setattr(execution, "train_command", lambda config: [*command, str(config)])
     return configs
 
 
@@ -62,8 +62,8 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
     config = load_config("a.yml", run_name="seed_0", base_output_directory="out/a")
     began = time.monotonic()
     threading.Thread(target=after_a_step, args=(folder, signal.SIGTERM), daemon=True).start()
-    with pytest.raises(SystemExit), train_subprocess.signals_as_exceptions():
-        train_subprocess.train(Trial("a", 0, config, folder, 1.0))
+    with pytest.raises(SystemExit), execution.signals_as_exceptions():
+        execution.train(Trial("a", 0, config, folder, 1.0))
     assert time.monotonic() - began < 30  # a deaf run would sleep for a minute
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])
     assert (last["event"], last["step"]) == ("step", 0)
@@ -75,14 +75,14 @@ def test_a_run_knows_no_keys_of_modules_that_only_others_import(tmp_path):
     with_part = load_config(import_modules=[str(example)], **keys)
     for config, has_key in ((with_part, True), (load_config(dataset_type="synthetic"), False)):
         run = Trial("a", 0, config, tmp_path / "a", 1.0)
-        train_subprocess.write_config(run)
+        execution.write_config(run)
         assert ("average_tokens: 9" in run.config_path.read_text()) == has_key
         assert ("average_tokens" in run.config_path.read_text()) == has_key
 
 
 def test_two_commands_do_not_work_in_one_folder(trained, configs):
     with (
-        train_subprocess.lock_folder(configs / "out"),
+        execution.lock_folder(configs / "out"),
         pytest.raises(UserError, match="out is locked by"),
     ):
         compare("a.yml", "b.yml", "match=tokens")
@@ -91,5 +91,5 @@ def test_two_commands_do_not_work_in_one_folder(trained, configs):
 
 def test_a_label_with_an_equals_sign_is_no_key(configs):
     path = Path("learning_rate=1e-2/seed_0.yml")
-    assert train_subprocess.train_command(path)[-1] == f"./{path}"
-    assert train_subprocess.train_command(configs / path)[-1] == str(configs / path)
+    assert execution.train_command(path)[-1] == f"./{path}"
+    assert execution.train_command(configs / path)[-1] == str(configs / path)

@@ -15,10 +15,9 @@ from MaxText.config.loading import load_config
 from MaxText.config.schema import flatten
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.event_stream import open_stream
-from MaxText.metrics.events import PHASES, REPEATED
+from MaxText.metrics.events import MAIN_KEYS, PHASES, REPEATED
 from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.provenance import MAIN_KEYS
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import EvaluationReport, step_row
 

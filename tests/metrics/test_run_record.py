@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from MaxText.metrics.events import provenance
 from MaxText.metrics.goodput import PARTS
-from MaxText.metrics.provenance import provenance
 from MaxText.metrics.run_record import read_run
 from tests.refusals import refused
 from tests.reports.run_files import RunFiles, completed

@@ -68,24 +68,15 @@ class Tty(io.StringIO):
         return True
 
 
-def terminal_of(num_steps, lines, first_step=0, **keys):
-    terminal = Terminal(num_steps, lines.append, **keys)
-    terminal.write(Event("start", 0.0, step=first_step))
-    return terminal
-
-
-def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+def test_without_a_terminal_lines_go_out_as_they_are():
     lines = []
-    terminal = terminal_of(10, lines)
+    terminal = Terminal(10, lines.append)
     terminal.write(Event("step", 0.0, step=0, fields=row_of(2.0)))
     terminal.write(Event("compile", 0.0, fields={"rows": 4, "length": 16, "compile_seconds": 1.26}))
-    terminal.close()
     step, compiled = lines
     assert step == step_line(0, row_of(2.0), 4.5)
     assert "4 x 16" in compiled
     assert "1.3 s" in compiled
-    assert sys.stderr.getvalue() == ""
 
 
 @pytest.mark.parametrize(
@@ -96,10 +87,9 @@ def test_without_a_terminal_lines_go_out_as_they_are(monkeypatch):
     ],
 )  # fmt: skip
 def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_terminal, compact):
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
     lines = []
-    terminal = terminal_of(400, lines, step_line=choice)
+    terminal = Terminal(400, lines.append, step_line=choice)
     row = row_of(4.1324, grad_norm=0.767, learning_rate=1.751e-3)
     terminal.write(Event("step", 0.0, step=289, fields=row))
     short = (
@@ -107,29 +97,6 @@ def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_termi
         "0:00:55 left"
     )
     assert lines == [short if compact else step_line(289, row, 55.0)]
-
-
-@pytest.mark.parametrize("stdout_is_terminal", [False, True])
-def test_with_a_terminal_there_is_a_bar_and_lines_stay_whole(monkeypatch, stdout_is_terminal):
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setattr(sys, "stderr", Tty())
-    monkeypatch.setattr(sys, "stdout", Tty() if stdout_is_terminal else io.StringIO())
-    lines = []
-    text = "completed step: 0, [not markup], " + "x" * 120
-    terminal = terminal_of(10, lines, first_step=4)
-    terminal.line(text)
-    terminal.write(Event("step", 0.0, step=5, fields=row_of(2.0)))
-    terminal._bar.refresh()
-    terminal.close()
-    terminal.close()
-    drawn = sys.stderr.getvalue()
-    for part in ("loss 2.000", "0:00:02 left", "step 6/10"):
-        assert part in drawn
-    if stdout_is_terminal:
-        assert text in drawn
-    else:
-        assert lines == [text, step_line(5, row_of(2.0), 2.0)]
 
 
 def test_the_configured_steps_are_traced(tmp_path):

@@ -142,7 +142,7 @@ class Server:
     """Stands for the module wandb and what its server keeps of one run."""
 
     def __init__(self):
-        self.steps, self.rows, self.numbers = [], [], []  # numbers: as handed over
+        self.steps, self.rows = [], []
         self.axes, self.summary, self.arguments, self.exit_code = {}, {}, {}, None
 
     @property
@@ -154,7 +154,6 @@ class Server:
         return self
 
     def log(self, numbers, step):
-        self.numbers.append(numbers)
         assert numbers["_timestamp"] > 0
         assert step >= self.starting_step
         self.steps.append(step)
@@ -172,8 +171,7 @@ def server(monkeypatch):
     server = Server()
     module = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None, origin="a test")
-    plot = types.SimpleNamespace(line_series=lambda xs, ys, **_: (xs, ys))
-    module.__dict__.update(init=server.init, setup=dict, Settings=dict, plot=plot)
+    module.__dict__.update(init=server.init, setup=dict, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return server
 
@@ -197,13 +195,7 @@ def record(folder, first_step, *events):
 
 
 def step(number, loss=9.0):
-    losses = {"learning/loss": loss, "learning/lm_loss": loss}
-    return Event("step", 1.8e9 + 100 * number, step=number, fields=losses)
-
-
-def evaluated(number, loss):
-    at = 1.8e9 + 100 * number + 50
-    return Event("evaluation", at, step=number, fields={"eval/avg_loss": loss})
+    return Event("step", 1.8e9 + 100 * number, step=number, fields={"learning/loss": loss})
 
 
 def after(number):
@@ -243,23 +235,8 @@ def test_what_was_handed_over_since_the_flush_before_the_last_is_sent_again(tmp_
     assert [number for number, _ in server.rows] == [1, 2, 3, 4, 5, 6]  # 1 may have been under way
 
 
-def test_training_and_validation_loss_are_one_chart(tmp_path, server):
-    """After a restart too, and without what is repeated, also by a rollback."""
-    repeated = step(0, 99.0), rolled_back(0)
-    kept = step(0, 9.0), step(1, 7.0), evaluated(1, 6.0)
-    record(tmp_path, 0, *repeated, *kept, step(2), evaluated(2, 5.5))
-    send(tmp_path, 2, step(2, 5.0), evaluated(2, 4.0), step(3, 3.0), evaluated(3, 2.0))
-    charts = [numbers["loss"] for numbers in server.numbers if "loss" in numbers]
-    assert charts[-1] == ([1, 2, 3], [(8.0, 5.0, 3.0), (6.0, 4.0, 2.0)])
-
-
-def test_a_long_chart_is_thinned_and_ends_with_the_newest_loss(tmp_path, server):
-    send(tmp_path, 0, *(evaluated(number, 2.0) for number in range(1002)))
-    assert server.numbers[-1]["loss"][0] == list(range(2, 1002, 3))
-
-
 @pytest.mark.parametrize("first_step", [5, 7])
-def test_where_the_run_rolls_back_the_later_value_is_charted(tmp_path, server, first_step):
+def test_where_the_run_rolls_back_the_later_value_is_last(tmp_path, server, first_step):
     send(tmp_path, 0, *map(step, range(8)))
     record(tmp_path, 0, *map(step, range(8)))
     # W&B is still connecting, and then all is killed.

@@ -12,8 +12,7 @@ from etils import epath
 
 from MaxText.config.serialization import section_lines
 from MaxText.config.values import to_yaml
-from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
-from MaxText.metrics.provenance import MAIN_KEYS
+from MaxText.metrics.events import MAIN_KEYS, SECONDS_TO_CLOSE, Event, Sink
 from MaxText.metrics.sinks.background import BackgroundUploader
 from MaxText.storage.paths import is_object_store_path
 

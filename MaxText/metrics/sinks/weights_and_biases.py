@@ -13,7 +13,6 @@ import functools
 import html
 import importlib.util
 import json
-import math
 import pathlib
 import secrets
 import time
@@ -33,10 +32,6 @@ STATE_FILE = "wandb.json"
 
 _ROWS = ("step", "evaluation")  # events that become a row of W&B's history
 _AXIS = "step"  # column used as the axis of charts
-_TRAINING, _VALIDATION = "learning/lm_loss", "eval/avg_loss"  # in one chart
-_NO_LOSSES = (0.0, 0)  # sum and number of training losses since an evaluation
-
-_MAX_POINTS = 500  # of the chart, which each evaluation uploads
 _RESERVED = 1000  # row numbers taken at a time; those that a killed run leaves are a gap
 
 _CONNECT_SECONDS = 45.0
@@ -68,8 +63,6 @@ class WandbSink(Sink):
         self._config = dict(config_flat)
         self._first_step = first_step
         self._exit_code = 1  # unless the run reports completion
-        self._recent = _NO_LOSSES
-        self._losses: dict[int, tuple[float | None, float]] = {}  # at evaluations, by step
         # W&B's process writes to local disks only.
         is_remote = str(run_folder).startswith("gs://")
         self._parent = pathlib.Path.cwd() if is_remote else pathlib.Path(run_folder)
@@ -83,10 +76,7 @@ class WandbSink(Sink):
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.fields))
         elif event.kind in _ROWS and event.step is not None:
-            self._add_losses(event.step, event.fields)
-            self._log(event.step, event.fields, event.time)
-        elif event.kind == "rollback":
-            self._recent = _NO_LOSSES
+            self._log(run, event.step, event.fields, event.time)
         elif event.kind == "sample" and event.step is not None:
             import wandb
 
@@ -109,7 +99,8 @@ class WandbSink(Sink):
         self._save()
 
     @functools.cached_property
-    def _connection(self) -> Any:
+    def _run(self) -> Any:
+        """Returns the W&B run, after sending rows of earlier attempts again."""
         import wandb
 
         self._save()  # the id, also if the run is killed before its first row
@@ -139,55 +130,18 @@ class WandbSink(Sink):
         )
         run.define_metric(_AXIS)
         run.define_metric("*", step_metric=_AXIS)
-        return run
-
-    @functools.cached_property
-    def _run(self) -> Any:
-        """Returns the W&B run, after sending rows of earlier attempts again."""
-        run, state = self._connection, self._state
+        state = self._state
         self._row = max(state["rows"], run.starting_step)
         self._newest = self._flushed = state["time"]
         for row in stream_rows(self._folder / EVENTS_FILE) if self._first_step else ():
-            if row.get("event") in _ROWS and row["step"] < self._first_step:
-                self._add_losses(row["step"], row)
-                if row["time"] > state["time"]:
-                    self._log(row["step"], row, row["time"])
-            elif row.get("event") == "rollback":
-                self._recent = _NO_LOSSES
+            is_earlier = row.get("event") in _ROWS and row["step"] < self._first_step
+            if is_earlier and row["time"] > state["time"]:
+                self._log(run, row["step"], row, row["time"])
         return run
 
-    def _log(self, step: int, fields: Mapping[str, Any], at: float) -> None:
+    def _log(self, run: Any, step: int, fields: Mapping[str, Any], at: float) -> None:
         tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
-        row = {**tags, _AXIS: step, "_timestamp": at}
-        if _VALIDATION in tags and self._losses:
-            row["loss"] = self._loss_chart()
-        self._connection.log(row, step=self._next_row())
-
-    def _add_losses(self, step: int, fields: Mapping[str, Any]) -> None:
-        training, validation = fields.get(_TRAINING), fields.get(_VALIDATION)
-        total, count = self._recent
-        if training is not None and math.isfinite(training):
-            total, count = self._recent = total + float(training), count + 1
-        if validation is not None and math.isfinite(validation):
-            mean = total / count if count else None
-            # Later ones are of before a rollback.
-            before = {at: losses for at, losses in self._losses.items() if at < step}
-            self._losses = before | {step: (mean, float(validation))}
-            self._recent = _NO_LOSSES
-
-    def _loss_chart(self) -> Any:
-        """Returns a chart of both losses up to now."""
-        import wandb
-
-        every = -(-len(self._losses) // _MAX_POINTS)
-        shown = dict([*self._losses.items()][::-every][::-1])
-        return wandb.plot.line_series(
-            list(shown),
-            list(zip(*shown.values(), strict=True)),
-            keys=["training (mean since the evaluation before)", "validation"],
-            title="Loss",
-            xname=_AXIS,
-        )
+        run.log({**tags, _AXIS: step, "_timestamp": at}, step=self._next_row())
 
     def _next_row(self) -> int:
         if self._row >= self._state["rows"]:
