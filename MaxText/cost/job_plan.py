@@ -182,8 +182,7 @@ class _PlanSearch:
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        found: list[JobPlan] = []
-        larger = len(batches)  # microbatches before it are larger than all that fit
+        found, larger = [], len(batches)  # larger microbatches come before `larger`
         for policy in POLICIES if closest is not None and closest.fits else ():
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)

@@ -223,6 +223,7 @@ def _collect_results(
             name: [str(plan.folder / each) for each in runs] for name, runs in plan.groups.items()
         },
         sections=comparison_results.sections(plan, variants, groups, unasked, command),
+        compared=[found[-1] for _, found in records],
     )
     say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
 

@@ -100,6 +100,14 @@ def solve(
     if amount(stages) == budget:
         return stages
     search, helpful = _Search(stages, solve_for, amount), _helpful_keys(match, stages[-1])
+    model = stages[-1].model
+    has_slots = model.attention.attention_projections != "dense"
+    if solve_for == WIDTH and has_slots and model.shape.head_dim != -1:
+        raise UserError(
+            f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
+            "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
+            f"{' or '.join(f'solve_for={name}' for name in helpful if name != WIDTH)}."
+        )
     if search.start < 1:
         raise UserError(
             f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "

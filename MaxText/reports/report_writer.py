@@ -41,12 +41,14 @@ def write_report(
     groups: Mapping[str, Sequence[str]] | None = None,
     sections: Sequence[PageSection] = (),
     warnings: Sequence[str] = (),
+    compared: Sequence[RunHistory] = (),
     refresh: int = 0,
 ) -> Path:
     """Writes report.html and the figures atomically; returns the path.
 
     Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
-    band. `sections` precede the table of runs. The page reloads after `refresh` seconds, unless 0.
+    band. `sections` precede the table of runs. Final losses of `compared` are compared, by default
+    of all runs. The page reloads after `refresh` seconds, unless 0.
     Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
@@ -63,11 +65,12 @@ def write_report(
         f"Of {len(differences)} keys that differ, {len(keys)} are shown here and in plots, main "
         "keys first; all are under Configuration differences."
     )
-    losses = plot_hyperparameters(entries, keys)
+    final = group_runs(compared, groups) if compared else entries
+    losses = plot_hyperparameters(final, keys)
     page = Page(
         title=title,
         made=_made(runs, refresh),
-        warnings=[*warnings, *run_tables.warnings(entries)],
+        warnings=[*warnings, *run_tables.warnings(final)],
         sections=[
             *sections,
             PageSection(
