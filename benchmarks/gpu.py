@@ -1,11 +1,10 @@
 """Tokens per second on one GPU, also with PyTorch and fp8.
 
-    python benchmarks/gpu.py OUT.json                     all rows, about 6 minutes
-    python benchmarks/gpu.py OUT.json gpt2 torch          chosen rows
+    python benchmarks/gpu.py OUT.json [gpt2 torch ...]    all or chosen rows, in about 5 minutes
 
 Runs `train.py` once per row on synthetic data and takes the median of the last half of its steps.
-The row `torch` trains the same GPT-2 small (Hugging Face transformers, torch.compile, bfloat16
-autocast, fused AdamW) on the same batch. MFU is relative to the chip's dense bfloat16 peak.
+The row `torch` trains the same GPT-2 small (transformers, torch.compile, bfloat16 autocast, fused
+AdamW). MFU is relative to the chip's dense bfloat16 peak.
 """
 
 import json
@@ -29,8 +28,6 @@ ROWS = {
     "torch": "",
     "1b flash": ONE_BILLION + "attention=flash",
     "1b fp8": ONE_BILLION + "attention=flash quantization=fp8",
-    "1b blocked": ONE_BILLION + "attention=blocked",
-    "1b int8": ONE_BILLION + "attention=flash quantization=int8",
     "gpt2 scanned": GPT2 + "remat_policy=none scan_layers=true",
 }
 

@@ -17,7 +17,6 @@ sys.path.insert(0, str(ROOT))
 
 GB = 1e9
 
-
 # Name -> chips of v5p:2x2x1 (of v5e:2x2 with adafactor), and keys besides attention=dot_product.
 SHAPES = {
     "gpt2-124m, full": (4, "model_name=gpt2-124m per_device_batch_size=8 remat_policy=full "
@@ -57,7 +56,6 @@ SHAPES = {
         "max_target_length=2048 per_device_batch_size=8 remat_policy=full scan_layers=false "
         "dense_conn=true dense_aggregation_impl=kernel"),
 }  # fmt: skip
-
 
 _SCALED = (
     "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "

@@ -201,6 +201,8 @@ def find_family(config: Config, asked: str, imported_as: Family | None = None) -
             return family
     if asked:
         lines = [f"family={asked} differs from this model:", *mismatches[asked]]
+        if any(line.startswith("zoom_dims.") for line in lines):
+            lines.append("No weights make up for its zoom: export the model before it grew.")
         raise UserError("\n  ".join(lines))
     nearest = min(mismatches, key=lambda name: len(mismatches[name]))
     what = f"no family matches this model. The nearest is {nearest}, but for:"
@@ -263,8 +265,6 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             found.append(f"{name}={value}, not {wanted}")
         elif setting.is_written and written[setting.name] is REQUIRED:
             found.append(f"{name}={_shown(value)}")
-    if any(line.startswith("zoom_dims.") for line in found):
-        found.append("no weights make up for this zoom: export the model before it grew")
     return found
 
 

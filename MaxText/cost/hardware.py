@@ -34,14 +34,17 @@ class Chip:
     # share of the peak that matmuls reach in whole train steps, least and most
     efficiency: tuple[float, float] = (0.4, 0.7)
     efficiency_source: str = "assumed: no published row"
+    speed_of_8_bits: float = 2.0  # of int8 or fp8 matmuls, relative to bfloat16
 
 
 _ROWS = "benchmarks/plan.py, published runs"
 _TPUS = (
-    Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2),
-    Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2),
+    Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2,
+         speed_of_8_bits=1),
+    Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2,
+         speed_of_8_bits=1),
     Chip("v4", "TPU v4", "tpu", 32 * GB, 1228 * GB, 300 * GB, 3, 4096, 6 * GB, 2, 1,
-         (0.65, 0.80), _ROWS),
+         (0.65, 0.80), _ROWS, 1),
     Chip("v5e", "TPU v5 lite", "tpu", 15.75 * 2**30, 819 * GB, 200 * GB, 2, 256, 6 * GB, 1, 1,
          (0.80, 1.00), _ROWS),
     Chip("v5p", "TPU v5", "tpu", 95.74 * 2**30, 2765 * GB, 600 * GB, 3, 8960, 6 * GB, 2, 1,
@@ -58,11 +61,12 @@ _GPUS = (
     Chip("H100", "NVIDIA H100 80GB HBM3", "gpu", 80 * GB, 3350 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
          (0.42, 0.68), _ROWS),
     Chip("H200", "NVIDIA H200", "gpu", 141 * GB, 4800 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
-         (0.42, 0.68), "as H100"),
+         (0.65, 0.90), "benchmarks/gpu.py, one GPU"),
     Chip("B200", "NVIDIA B200", "gpu", 180 * GB, 8000 * GB, 900 * GB, 0, 8, 50 * GB),
     Chip("L4", "NVIDIA L4", "gpu", 24 * GB, 300 * GB, 32 * GB, 0, 8, 12 * GB),
     Chip("L40S", "NVIDIA L40S", "gpu", 48 * GB, 864 * GB, 32 * GB, 0, 8, 25 * GB),
-    Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB),
+    Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB,
+         speed_of_8_bits=1),
 )  # fmt: skip
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 # No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small

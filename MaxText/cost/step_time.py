@@ -69,6 +69,7 @@ class OpCost(NamedTuple):
     operations: float  # 2 per multiply-add of matmuls, nothing else
     num_bytes: float  # read from and written to memory
     times: int
+    is_8_bit: bool = False  # whether both factors are int8 or fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +116,8 @@ def list_ops(program: Traced, *, splash_keys: float = 0.0, times: int = 1) -> It
             yield from list_ops(body, splash_keys=splash_keys, times=times * node.times)
         if node.writes and not node.bodies and not node.name.startswith(REDUCTIONS):
             num_bytes = sum(array.size for array in (*node.reads, *node.writes))
-            yield OpCost(operations(node, splash_keys), num_bytes, times)
+            is_8_bit = node.name == "dot_general" and {x.width for x in node.inputs} == {1}
+            yield OpCost(operations(node, splash_keys), num_bytes, times, is_8_bit)
 
 
 def operations(node: Node, splash_keys: float) -> float:
@@ -194,7 +196,11 @@ def step_time(
 
     def seconds(share: float) -> float:
         speed = share * peak.tflops * 1e12
-        times = (one.times * max(one.operations / speed, one.num_bytes / bandwidth) for one in work)
+        speeds = speed, speed * chip.speed_of_8_bits
+        times = (
+            one.times * max(one.operations / speeds[one.is_8_bit], one.num_bytes / bandwidth)
+            for one in work
+        )
         # Pipeline stages compute, or wait, in turns without tokens, too.
         return sum(times) * program.num_microbatches / (1 - program.bubble) + update
 

@@ -48,7 +48,7 @@ def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
         "a seed 0", "b seed 0", "a seed 1", "b seed 1", "a seed 2", "b seed 2",
     ]  # fmt: skip
     # Names and folders may differ.
-    moved = variants("a.yml", "b.yml", "run_name=x", "base_output_directory=elsewhere")
+    moved = variants("a.yml", "b.yml", "base_output_directory=elsewhere")
     assert load_or_create_plan(plan.folder, moved, question, (0,)).planned == plan.planned
 
 
