@@ -113,21 +113,14 @@ def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenSplit:
 
 def prepared_has_documents(config: Config) -> bool:
     """Returns `has_documents` for the data set of `prepare_source`."""
-    data, kind = config.data, FirstFitPacking
-    if data.megatron.order == "gpt_neox":
-        kind = GptNeoxSamples
-    elif not data.packing:
-        kind = DocumentWindows
-    elif data.grain_packing_type == "concat_then_split":
-        kind = ConcatThenSplit
-    return data.dataset_type != "synthetic" and _has_documents(config, kind)
+    kind = _window_kind(config.data)
+    return config.data.dataset_type != "synthetic" and _has_documents(config, kind)
 
 
 def _has_documents(config: Config, kind: type[Windows]) -> bool:
     across = config.data.cross_document_attention
     if config.masking.mlm_training:
-        # Bidirectional attention would see padding, so segments are needed to mask it. Of packed
-        # windows only the last has padding.
+        # Segments mask padding in bidirectional attention; only the last packed window has any.
         return not (across and kind is ConcatThenSplit)
     return not (across or kind.single_documents)
 
@@ -231,24 +224,31 @@ def _slice(
     options: SequenceOptions,
     num_samples: int | None,
 ) -> Windows:
-    data, has_order = request.data, request.data.megatron.order == "gpt_neox"
-    cache_dir = data.local_cache_dir
-    if tokens.labels is not None and (has_order or entry.sampling != CHUNKS):
+    data, cache_dir = request.data, request.data.local_cache_dir
+    kind = _window_kind(data, tokens.labels is not None or _are_sequences(tokens, options.length))
+    if tokens.labels is not None and (kind is GptNeoxSamples or entry.sampling != CHUNKS):
         raise UserError(
             f"{entry.key}={entry.location} has labels, so its sequences are fixed. Leave "
             "megatron.order=stored and the sampling chunks."
         )
-    if has_order:
+    if kind is GptNeoxSamples:
         part, samples = _gpt_neox_part(request, tokens, options.length, num_samples)
-        seed = data.data_shuffle_seed
-        return GptNeoxSamples(tokens, options, seed, cache_dir, samples, part)
+        return GptNeoxSamples(tokens, options, data.data_shuffle_seed, cache_dir, samples, part)
     if entry.sampling != CHUNKS:
         return JoinedDocuments(tokens, options, entry.stitch, entry.sampling == "documents_random")
-    if not data.packing or tokens.labels is not None or _are_sequences(tokens, options.length):
+    if kind is DocumentWindows:
         return DocumentWindows(tokens, options, cache_dir)
-    if data.grain_packing_type == "concat_then_split":
+    if kind is ConcatThenSplit:
         return ConcatThenSplit(tokens, options)
     return FirstFitPacking(tokens, options, data.grain_packing_type == "best_fit", cache_dir)
+
+
+def _window_kind(data: DataConfig, are_cut: bool = False) -> type[Windows]:
+    if data.megatron.order == "gpt_neox":
+        return GptNeoxSamples
+    if are_cut or not data.packing:
+        return DocumentWindows
+    return ConcatThenSplit if data.grain_packing_type == "concat_then_split" else FirstFitPacking
 
 
 def _are_sequences(tokens: TokenSplit, length: int) -> bool:

@@ -141,7 +141,7 @@ def _prepare_folder(request: _Request, folder: Path) -> Manifest:
 
 
 def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Manifest]) -> Manifest:
-    """Prepares a dataset, or waits for another process to complete `check`."""
+    """Prepares a dataset, or waits until `check` finds another process's."""
     staging, log = _staging(folder), request.log
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
