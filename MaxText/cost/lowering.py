@@ -8,7 +8,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.config.schema import Config
-from MaxText.growth.resolve import resolve_growth
+from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
@@ -20,7 +20,7 @@ from MaxText.training.state import TrainState
 class LoweredStep(NamedTuple):
     """A train step before compilation."""
 
-    config: Config  # with the score zoom fixed if parameters grow
+    growth: ResolvedGrowth
     model: Model  # with device-dependent choices resolved
     sharding: mesh.ShardingPlan
     state: TrainState
@@ -28,6 +28,10 @@ class LoweredStep(NamedTuple):
     plan: BatchSchedule
     lowered: jax.stages.Lowered
     lines: Sequence[str]  # choices to print
+
+    @property
+    def config(self) -> Config:
+        return self.growth.config
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
@@ -54,7 +58,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     )
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
     lines = [*setup.auto_choices, *resolved.lines]
-    return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)
+    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
