@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 
 class Unequal(NamedTuple):
@@ -53,7 +53,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Conditions = str | Mapping[str, Any]
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """An immutable group of keys for one part of the program.
 
     Unknown fields are refused. ONLY_IF is the default of `only_if` for its keys, except those it
@@ -61,28 +61,25 @@ class Section(BaseModel):
     """
 
     ONLY_IF: ClassVar[Conditions] = {}
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
     def _with_entries(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not any("." in name for name in given):
+        if not isinstance(given, dict):
             return given
-        found = {name: value for name, value in given.items() if "." not in name}
-        for name, value in given.items():
+        found = dict(given)
+        for name in given:
             key, _, entry = name.partition(".")
             if entry:
-                found[key] = {**found.get(key, {}), entry: value}
+                found[key] = {**found.get(key, {}), entry: found.pop(name)}
         return found
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         return self.model_copy(update=dict(values))
 
 
-class Options(BaseModel):
+class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """The value of a key with entries: {entry: value}, or key.entry=value."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields}
@@ -113,11 +110,10 @@ def key(
       only_if_any: Conditions of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
-    facts: dict[str, Any] = {"unit": unit, "only_if": only_if, "only_if_any": only_if_any}
     return Field(
         default,
         description=help,
-        json_schema_extra=facts,
+        json_schema_extra={"unit": unit, "only_if": only_if, "only_if_any": only_if_any},
         validate_default=True,
         **bounds,  # type: ignore[arg-type]
     )
@@ -131,13 +127,11 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in section.__mro__:
-        trees: list[ast.stmt] = []
-        if issubclass(base, Section | Options):
-            # Code without a file has no source, and odd indentation cannot be parsed alone.
-            with contextlib.suppress(OSError, TypeError, SyntaxError):
-                trees = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for tree in trees:
-            assert isinstance(tree, ast.ClassDef)
+        if not issubclass(base, Section | Options):
+            continue
+        # Code without a file has no source, and odd indentation cannot be parsed alone.
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
             for field, below in itertools.pairwise(tree.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
