@@ -17,9 +17,9 @@ program_start.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 USAGE = """

@@ -13,9 +13,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import ProgramOptions
 from MaxText.config.keys import Count, key
 from MaxText.config.loading import Source
-from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import ARGUMENT, YAML_PATH
 
 USAGE = """

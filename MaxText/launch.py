@@ -16,8 +16,8 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import read_options
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import Commands, resolve_run_args, train_command

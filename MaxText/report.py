@@ -15,9 +15,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 

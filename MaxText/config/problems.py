@@ -13,12 +13,15 @@ _MIN_SIMILARITY = 0.6
 class ConfigIssue:
     message: str  # key and what is wrong with it, one sentence
     location: tuple[str, ...] = ()  # the places it was set, for example "command line: steps=x"
-    # labeled lines that help to fix it: accepted values, nearest names, default; none if empty
+    # labeled lines that help to fix it: accepted values, nearest names, default; not empty ones
     context: Sequence[tuple[str, str]] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", tuple(fact for fact in self.context if fact[1]))
+
     def lines(self) -> list[str]:
-        labeled = [*(("set", place) for place in self.location), *self.context]
-        return [self.message, *(f"  {label + ':':<10}{text}" for label, text in labeled if text)]
+        labeled = [("set", place) for place in self.location] + list(self.context)
+        return [self.message, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
 
 class ConfigurationError(UserError):

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
+from MaxText.config.command_line import ProgramOptions
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.keys import Natural, Parser, key
 from MaxText.config.loading import load
-from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
