@@ -348,11 +348,10 @@ def _option_value(remaining: list[str], index: int) -> str:
 
 
 def _known(name: str) -> Key:
-    keys = all_keys()
     name, _ = split_entry(ALIASES.get(name, name))
-    if name in keys:
-        return keys[name]
-    raise ConfigurationError([unknown_key(name)])
+    if name not in all_keys():
+        raise ConfigurationError([unknown_key(name)])
+    return all_keys()[name]
 
 
 def _help(program: str, usage: str) -> str:

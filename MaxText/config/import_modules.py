@@ -45,7 +45,7 @@ def collect(
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
     collected = sources.collect(arguments, overrides, own)
-    collected.notices += _changes(collected.imported, "the configuration")
+    collected.notices += changes({sources.IMPORTED: collected.imported}, "the configuration")
     return collected
 
 
@@ -79,14 +79,14 @@ def check_named(config_flat: Mapping[str, Any], place: str) -> None:
 
 
 def _import(name: str, place: str) -> ConfigIssue | None:
+    if name.endswith(".py") and not Path(name).is_file():
+        where = "neither in the current folder nor in that of the config file"
+        return ConfigIssue(f"{KEY}: there is no file {name}, {where}", (place,))
     before = registry.registrations()
     try:
         _load(name)
     except (Exception, SystemExit) as error:  # a module of the user's can raise anything
         registry.keep_only(before)
-        if isinstance(error, FileNotFoundError) and error.filename == name:
-            where = "neither in the current folder nor in that of the config file"
-            return ConfigIssue(f"{KEY}: there is no file {name}, {where}", (place,))
         if isinstance(error, registry.RegistrationError):
             return ConfigIssue(f"{KEY}: {name}: {error}", (place,))
         what, *_ = str(error).strip().splitlines() or [""]
@@ -118,8 +118,6 @@ def _load(name: str) -> None:
     is_new = False
     if name.endswith(".py"):
         path = Path(name).resolve()
-        if not path.is_file():
-            raise FileNotFoundError(0, "no file", name)
         # Other files have the same stem.
         folder = hashlib.sha256(bytes(path.parent)).hexdigest()[:8]
         spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
@@ -151,12 +149,9 @@ def imported(names: Sequence[str]) -> dict[str, str]:
     return {name: _hashes[_names[name]] for name in names if name in _names}
 
 
-def changes(metadata: Mapping[str, Any]) -> list[str]:
-    """Returns a warning for each module changed since the checkpoint."""
-    return _changes(metadata.get(sources.IMPORTED) or {}, "the checkpoint")
-
-
-def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
+def changes(metadata: Mapping[str, Any], what: str = "the checkpoint") -> list[str]:
+    """Returns a warning for each module changed since `what` was saved."""
+    recorded = metadata.get(sources.IMPORTED) or {}
     return [
         f"warning: {name} has changed since {what} was saved"
         for name, digest in recorded.items()
