@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Unequal(NamedTuple):
@@ -53,7 +53,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Conditions = str | Mapping[str, Any]
 
 
-class Section(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
+class Section(BaseModel):
     """An immutable group of keys for one part of the program.
 
     Unknown fields are refused. ONLY_IF is the default of `only_if` for its keys, except those it
@@ -61,6 +61,7 @@ class Section(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """
 
     ONLY_IF: ClassVar[Conditions] = {}
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod
@@ -78,8 +79,10 @@ class Section(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
         return self.model_copy(update=dict(values))
 
 
-class Options(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
+class Options(BaseModel):
     """The value of a key with entries: {entry: value}, or key.entry=value."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in type(self).model_fields}
@@ -110,10 +113,11 @@ def key(
       only_if_any: Conditions of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
+    facts: dict[str, Any] = {"unit": unit, "only_if": only_if, "only_if_any": only_if_any}
     return Field(
         default,
         description=help,
-        json_schema_extra={"unit": unit, "only_if": only_if, "only_if_any": only_if_any},
+        json_schema_extra=facts,
         validate_default=True,
         **bounds,  # type: ignore[arg-type]
     )
