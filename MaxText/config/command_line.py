@@ -1,4 +1,4 @@
-"""Command lines of all programs: options, help, --show-config, --why, mistakes.
+"""Command lines of all programs: options, help, --show-config, --why.
 
 A program declares options of its own, such as hardware= of plan.py, as a Section, whose class is
 also their help. They are typed like keys: name=value, --name=value, --name value, or --name alone
