@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -17,9 +16,9 @@ program_start.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 USAGE = """
@@ -37,10 +36,9 @@ MODULE is a module or the path of a .py file; without CLASS all of its parts are
 those of train.py. Exits with 1 if a check fails.
 """
 
-_DEVICES = 8
 # Compiles fast, not well.
 _FLAGS = (
-    f"--xla_force_host_platform_device_count={_DEVICES} --xla_backend_optimization_level=0 "
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true"
 )
 

@@ -4,7 +4,6 @@ import functools
 import sys
 from pathlib import Path
 
-# The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 

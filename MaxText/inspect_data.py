@@ -4,7 +4,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -13,9 +12,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import ProgramOptions
 from MaxText.config.keys import Count, key
 from MaxText.config.loading import Source
-from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import ARGUMENT, YAML_PATH
 
 USAGE = """

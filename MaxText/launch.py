@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -16,11 +15,11 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import read_options
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import Commands, resolve_run_args, train_command
+from MaxText.launchers.commands import TRAIN_COMMAND, Commands, resolve_run_args
 from MaxText.launchers.slurm import SlurmOptions
 from MaxText.launchers.supervision import LocalOptions
 from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
@@ -37,8 +36,7 @@ Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
 docs/reference/exit_codes.md."""
 
 PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
-ACTIONS = ("create", "queue", "copy", "setup", "run", "logs", "status", "stop", "delete",
-           "delete-queued")  # fmt: skip
+ACTIONS = tuple(name.replace("_", "-") for name in vars(TpuVm) if not name.startswith("_"))
 _ANY = "|".join(ACTIONS)
 # Place -> its operands, for messages and as a pattern.
 OPERANDS = {
@@ -57,8 +55,7 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
     """
     place, *rest = arguments or [""]
     if place not in PLACES:
-        known = ", ".join(PLACES)
-        what = f"the first word is {place!r} and not one of {known}"
+        what = f"the first word is {place!r} and not one of {', '.join(PLACES)}"
         raise ConfigurationError([ConfigIssue(what)])
     options, words = read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
@@ -91,7 +88,7 @@ def main() -> int:
 
 def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     run, number = resolve_run_args(train_args), int(operands[0])
-    command = [*train_command(), *run.arguments]
+    command = [*TRAIN_COMMAND, *run.arguments]
     if options.dry_run:
         commands, port = Commands(log, dry_run=True), supervision.free_port()
         for process in range(number):

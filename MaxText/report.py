@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-# The script's own folder comes first on the path; its parent gives every module one name.
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -15,9 +14,9 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.errors import UserError
 
 

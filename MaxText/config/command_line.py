@@ -1,4 +1,9 @@
-"""Command lines of all programs: help, --show-config, --why, and mistakes."""
+"""Command lines of all programs: options, help, --show-config, --why.
+
+A program declares options of its own, such as hardware= of plan.py, as a Section, whose class is
+also their help. They are typed like keys: name=value, --name=value, --name value, or --name alone
+for a switch.
+"""
 
 import contextlib
 import io
@@ -6,18 +11,144 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
-from MaxText.config.loading import LoadedConfig, format_accepted, load, merge, unknown_key
-from MaxText.config.maxtext_keys import ALIASES
-from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import OptionsT, ProgramOptions, Words, describe, read_options
-from MaxText.config.schema import Key, all_keys, flatten, keys_by_section, keys_of, split_entry
-from MaxText.config.sources import Source
+from MaxText.config.keys import Section
+from MaxText.config.loading import (
+    LoadedConfig,
+    converted_value,
+    format_accepted,
+    load,
+    merge,
+    unknown_key,
+)
+from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
+from MaxText.config.schema import (
+    Key,
+    all_keys,
+    all_names,
+    flatten,
+    keys_by_section,
+    keys_of,
+    split_entry,
+)
+from MaxText.config.sources import ARGUMENT, YAML_PATH, Source, print_notices
 from MaxText.errors import UserError
+
+
+class ProgramOptions(Section):
+    """Options of one program.
+
+    `from_` is typed from=. REQUIRED options have no default. RENAMED maps old names to new ones.
+    """
+
+    REQUIRED: ClassVar[tuple[str, ...]] = ()
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+
+
+OptionsT = TypeVar("OptionsT", bound=ProgramOptions)
+
+
+class Words(NamedTuple):
+    """The rest of a command line, sorted by kind."""
+
+    given: tuple[str, ...]  # names of the program's own options
+    files: list[str]  # YAML files
+    keys: list[str]  # key=value of the configuration
+    others: list[str]
+    problems: list[ConfigIssue]
+
+    @property
+    def configuration(self) -> list[str]:
+        return [*self.files, *self.others, *self.keys]
+
+    def check(self) -> None:
+        if self.problems:
+            raise ConfigurationError(self.problems)
+
+
+def read_options(
+    kind: type[OptionsT],
+    arguments: Sequence[str],
+    *,
+    takes_keys: bool = True,
+    requires: bool = True,
+) -> tuple[OptionsT, Words]:
+    """Takes a program's own options out of a command line.
+
+    Those with a problem have their default. `takes_keys`: other key=value are those of a
+    configuration, which judges them. `requires`: a missing option is a problem.
+    """
+    options = {name.rstrip("_"): key for name, key in keys_of(kind).items()}
+    switches = [name for name, key in options.items() if key.annotation is bool]
+    words = Words((), [], [], [], [])
+    found: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    for argument in sources.without_dashes(arguments, switches):
+        match = ARGUMENT.fullmatch(argument)
+        name, text = match.groups() if match else ("", "")
+        if name in kind.RENAMED:
+            name, old = kind.RENAMED[name], name
+            print_notices([f"note: {old}= is now {name}="])
+        if name in options:
+            option, earlier = options[name], found.get(options[name].name)
+            adds = option.parser is not None and option.parser.adds
+            if texts.setdefault(name, text) != text and not adds:
+                print_notices([f"note: {name} is given twice: {name}={text} wins"])
+            try:
+                value = converted_value(text if option.parser else values.from_text(text), option)
+                found[option.name] = earlier + value if adds and earlier else value
+            except ValueError as error:
+                nearest = nearest_fact(text, filter(None, option.choices))
+                facts = ("accepted", format_accepted(option)), nearest
+                place = f"command line, {name}={text}"
+                words.problems.append(ConfigIssue(f"{name}: {error}", (place,), facts))
+        elif problem := _unknown_option(name, argument, options, takes_keys):
+            words.problems.append(problem)
+        elif match:
+            words.keys.append(argument)
+        else:
+            (words.files if YAML_PATH.fullmatch(argument) else words.others).append(argument)
+    for name in kind.REQUIRED:
+        if requires and not texts.get(name):
+            fact = ("accepted", options[name].help)
+            words.problems.append(ConfigIssue(f"{name}= is missing", context=(fact,)))
+    given = tuple(name.rstrip("_") for name in found)
+    return kind(**found), words._replace(given=given)
+
+
+def _unknown_option(
+    name: str, argument: str, options: dict[str, Key], takes_keys: bool
+) -> ConfigIssue | None:
+    if not name and not argument.startswith("-"):
+        return None
+    if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):
+        return None
+    word = name or argument.lstrip("-")
+    close = close_matches(word, {**options, **dict.fromkeys(all_names() if takes_keys else ())})
+    if takes_keys and (not close or close[0] not in options):
+        return None
+    what = "neither an option of this program nor a key" if takes_keys else "no option"
+    fact = ("nearest" if close else "options", ", ".join(f"{one}=..." for one in close or options))
+    return ConfigIssue(f"{word}: {what}", (f"command line, {argument}",), (fact,))
+
+
+def describe(kind: type[ProgramOptions]) -> str:
+    lines = [(kind.__doc__ or "").strip(), ""]
+    for name, option in keys_of(kind).items():
+        choices = "|".join(str(choice) for choice in option.choices if choice)
+        value = choices if 0 < len(choices) < 16 else option.unit.upper() or "VALUE"
+        head = f"--{name}" if option.annotation is bool else f"{name.rstrip('_')}={value}"
+        lines += textwrap.wrap(
+            f"{head:<23} {option.help}", 98, initial_indent="  ", subsequent_indent=" " * 26
+        )
+    return "\n".join(lines)
+
 
 _OPTIONS = """
 options:
@@ -30,7 +161,6 @@ Values come, last wins, from: the schema's defaults, configs/decoder_blocks/<dec
 base_config files, the config file, configs/models/<model_name>.yml, keys in the file that sets
 model_name, environment variables M_<KEY>, key=value arguments.
 """
-
 
 QUESTIONS = ("-h", "--help", "--show-config", "--why", "--from-maxtext")
 Load = Callable[..., LoadedConfig]
@@ -55,7 +185,7 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 
 def parse_with_options(
-    program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT], load: Load = load
+    program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT]
 ) -> tuple[LoadedConfig, OptionsT, Words]:
     found: list[Any] = []
 
@@ -177,7 +307,7 @@ def _discard_stdout() -> None:
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     with contextlib.suppress(UserError):  # the configuration's own mistakes are reported later
         rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
-        import_modules.collect(rest, {}, os.environ)  # its parts have keys
+        import_modules.collect(rest)  # its parts have keys
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
             name = _option_value(remaining, index)
@@ -218,11 +348,10 @@ def _option_value(remaining: list[str], index: int) -> str:
 
 
 def _known(name: str) -> Key:
-    keys = all_keys()
     name, _ = split_entry(ALIASES.get(name, name))
-    if name in keys:
-        return keys[name]
-    raise ConfigurationError([unknown_key(name)])
+    if name not in all_keys():
+        raise ConfigurationError([unknown_key(name)])
+    return all_keys()[name]
 
 
 def _help(program: str, usage: str) -> str:
@@ -245,8 +374,8 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
         key.name,
         f"  {key.help}",
         f"  read by:  {'.'.join(key.section)} ({key.title.rstrip('.')})",
+        f"  accepted: {format_accepted(key)}",
     ]
-    lines.append(f"  accepted: {format_accepted(key)}")
     facts: list[tuple[str, str]] = [("unit", key.unit), ("default", values.to_yaml(key.default))]
     facts += [("only if", key.condition_text(group)) for group in key.conditions]
     lines += [f"  {label + ':':<10}{text}" for label, text in facts if text]
@@ -264,11 +393,9 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
 
 
 def _show_config(loaded: LoadedConfig) -> str:
-    def comment(key: Key) -> str:
-        origin = loaded.origins[key.name]
-        return "" if origin.source is Source.DEFAULT else origin.place
-
-    return serialization.resolved_yaml(loaded.config, comment)
+    origins = loaded.origins.items()
+    comments = {name: one.place for name, one in origins if one.source is not Source.DEFAULT}
+    return serialization.resolved_yaml(loaded.config, comments)
 
 
 def _maxtext_report(path: str) -> str:

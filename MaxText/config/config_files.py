@@ -25,8 +25,8 @@ DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 
 _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 
-# What may stand before "configs/" in a path for it to mean the shipped configs.
-_BEFORE_CONFIGS = {".", "..", "MaxText", "maxtext", "src"}
+# What may stand in a path up to its first "configs/" for it to mean the shipped configs.
+_BEFORE_CONFIGS = {"..", "MaxText", "maxtext", "src", "configs"}
 
 
 class Source(enum.Enum):
@@ -84,12 +84,6 @@ class Setting:
         return f"{self.origin.place}, {self.written}{between}{raw}"
 
 
-class ConfigFileError(ConfigurationError):
-    def __init__(self, problem: ConfigIssue):
-        super().__init__([problem])
-        self.problem = problem
-
-
 def short_path(path: Path) -> str:
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
@@ -137,7 +131,7 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
         except OSError as error:  # a name that is too long, a folder that may not be searched
             shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
             what = f"config file {shown!r} cannot be looked for: {error.strerror}"
-            raise ConfigFileError(ConfigIssue(what)) from error
+            raise ConfigurationError([ConfigIssue(what)]) from error
     known = shipped_names()
     same_name = [path for path in known if Path(path).name == str(given)]
     if len(same_name) == 1:
@@ -146,19 +140,16 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
     short = {Path(path).name: path for path in known}
     close = (f"configs/{short[found]}" for found in close_matches(given.name, short))
     facts = searched, ("nearest", ", ".join(close))
-    raise ConfigFileError(ConfigIssue(f"config file {str(name)!r} not found", context=facts))
+    raise ConfigurationError([ConfigIssue(f"config file {str(name)!r} not found", context=facts)])
 
 
 def _inside_shipped(given: Path) -> Path | None:
-    if given.is_absolute():
-        if not given.is_relative_to(REPOSITORY):
-            return None
+    if given.is_relative_to(REPOSITORY):
         given = given.relative_to(REPOSITORY)
     parts = given.parts
-    if "configs" in parts:
-        place = parts.index("configs")
-        return Path(*parts[place + 1 :]) if set(parts[:place]) <= _BEFORE_CONFIGS else None
-    return given
+    inside = parts.index("configs") + 1 if "configs" in parts else 0
+    is_shipped = not given.is_absolute() and set(parts[:inside]) <= _BEFORE_CONFIGS
+    return Path(*parts[inside:]) if is_shipped else None
 
 
 def read(
@@ -168,20 +159,22 @@ def read(
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
-            raise ConfigFileError(ConfigIssue(what))
+            raise ConfigurationError([ConfigIssue(what)])
         text = path.read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigFileError(ConfigIssue(f"{short_path(path)} cannot be read: {error}")) from error
+        raise ConfigurationError(
+            [ConfigIssue(f"{short_path(path)} cannot be read: {error}")]
+        ) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)
         reason = getattr(error, "problem", None) or str(error)
-        raise ConfigFileError(ConfigIssue(f"{place} is not valid YAML: {reason}")) from error
+        raise ConfigurationError([ConfigIssue(f"{place} is not valid YAML: {reason}")]) from error
     if root is None:
         return [], []
     if not isinstance(root, yaml.MappingNode):
-        raise ConfigFileError(ConfigIssue(f"{short_path(path)} holds no `key: value` lines"))
+        raise ConfigurationError([ConfigIssue(f"{short_path(path)} holds no `key: value` lines")])
     entries: list[Setting] = []
     problems: list[ConfigIssue] = []
     first_line: dict[str, int] = {}

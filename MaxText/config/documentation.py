@@ -103,8 +103,7 @@ def _row(key: Key) -> str:
         accepted = accepted.replace(words, short)
     accepted = accepted.removeprefix("one of ")
     accepted += f" ({key.unit})" if key.unit else ""
-    condition = _condition(key) if key.conditions else ""
-    cells = [f"`{key.name}`", default, accepted, key.help, condition]
+    cells = [f"`{key.name}`", default, accepted, key.help, _condition(key)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -7,7 +7,6 @@ they passed, never because a checkpoint or a dataset names it.
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +25,7 @@ _hashes: dict[str, str] = {}  # name of a module -> SHA-256 of the source that w
 
 def collect(
     arguments: Sequence[str],
-    overrides: Mapping[str, Any],
-    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] = {},
     own: CheckpointConfig | None = None,
 ) -> CollectedSettings:
     """Imports the modules named by the settings, then calls sources.collect.
@@ -35,7 +33,7 @@ def collect(
     Raises ConfigurationError for one that cannot be imported. One that was imported before and has
     not changed stays.
     """
-    collected = sources.collect(arguments, overrides, environment, own)
+    collected = sources.collect(arguments, overrides, own)
     setting = collected.last(KEY)
     if setting is None:
         return collected
@@ -46,15 +44,18 @@ def collect(
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
-    collected = sources.collect(arguments, overrides, environment, own)
-    collected.notices += _changes(collected.imported, "the configuration")
+    collected = sources.collect(arguments, overrides, own)
+    collected.notices += changes({sources.IMPORTED: collected.imported}, "the configuration")
     return collected
 
 
 def names_in(setting: Setting) -> tuple[str, ...]:
     """Returns the modules in `import_modules`; files from the current folder."""
     next_to = setting.origin.file.parent if setting.origin.file else None
-    names = values.convert(as_list(setting.value), tuple[str, ...])
+    value = setting.value
+    if isinstance(value, str) and value and not values.is_null(value):
+        value = [value]
+    names = values.convert(value, tuple[str, ...])
     return tuple(_from_here(name, next_to) if name.endswith(".py") else name for name in names)
 
 
@@ -68,10 +69,6 @@ def _from_here(name: str, next_to: Path | None) -> str:
     return name
 
 
-def as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) and value and not values.is_null(value) else value
-
-
 def check_named(config_flat: Mapping[str, Any], place: str) -> None:
     """Raises ConfigurationError if a checkpoint's modules are not imported."""
     names = config_flat.get(KEY) or ()
@@ -82,19 +79,19 @@ def check_named(config_flat: Mapping[str, Any], place: str) -> None:
 
 
 def _import(name: str, place: str) -> ConfigIssue | None:
+    if name.endswith(".py") and not Path(name).is_file():
+        where = "neither in the current folder nor in that of the config file"
+        return ConfigIssue(f"{KEY}: there is no file {name}, {where}", (place,))
     before = registry.registrations()
     try:
         _load(name)
     except (Exception, SystemExit) as error:  # a module of the user's can raise anything
         registry.keep_only(before)
-        if isinstance(error, FileNotFoundError) and error.filename == name:
-            where = "neither in the current folder nor in that of the config file"
-            return ConfigIssue(f"{KEY}: there is no file {name}, {where}", (place,))
         if isinstance(error, registry.RegistrationError):
             return ConfigIssue(f"{KEY}: {name}: {error}", (place,))
         what, *_ = str(error).strip().splitlines() or [""]
-        facts = tuple(("raised", line) for line in _last_line(error))
         what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+        facts = (("raised", _last_line(error)),)
         return ConfigIssue(f"{KEY}: {name} cannot be imported: {what}", (place,), facts)
     return None
 
@@ -106,14 +103,14 @@ def forget(parts: Sequence[registry.Registration]) -> None:
     _hashes.clear()
 
 
-def _last_line(error: BaseException) -> tuple[str, ...]:
+def _last_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
-        return (f"{config_files.short_path(Path(error.filename))}:{error.lineno}",)
+        return f"{config_files.short_path(Path(error.filename))}:{error.lineno}"
     others = (str(Path(__file__).resolve().parents[1]), sys.prefix, sys.base_prefix, "<")
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(others):
-            return (f"{config_files.short_path(Path(frame.filename))}:{frame.lineno}",)
-    return ()
+            return f"{config_files.short_path(Path(frame.filename))}:{frame.lineno}"
+    return ""
 
 
 def _load(name: str) -> None:
@@ -121,8 +118,6 @@ def _load(name: str) -> None:
     is_new = False
     if name.endswith(".py"):
         path = Path(name).resolve()
-        if not path.is_file():
-            raise FileNotFoundError(0, "no file", name)
         # Other files have the same stem.
         folder = hashlib.sha256(bytes(path.parent)).hexdigest()[:8]
         spec = importlib.util.spec_from_file_location(f"maxtext_parts_{folder}_{path.stem}", path)
@@ -154,12 +149,9 @@ def imported(names: Sequence[str]) -> dict[str, str]:
     return {name: _hashes[_names[name]] for name in names if name in _names}
 
 
-def changes(metadata: Mapping[str, Any]) -> list[str]:
-    """Returns a warning for each module changed since the checkpoint."""
-    return _changes(metadata.get(sources.IMPORTED) or {}, "the checkpoint")
-
-
-def _changes(recorded: Mapping[str, str], what: str) -> list[str]:
+def changes(metadata: Mapping[str, Any], what: str = "the checkpoint") -> list[str]:
+    """Returns a warning for each module changed since `what` was saved."""
+    recorded = metadata.get(sources.IMPORTED) or {}
     return [
         f"warning: {name} has changed since {what} was saved"
         for name, digest in recorded.items()

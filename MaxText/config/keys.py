@@ -66,13 +66,13 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _with_entries(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or not any("." in name for name in given):
+        if not isinstance(given, dict):
             return given
-        found = {name: value for name, value in given.items() if "." not in name}
-        for name, value in given.items():
+        found = dict(given)
+        for name in given:
             key, _, entry = name.partition(".")
             if entry:
-                found[key] = {**found.get(key, {}), entry: value}
+                found[key] = {**found.get(key, {}), entry: found.pop(name)}
         return found
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
@@ -131,13 +131,11 @@ def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for base in section.__mro__:
-        trees: list[ast.stmt] = []
-        if issubclass(base, Section | Options):
-            # Code without a file has no source, and odd indentation cannot be parsed alone.
-            with contextlib.suppress(OSError, TypeError, SyntaxError):
-                trees = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for tree in trees:
-            assert isinstance(tree, ast.ClassDef)
+        if not issubclass(base, Section | Options):
+            continue
+        # Code without a file has no source, and odd indentation cannot be parsed alone.
+        with contextlib.suppress(OSError, TypeError, SyntaxError):
+            tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
             for field, below in itertools.pairwise(tree.body):
                 match field, below:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
-from MaxText.config import values
+from MaxText.config.values import InvalidValueError, format_value, is_null
 
 _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
 _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
@@ -35,29 +35,27 @@ def _hashable(value: Any) -> Any:
 
 def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
     """Parses {letter: {key: value}}; `convert` raises KeyError for others."""
-    if values.is_null(value) or value in ((), []):
+    if is_null(value) or value in ((), []):
         return LayerKinds()
     if isinstance(value, LayerKinds):
         return value
     if not isinstance(value, dict):
-        what = f"{values.format_value(value)} is not {{letter: {{key: value}}}}"
-        raise values.InvalidValueError(what)
+        raise InvalidValueError(f"{format_value(value)} is not {{letter: {{key: value}}}}")
     kinds = []
     for letter, keys in value.items():
         if len(str(letter)) != 1 or str(letter) in "() ":
-            raise values.InvalidValueError(f"{values.format_value(letter)} is not one letter")
+            raise InvalidValueError(f"{format_value(letter)} is not one letter")
         if not isinstance(keys, dict):
-            what = f"{letter}: {values.format_value(keys)} is not {{key: value}}"
-            raise values.InvalidValueError(what)
+            raise InvalidValueError(f"{letter}: {format_value(keys)} is not {{key: value}}")
         typed = []
         for name, given in _with_entries(keys):
             try:
                 typed.append((name, convert(name, given)))
             except KeyError:
                 what = f"{letter}: {name} is not a key of a layer's parts"
-                raise values.InvalidValueError(what) from None
-            except values.InvalidValueError as error:
-                raise values.InvalidValueError(f"{letter}: {name}: {error}") from None
+                raise InvalidValueError(what) from None
+            except InvalidValueError as error:
+                raise InvalidValueError(f"{letter}: {name}: {error}") from None
         kinds.append((str(letter), tuple(typed)))
     return LayerKinds(kinds)
 

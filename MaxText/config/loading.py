@@ -58,7 +58,7 @@ def load(
       for_compare: Leave `sweep:` and `stages:` of a file to the caller instead of refusing them.
       own: Configuration that weights record, below a config file.
     """
-    collected = import_modules.collect(arguments, {}, os.environ, own)
+    collected = import_modules.collect(arguments, own=own)
     if for_compare:
         collected.sweep_blocks = {}
     return _resolve(collected, program)
@@ -67,7 +67,7 @@ def load(
 def load_config(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """Returns the configuration of a file and Python values, as `load`."""
     arguments = [] if config_file is None else [str(config_file)]
-    return _resolve(import_modules.collect(arguments, overrides, os.environ), None).config
+    return _resolve(import_modules.collect(arguments, overrides), None).config
 
 
 class _Merged(NamedTuple):

@@ -45,17 +45,14 @@ class KeyMapping(NamedTuple):
         return f"has no effect here: {self.why}"
 
 
-def _read() -> dict[str, Any]:
-    tables = resources.files("MaxText.config") / "maxtext_keys.yml"
-    text = tables.read_text(encoding="utf-8")
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-
-
 def _unsupported(row: dict[str, Any]) -> UnsupportedKey:
     return UnsupportedKey(row["why"], row.get("use", ""), row.get("accepts", "off"))
 
 
-_TABLES = _read()
+_TABLES = yaml.load(
+    (resources.files("MaxText.config") / "maxtext_keys.yml").read_text(encoding="utf-8"),
+    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+)
 # Old name -> key here, where both mean exactly the same.
 ALIASES: dict[str, str] = _TABLES["aliases"]
 UNSUPPORTED = {key: _unsupported(row) for row in _TABLES["absent"] for key in row["keys"]}

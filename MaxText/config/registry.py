@@ -6,7 +6,7 @@ The generated layers/built_in.yml lists built-in parts, which are thus known wit
 
 import dataclasses
 import functools
-import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -71,12 +71,7 @@ class Registration:
         return self.target is given
 
     def load(self) -> Any:
-        return _imported(self.target) if isinstance(self.target, str) else self.target
-
-
-def _imported(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
+        return pkgutil.resolve_name(self.target) if self.is_built_in else self.target
 
 
 class Name:
@@ -92,16 +87,11 @@ class Name:
 
 
 _registered: dict[tuple[str, str], Registration] = {}
-_changed: list[Callable[[], None]] = []
-
-
-def on_change(forget: Callable[[], None]) -> None:
-    """Registers a callback for new parts, to invalidate derived data."""
-    _changed.append(forget)
+on_change: list[Callable[[], None]] = []  # what forgets data derived from the parts
 
 
 def _notify() -> None:
-    for forget_derived in _changed:
+    for forget_derived in on_change:
         forget_derived()
 
 
@@ -158,7 +148,7 @@ def _load_built_in() -> None:
     for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
         for name, text in targets.items():
             target, *more = text.split()
-            [section] = [_imported(word) for word in more if ":" in word] or [None]
+            [section] = [pkgutil.resolve_name(word) for word in more if ":" in word] or [None]
             _registered[kind, name] = Registration(
                 kind, name, target, section, str(BUILT_IN), is_unrolled="unrolled" in more
             )

@@ -99,15 +99,14 @@ class Key:
     @property
     def choices(self) -> tuple[Any, ...]:
         """Values of a Literal key, or of the elements of a list of Literals."""
-        return tuple(_choices(self.annotation))
+        return _choices(self.annotation)
 
 
-def _choices(annotation: Any) -> Iterator[Any]:
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    parts = get_args(annotation)
     if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-        return
-    for part in get_args(annotation):
-        yield from _choices(part)
+        return parts
+    return tuple(choice for part in parts for choice in _choices(part))
 
 
 def _key(
@@ -173,7 +172,7 @@ def all_keys() -> dict[str, Key]:
     return keys
 
 
-on_change(all_keys.cache_clear)
+on_change.append(all_keys.cache_clear)
 
 
 def keys_of(section: type[Section]) -> dict[str, Key]:
@@ -216,11 +215,9 @@ def keys_of_layers() -> dict[str, Key]:
 
 
 def _is_of_layer(key: Key) -> bool:
-    if key.name in _ALSO_OF_LAYERS:
-        return True
-    if key.section[:2] == ("model", "parts"):
-        return key.section[2].partition(".")[0] in _PARTS_OF_LAYERS
-    return key.section[:1] == ("model",) and key.section[1] in _OF_LAYERS
+    section, is_part, _ = key.section[-1].partition(".")
+    is_listed = section in (_PARTS_OF_LAYERS if is_part else _OF_LAYERS)
+    return key.name in _ALSO_OF_LAYERS or (key.section[0] == "model" and is_listed)
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:
@@ -235,8 +232,7 @@ def flatten(config: Config) -> dict[str, Any]:
     for key in all_keys().values():
         section: Any = config
         for name in key.section:
-            is_parts = isinstance(section, Parts)
-            section = section.named(name) if is_parts else getattr(section, name)
+            section = section.named(name) if isinstance(section, Parts) else getattr(section, name)
         value = getattr(section, key.name)
         flat[key.name] = value.as_dict() if hasattr(value, "as_dict") else value
     return flat

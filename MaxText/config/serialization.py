@@ -1,6 +1,6 @@
 """Resolved configurations as flat YAML, and their differences."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from MaxText.config import import_modules
@@ -9,7 +9,6 @@ from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
 from MaxText.config.schema import (
     SCHEMA_VERSION,
     Config,
-    Key,
     all_keys,
     flatten,
     keys_by_section,
@@ -23,7 +22,7 @@ _LINE = 100
 
 
 def resolved_yaml(
-    config: Config, comment: Callable[[Key], str] = lambda key: "", omitted: Collection[str] = ()
+    config: Config, comments: Mapping[str, str] = {}, omitted: Collection[str] = ()
 ) -> str:
     """Returns keys but `omitted` by section, with comments at line ends.
 
@@ -33,11 +32,11 @@ def resolved_yaml(
     head = [f"schema_version: {SCHEMA_VERSION}"]
     if modules := import_modules.imported(config.run.import_modules):
         head += entry_lines(IMPORTED, modules)
-    return section_lines(head, values, comment)
+    return section_lines(head, values, comments)
 
 
 def section_lines(
-    head: Sequence[str], values: Mapping[str, Any], comment: Callable[[Key], str] = lambda key: ""
+    head: Sequence[str], values: Mapping[str, Any], comments: Mapping[str, str] = {}
 ) -> str:
     """Returns a YAML file of some keys by section, after its first lines."""
     lines = [*head]
@@ -46,7 +45,7 @@ def section_lines(
             line
             for key in keys
             if key.name in values
-            for line in entry_lines(key.name, values[key.name], comment(key))
+            for line in entry_lines(key.name, values[key.name], comments.get(key.name, ""))
         ]
         lines += ["", f"# {'.'.join(section)}", *entries] if entries else []
     return "\n".join(lines) + "\n"

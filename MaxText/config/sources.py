@@ -6,12 +6,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from MaxText.config import config_files, values
-from MaxText.config.config_files import ConfigFileError, Origin, Setting, Source, short_path
+from MaxText.config.config_files import Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
-from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.schema import SCHEMA_VERSION, all_keys, split_entry
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
@@ -30,8 +30,7 @@ _NUMBER = re.compile(r"-\d.*", re.DOTALL)
 YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(NamedTuple):
     """The configuration of recorded weights, in place of a config file."""
 
     values: Mapping[str, Any]  # by key
@@ -56,8 +55,7 @@ class CollectedSettings:
 
 def collect(
     arguments: Sequence[str],
-    overrides: Mapping[str, Any],
-    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] = {},
     own: CheckpointConfig | None = None,
 ) -> CollectedSettings:
     """Collects the settings of all sources.
@@ -73,18 +71,17 @@ def collect(
         result.settings += distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
     typed += distinct(_python_settings(overrides, Source.ARGUMENT), result)
-    environment_settings = _read_environment(environment, result)
+    environment_settings = _read_environment(result)
     for path in paths:
         try:
             result.config_path = config_files.find_config(path)
             result.settings += _read_chain(result.config_path, Source.CONFIG_FILE, result)
-        except ConfigFileError as error:
-            result.problems.append(error.problem)
+        except ConfigurationError as error:
+            result.problems += error.problems
             result.is_file_missing = True
 
-    upper = environment_settings + typed
     place = len(result.settings)
-    result.settings += upper
+    result.settings += environment_settings + typed
     preset = _read_named("model_name", config_files.MODELS, Source.PRESET, result)
     named = result.last("model_name")
     if preset and named is not None and named.origin.file is not None:
@@ -148,10 +145,10 @@ def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> li
     return joined
 
 
-def _read_environment(environment: Mapping[str, str], result: CollectedSettings) -> list[Setting]:
+def _read_environment(result: CollectedSettings) -> list[Setting]:
     by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
     settings = []
-    for variable, text in sorted(environment.items()):
+    for variable, text in sorted(os.environ.items()):
         if not variable.startswith("M_"):
             continue
         if name := by_variable.get(variable):
@@ -166,7 +163,7 @@ def _read_environment(environment: Mapping[str, str], result: CollectedSettings)
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    chain: list[list[Setting]] = []
+    found: list[Setting] = []
     seen: list[Path] = []
     here = layer
     while True:
@@ -184,7 +181,7 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             for entry in entries
             if entry.name not in FILE_KEYS
         ]
-        chain.append(distinct(settings, result))
+        found[:0] = distinct(settings, result)
         blocks = {name: entry for name, entry in special.items() if name in SWEEP_KEYS}
         result.sweep_blocks = blocks | result.sweep_blocks
         base = special.get("base_config")
@@ -193,17 +190,18 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
         try:
             if not isinstance(base.value, str):
                 what = f"base_config: {base.origin.raw} is not the path of one YAML file"
-                raise ConfigFileError(ConfigIssue(what))
+                raise ConfigurationError([ConfigIssue(what)])
             path = config_files.find_config(base.value, next_to=path.parent)
             if path in seen:
                 way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
-                raise ConfigFileError(ConfigIssue(f"base_config: files refer to each other: {way}"))
-        except ConfigFileError as error:
-            result.problems.append(dataclasses.replace(error.problem, location=(base.place,)))
+                what = f"base_config: files refer to each other: {way}"
+                raise ConfigurationError([ConfigIssue(what)])
+        except ConfigurationError as error:
+            result.problems.append(dataclasses.replace(error.problems[0], location=(base.place,)))
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
-    return [setting for settings in reversed(chain) for setting in settings]
+    return found
 
 
 def _check_version(entry: Setting, result: CollectedSettings) -> None:
@@ -237,10 +235,10 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         if is_path:
             file = config_files.find_config(chosen, origin.file.parent if origin.file else None)
         settings = _read_chain(file, layer, result)
-    except ConfigFileError as error:
+    except ConfigurationError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
         if not is_saved:
-            result.problems.append(dataclasses.replace(error.problem, location=place))
+            result.problems.append(dataclasses.replace(error.problems[0], location=place))
         return []
     kept = []
     for inner in settings:

@@ -101,18 +101,14 @@ def _convert_union(value: Any, parts: tuple[Any, ...]) -> Any:
         return None
     for part in parts:
         if part is not type(None):
-            try:
+            with contextlib.suppress(InvalidValueError):
                 return convert(value, part)
-            except InvalidValueError:
-                continue
     raise InvalidValueError(f"{format_value(value)} is not {type_name(Union[parts])}")  # noqa: UP007
 
 
 def _convert_choice(value: Any, choices: tuple[Any, ...]) -> Any:
     if is_null(value):
-        for nothing in ("none", ""):
-            if nothing in choices:
-                return nothing
+        value = next((nothing for nothing in ("none", "") if nothing in choices), value)
     if isinstance(value, str) and value in choices:
         return str(value)
     raise InvalidValueError(f"{format_value(value)} is not among the choices")
@@ -139,16 +135,11 @@ def _to_bool(value: Any) -> bool:
 
 
 def _number(value: Any) -> float | int | None:
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        return value
-    if not isinstance(value, UntypedScalar):
-        return None
-    for read in (int, float):
-        with contextlib.suppress(ValueError):
-            return read(value)
-    return None
+    if isinstance(value, UntypedScalar):
+        for read in (int, float):
+            with contextlib.suppress(ValueError):
+                return read(value)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _to_int(value: Any) -> int:
@@ -164,13 +155,10 @@ def _to_int(value: Any) -> int:
 
 def _to_float(value: Any) -> float:
     number = _number(value)
-    try:
-        converted = math.nan if number is None else float(number)
-    except OverflowError:
-        converted = math.inf
-    if not math.isfinite(converted):
-        raise InvalidValueError(f"{format_value(value)} is not a finite number")
-    return converted
+    with contextlib.suppress(OverflowError):
+        if number is not None and math.isfinite(number):
+            return float(number)
+    raise InvalidValueError(f"{format_value(value)} is not a finite number")
 
 
 def _to_str(value: Any) -> str:
@@ -209,9 +197,7 @@ def type_name(annotation: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    if isinstance(value, str):
-        return repr(str(value))
-    return "null" if value is None else to_yaml(value)
+    return repr(str(value)) if isinstance(value, str) else to_yaml(value)
 
 
 def to_yaml(value: Any) -> str:
@@ -220,7 +206,7 @@ def to_yaml(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, int):
+    if isinstance(value, int | UntypedScalar):
         return str(value)
     if isinstance(value, float):
         # PyYAML and other YAML 1.1 readers take "3e-05" for text: they want a point.
@@ -228,8 +214,6 @@ def to_yaml(value: Any) -> str:
         if exponent and "." not in mantissa:
             mantissa += ".0"
         return mantissa + exponent + power
-    if isinstance(value, UntypedScalar):
-        return str(value)
     if hasattr(value, "as_dict"):  # LayerKinds
         value = value.as_dict()
     if isinstance(value, list | tuple):

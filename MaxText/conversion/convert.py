@@ -77,7 +77,7 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
     if request.source_kind == "run":
         given = load(request.arguments).config if request.config_file else None
         if given is None:
-            import_modules.collect(request.arguments, {})
+            import_modules.collect(request.arguments)
         weights = RunWeights(request.source, given)
         for warning in import_modules.changes(weights.metadata):
             log(warning)

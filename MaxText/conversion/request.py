@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from MaxText.config import import_modules
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.config.schema import split_entry
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE

@@ -5,8 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Annotated
 
+from MaxText.config.command_line import ProgramOptions
 from MaxText.config.keys import Parser, key
-from MaxText.config.program_options import ProgramOptions
 
 _AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]?)", re.IGNORECASE)
 COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from MaxText.config import values
+from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue, close_matches
-from MaxText.config.program_options import ProgramOptions, read_options
 from MaxText.config.schema import all_keys
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 

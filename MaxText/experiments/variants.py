@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import os
 import re
 import sys
 from collections import Counter
@@ -136,7 +135,7 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         assignments, place = request.sweep or [{}], "command line, sweep=..."
-        in_file = sources.collect([path], {}, os.environ).sweep_blocks if path else {}
+        in_file = sources.collect([path]).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
             place = in_file["sweep"].origin.place
             try:

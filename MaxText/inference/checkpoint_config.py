@@ -1,6 +1,5 @@
 """Loads configurations of programs with trained weights as input."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     The weights supply the configuration if there is neither a config file nor a preset. Raises
     UserError for configuration problems, or if there are no weights at the path.
     """
-    gathered = import_modules.collect(arguments, {}, os.environ)
+    gathered = import_modules.collect(arguments)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
     known = all_keys()
     mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
@@ -43,7 +42,7 @@ def for_training(arguments: Sequence[str], program: str | None = None) -> Loaded
     """Resolves train.py's command line; Hugging Face weights add their keys."""
     from MaxText.conversion import hf_checkpoint
 
-    path = import_modules.collect(arguments, {}, os.environ).last(_KEY)
+    path = import_modules.collect(arguments).last(_KEY)
     if path is None or not hf_checkpoint.is_hf_checkpoint(str(path.origin.raw)):
         return load_arguments(arguments, program)
     return load(arguments, program)

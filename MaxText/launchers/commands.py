@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, NamedTuple
 
+from MaxText.config.command_line import ProgramOptions
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.keys import Natural, Parser, key
 from MaxText.config.loading import load
-from MaxText.config.program_options import ProgramOptions
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
 Log = Callable[[str], None]
+
+TRAIN_COMMAND = (sys.executable, str(REPOSITORY / "MaxText" / "train.py"))
 
 # Cloud errors for a temporary lack of capacity. An exhausted quota is not temporary.
 _NO_CAPACITY = re.compile(
@@ -66,10 +68,6 @@ def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
     return RunArguments(given, run.run_name, folder)
 
 
-def train_command() -> list[str]:
-    return [sys.executable, str(REPOSITORY / "MaxText" / "train.py")]
-
-
 class Commands:
     """Runs commands one at a time; with `dry_run` only prints them."""
 
@@ -89,11 +87,10 @@ class Commands:
         kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
         for number in range(1, max_attempts + 1):
             done = self._start(command, **(kept if max_attempts > 1 else {}))
-            if done.stderr:
-                self._log(done.stderr.rstrip())
+            if errors := done.stderr or "":
+                self._log(errors.rstrip())
             if done.returncode == 0:
                 return
-            errors = done.stderr or ""
             is_full = _NO_CAPACITY.search(errors) and "quota" not in errors.lower()
             if not is_full or number == max_attempts:
                 many = f" (attempt {number}/{max_attempts})" if is_full else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 from MaxText import exit_codes
 from MaxText.config.keys import Count, Natural, key
 from MaxText.errors import UserError
-from MaxText.launchers.commands import Commands, LaunchOptions, Log, Repeated, train_command
+from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log, Repeated
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
@@ -52,7 +52,7 @@ def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
             *([f"export {NUM_DEVICES_VARIABLE}={devices}"] if devices else []),
             # After one exits, the others exit by themselves and report what they waited for.
             f"srun --kill-on-bad-exit=0 --wait=300 --output={logs}/%j-%t.log --open-mode=append \\",
-            f"  {shlex.join([*train_command(), *arguments])}",
+            f"  {shlex.join([*TRAIN_COMMAND, *arguments])}",
             "code=$?",
             "case $code in",
             f"  {codes}|12[89]|1[3-9][0-9])  # asked to stop, a process lost, a signal",

@@ -125,13 +125,13 @@ class TpuVm:
         option = "-F " if asked.follow else ""
         self._ssh(f"tail -n {asked.tail} {option}{FOLDER}/{_LOGS}/launch.log", asked.worker)
 
+    def status(self) -> None:
+        self._commands.run(self._gcloud("tpu-vm", "describe", self._options.name))
+
     def stop(self) -> None:
         """Asks every host to save and stop."""
         pid = f"{FOLDER}/{_LOGS}/pid"
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
-
-    def status(self) -> None:
-        self._commands.run(self._gcloud("tpu-vm", "describe", self._options.name))
 
     def delete(self) -> None:
         self._commands.run([*self._gcloud("tpu-vm", "delete", self._options.name), "--quiet"])
@@ -146,11 +146,9 @@ class TpuVm:
         self._commands.run([*ssh, f"--worker={worker}", f"--command={command}"])
 
     def _gcloud(self, kind: str, action: str, *operands: str) -> list[str]:
-        command = ["gcloud", "compute", "tpus", kind, action, *operands]
-        command.append(f"--zone={self._options.zone}")
-        if self._options.project:
-            command.append(f"--project={self._options.project}")
-        return command
+        asked = self._options
+        place = [f"--zone={asked.zone}", *([f"--project={asked.project}"] if asked.project else [])]
+        return ["gcloud", "compute", "tpus", kind, action, *operands, *place]
 
 
 def _archive_worktree(archive: Path) -> None:
@@ -165,9 +163,8 @@ def _archive_worktree(archive: Path) -> None:
             f"{REPOSITORY} is not a git repository, so its files cannot be listed: "
             f"{listed.stderr.decode(errors='replace').strip()}. Clone it with git."
         )
-    names = [name for name in listed.stdout.decode().split("\0") if name]
     with tarfile.open(archive, "w:gz") as tar:
-        for name in names:
-            path = Path(REPOSITORY) / name
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            path = REPOSITORY / name
             if path.exists():  # skips uncommitted deletions
                 tar.add(path, arcname=name, recursive=False)

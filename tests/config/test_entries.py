@@ -2,10 +2,10 @@
 
 import pytest
 
+from MaxText.config.command_line import ProgramOptions, describe, read_options
 from MaxText.config.keys import Count, key
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.program_options import ProgramOptions, describe, read_options
 from MaxText.config.schema import flatten
 from MaxText.config.serialization import diff_configs, renamed, with_current_names
 from MaxText.config.values import to_yaml

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from MaxText.config.program_options import read_options
+from MaxText.config.command_line import read_options
 from MaxText.config.schema import flatten
 from MaxText.cost import job_plan, plan_report
 from MaxText.cost.abstract_step import make_program

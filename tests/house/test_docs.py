@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from MaxText.config.command_line import read_options
 from MaxText.config.loading import load
-from MaxText.config.program_options import read_options
 from MaxText.conversion import request
 from MaxText.conversion.families import FAMILIES
 from MaxText.cost.plan_args import PlanOptions
