@@ -176,8 +176,7 @@ class Terminal(Sink):
         self, num_steps: int, log: Callable[[str], None] = print, *, step_line: str = "auto"
     ):
         """Prints nothing yet; "auto" is "compact" on a terminal, else "full"."""
-        on_terminal = step_line == "auto" and sys.stdout.isatty()
-        self._compact = step_line == "compact" or on_terminal
+        self._compact = step_line == "compact" or (step_line == "auto" and sys.stdout.isatty())
         self._num_steps = num_steps
         self.line = log
 
