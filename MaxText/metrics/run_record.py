@@ -158,8 +158,8 @@ def resolve_run_dir(folder: str | PathLike[str]) -> str:
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     """Rejects another program's file, before a field is missing."""
     for number, row in enumerate(rows, 1):
-        kinds: dict[str, Any] = {name: int | float | None for name in row if "/" in name}
-        kinds |= dict.fromkeys(_NUMBERS, int | float | None)
+        numbers = (*_NUMBERS, *(name for name in row if "/" in name))
+        kinds: dict[str, Any] = dict.fromkeys(numbers, int | float | None)
         kinds |= {"time": int | float, "event": str, "phase": str, "restart": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int

@@ -1,5 +1,6 @@
 """Text tables of at most 110 columns, and formats of numbers."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -147,24 +148,16 @@ def _number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def format_whole(number: float | None) -> str:
-    """Formats 12345 as "12,345"."""
-    return ABSENT if number is None else f"{number:,.0f}"
+def _format(form: str, number: float | None, factor: float = 1) -> str:
+    if number is None or not math.isfinite(number):
+        return ABSENT
+    return form.format(number * factor)
 
 
-def format_operations(number: float | None) -> str:
-    """Formats FLOPs as "1.23e+18"."""
-    return ABSENT if number is None else f"{number:.3g}"
-
-
-def format_loss(value: float | None) -> str:
-    """Formats a loss in nats per token to four decimals."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:.4f}"
-
-
-def format_share(value: float | None) -> str:
-    """Formats 0.123 as "12.3 %"."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+format_whole = functools.partial(_format, "{:,.0f}")  # 12,345
+format_operations = functools.partial(_format, "{:.3g}")  # FLOPs, as 1.23e+18
+format_loss = functools.partial(_format, "{:.4f}")  # nats per token
+format_share = functools.partial(_format, "{:.1f} %", factor=100)  # 0.123 as 12.3 %
 
 
 def format_size(num_bytes: float | None) -> str:

@@ -26,7 +26,6 @@ _PERMANENT = {
     errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
     errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
 }  # fmt: skip
-_TIMEOUT, _TOO_MANY = 408, 429  # HTTP status codes
 
 
 class ObjectStoreError(OSError, UserError):
@@ -108,7 +107,7 @@ def is_client_error(error: Exception) -> bool:
     # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return status not in (_TIMEOUT, _TOO_MANY)
+        return status not in (408, 429)  # timeout, too many requests
     return type(error).__name__ == "DefaultCredentialsError"
 
 

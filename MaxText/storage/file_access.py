@@ -248,9 +248,8 @@ def file_infos(paths: Sequence[str]) -> list[FileInfo]:
     size = 1 + len(paths) // (4 * _CONCURRENT_REQUESTS)  # a task costs more than a local file
     parts = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
-        return [
-            info for found in threads.map(lambda p: [*map(file_info, p)], parts) for info in found
-        ]
+        found = threads.map(lambda part: [*map(file_info, part)], parts)
+        return [*itertools.chain.from_iterable(found)]
 
 
 def open_stream(path: str) -> BinaryIO:
