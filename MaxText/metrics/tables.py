@@ -31,8 +31,11 @@ def parameter_table(
     for (pattern, _, dtype), names in groups.items():
         count = size(names)
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
-        shapes = _shapes([parameters[name].shape for name in names])
-        rows.append([name, shapes, dtype, f"{count:,}", share(count, num_parameters)])
+        # Of equal rank: "64 x 8..24".
+        sizes = zip(*(parameters[name].shape for name in names), strict=True)
+        spans = [f"{min(s)}..{max(s)}" if len({*s}) > 1 else str(s[0]) for s in sizes]
+        shape = " x ".join(spans) or "scalar"
+        rows.append([name, shape, dtype, f"{count:,}", share(count, num_parameters)])
         if sharding_of is not None:
             rows[-1].append(" or ".join(dict.fromkeys(map(sharding_of, names))))
     if sharding_of is not None:
@@ -40,13 +43,6 @@ def parameter_table(
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
     table = format_table(header, rows, total, right=(3, 4))
     return f"{table}\n{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}"
-
-
-def _shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """Formats shapes of equal rank as one, "64 x 8..24"."""
-    spans = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
-    words = [str(low) if low == high else f"{low}..{high}" for low, high in spans]
-    return " x ".join(words) or "scalar"
 
 
 def format_table(

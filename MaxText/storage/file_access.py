@@ -5,12 +5,13 @@ import errno
 import functools
 import glob
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -273,23 +274,17 @@ def _unreadable(path: str, error: Exception) -> FileReadError:
     )
 
 
-class _Descriptor:
-    """An open file, closed with its last reference."""
+class _Descriptor(io.FileIO):
+    """An open file, closed with its last reference, without a ResourceWarning."""
 
-    def __init__(self, path: str):
-        self.number = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC)
-
-    # Binds os.close early: at interpreter exit the module may already be gone.
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if hasattr(self, "number"):
-            close(self.number)
+    __del__ = io.FileIO.close
 
 
 # Holds no lock while it opens a file: storage that hangs must not block readers of other files.
 @functools.lru_cache(maxsize=_MAX_OPEN_FILES)
 def _descriptor(path: str) -> _Descriptor:
     try:
-        return _Descriptor(path)
+        return _Descriptor(local_path(path), opener=os.open)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -313,11 +308,11 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
             remote.setdefault(path.split("://")[0], []).append(number)
             contents.append(b"")
             continue
-        descriptor = _descriptor(path)
+        file = _descriptor(path)
         try:
-            content = os.pread(descriptor.number, size, offset)
+            content = os.pread(file.fileno(), size, offset)
             while (done := len(content)) < size:
-                if not (more := os.pread(descriptor.number, size - done, offset + done)):
+                if not (more := os.pread(file.fileno(), size - done, offset + done)):
                     raise _is_truncated(path, offset + done, size - done)
                 content += more
         except OSError as error:
