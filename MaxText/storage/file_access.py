@@ -28,6 +28,7 @@ _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 # several times slower. Half of what the process may open is left to the program.
 _MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 _CONCURRENT_REQUESTS = 32
+_NO_NAME = (errno.ELOOP, errno.ENAMETOOLONG)
 # Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
@@ -125,14 +126,11 @@ def _look(system: Any, path: str) -> dict[str, Any] | None:
         return system.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        if isinstance(error, UserError):
+    except (OSError, ValueError) as error:
+        impossible = isinstance(error, ValueError) or error.errno in _NO_NAME
+        if isinstance(error, UserError) or not impossible:
             raise
         return None  # no path can have this name
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
-            return None
-        raise
 
 
 def _lines(list_file: str, key: str) -> list[str]:
