@@ -38,22 +38,16 @@ class ObjectStoreError(OSError, UserError):
 class FileReadError(UserError):
     """A file unreadable now: missing, not permitted, or storage failed."""
 
-    def __init__(self, message: str, path: str = ""):
-        super().__init__(message)
-        self.path = path
-
 
 class BadRecordError(UserError):
     """A damaged record, fatal unless bad_records.action=skip.
 
-    `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
-    lost.
+    `offset` counts `unit`s (byte, record or row) in the file.
     """
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
         super().__init__(f"{path} at {unit} {offset}: {reason}")
         self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
-        self.is_last = False
 
     def __reduce__(self):
         return type(self), (self.path, self.offset, self.reason, self.unit)

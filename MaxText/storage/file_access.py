@@ -268,7 +268,7 @@ def reason(error: Exception) -> str:
 
 def _unreadable(path: str, error: Exception) -> FileReadError:
     return FileReadError(
-        f"{path} cannot be read ({reason(error)}). Check the path and that you may read it.", path
+        f"{path} cannot be read ({reason(error)}). Check the path and that you may read it."
     )
 
 
@@ -345,8 +345,7 @@ def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
 def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
     return FileReadError(
         f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
-        "Copy it again.",
-        path,
+        "Copy it again."
     )
 
 
