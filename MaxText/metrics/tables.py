@@ -11,7 +11,9 @@ WIDTH = 110  # characters of a line
 ABSENT = "-"
 
 
-def parameter_table(parameters: Mapping[str, Any], sharding_of: Callable[[str], str]) -> str:
+def parameter_table(
+    parameters: Mapping[str, Any], sharding_of: Callable[[str], str] | None = None
+) -> str:
     """Returns a table of parameters; repeated layers share a row."""
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
@@ -24,7 +26,7 @@ def parameter_table(parameters: Mapping[str, Any], sharding_of: Callable[[str], 
 
     num_parameters = size(parameters)
     num_bytes = sum(size(names) * parameters[names[0]].dtype.itemsize for names in groups.values())
-    header = ["parameter", "shape", "format", "count", "share", "split over"]
+    header = ["parameter", "shape", "format", "count", "share"]
     rows = []
     for (pattern, _, dtype), names in groups.items():
         count = size(names)
@@ -33,8 +35,11 @@ def parameter_table(parameters: Mapping[str, Any], sharding_of: Callable[[str], 
         sizes = zip(*(parameters[name].shape for name in names), strict=True)
         spans = [f"{min(s)}..{max(s)}" if len({*s}) > 1 else str(s[0]) for s in sizes]
         shape = " x ".join(spans) or "scalar"
-        split = " or ".join(dict.fromkeys(map(sharding_of, names)))
-        rows.append([name, shape, dtype, f"{count:,}", share(count, num_parameters), split])
+        rows.append([name, shape, dtype, f"{count:,}", share(count, num_parameters)])
+        if sharding_of is not None:
+            rows[-1].append(" or ".join(dict.fromkeys(map(sharding_of, names))))
+    if sharding_of is not None:
+        header.append("split over")
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
     table = format_table(header, rows, total, right=(3, 4))
     return f"{table}\n{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}"
