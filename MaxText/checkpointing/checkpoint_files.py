@@ -4,6 +4,7 @@ Listing works without Orbax, whose import takes a third of a second.
 """
 
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -114,8 +115,8 @@ class StoredCheckpoint:
 def unreadable_now(reason: str, *, is_transient: bool = True) -> ObjectStoreError:
     """Returns the error for failing storage, not blaming the checkpoint."""
     return ObjectStoreError(
+        errno.EIO if is_transient else errno.EINVAL,
         f"cannot read a checkpoint now: {reason}. Nothing was changed; rerun the command to retry.",
-        is_transient,
     )
 
 

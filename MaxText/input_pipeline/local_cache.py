@@ -212,9 +212,9 @@ def copy_files(files: Sequence[FileInfo], folder: Path) -> None:
                     raise
                 except Exception as error:  # fsspec backends raise their own errors
                     problem = f"{file.path} cannot be read ({file_access.reason(error)})"
-                    raise FileReadError(problem, file.path) from error
+                    raise FileReadError(problem) from error
                 if os.path.getsize(copy) != file.size:
-                    raise FileReadError(f"{file.path} ended early while it was copied", file.path)
+                    raise FileReadError(f"{file.path} ended early while it was copied")
                 os.replace(copy, folder / _name(file))
     except UserError:
         raise

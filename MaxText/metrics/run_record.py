@@ -50,36 +50,12 @@ class RunHistory:
     events: list[dict[str, Any]]
     state: State
     goodput: Goodput
-
-    @property
-    def tokens(self) -> float:
-        """Training tokens, without those of ancestors."""
-        return self._spent("progress/tokens")
-
-    @property
-    def flops(self) -> float:
-        return self._spent("progress/flops")
-
-    def _spent(self, tag: str) -> float:
-        rows = (*self.steps[-1:], *self.evaluations[-1:])
-        return max((row.get(tag) or 0.0 for row in rows), default=0.0)
-
-    @property
-    def inherited_tokens(self) -> float:
-        """Training tokens of ancestors; 0 if unknown."""
-        return self._inherited("tokens")
-
-    @property
-    def inherited_flops(self) -> float:
-        return self._inherited("flops")
-
-    def _inherited(self, name: str) -> float:
-        return (self.facts.get("lineage") or [{}])[-1].get(name) or 0.0
-
-    @property
-    def final_loss(self) -> float | None:
-        """Validation loss of the last evaluation in nats per token, or None."""
-        return self.evaluations[-1].get("eval/avg_loss") if self.evaluations else None
+    tokens: float  # of training, without those of ancestors
+    flops: float
+    inherited_tokens: float  # training tokens of ancestors; 0 if unknown
+    inherited_flops: float
+    last_step: int | None
+    final_loss: float | None  # of the last evaluation, in nats per token
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
@@ -104,10 +80,6 @@ class RunHistory:
             kind += " of masked tokens"
         tokenizer = (self.facts.get("data") or {}).get("tokenizer")
         return f"{kind}, tokenizer {str(tokenizer)[:8]}" if tokenizer else kind
-
-    @property
-    def last_step(self) -> int | None:
-        return self.steps[-1]["step"] if self.steps else None
 
 
 def read_run(folder: str | PathLike[str]) -> RunHistory:
@@ -135,6 +107,8 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     entropy = facts.get("unigram_entropy_nats")
     if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
         state = "diverged"
+    last = (*steps[-1:], *evaluations[-1:])
+    inherited = (facts.get("lineage") or [{}])[-1]
     return RunHistory(
         folder=path,
         name=str(facts.get("run_name") or path.name),
@@ -145,6 +119,12 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
         events=[row for row in kept if row["event"] not in ("step", "evaluation")],
         state=state,
         goodput=measure_goodput(rows, replaced),
+        tokens=max((row.get("progress/tokens") or 0.0 for row in last), default=0.0),
+        flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
+        inherited_tokens=inherited.get("tokens") or 0.0,
+        inherited_flops=inherited.get("flops") or 0.0,
+        last_step=steps[-1]["step"] if steps else None,
+        final_loss=evaluations[-1].get("eval/avg_loss") if evaluations else None,
     )
 
 
@@ -158,8 +138,8 @@ def resolve_run_dir(folder: str | PathLike[str]) -> str:
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
     """Rejects another program's file, before a field is missing."""
     for number, row in enumerate(rows, 1):
-        kinds: dict[str, Any] = {name: int | float | None for name in row if "/" in name}
-        kinds |= dict.fromkeys(_NUMBERS, int | float | None)
+        numbers = (*_NUMBERS, *(name for name in row if "/" in name))
+        kinds: dict[str, Any] = dict.fromkeys(numbers, int | float | None)
         kinds |= {"time": int | float, "event": str, "phase": str, "restart": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int

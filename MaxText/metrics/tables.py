@@ -1,5 +1,6 @@
 """Text tables of at most 110 columns, and formats of numbers."""
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,8 +31,11 @@ def parameter_table(
     for (pattern, _, dtype), names in groups.items():
         count = size(names)
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
-        shapes = _shapes([parameters[name].shape for name in names])
-        rows.append([name, shapes, dtype, f"{count:,}", share(count, num_parameters)])
+        # Of equal rank: "64 x 8..24".
+        sizes = zip(*(parameters[name].shape for name in names), strict=True)
+        spans = [f"{min(s)}..{max(s)}" if len({*s}) > 1 else str(s[0]) for s in sizes]
+        shape = " x ".join(spans) or "scalar"
+        rows.append([name, shape, dtype, f"{count:,}", share(count, num_parameters)])
         if sharding_of is not None:
             rows[-1].append(" or ".join(dict.fromkeys(map(sharding_of, names))))
     if sharding_of is not None:
@@ -39,13 +43,6 @@ def parameter_table(
     total = ["total", "", "", f"{num_parameters:,}", "100.0%"]
     table = format_table(header, rows, total, right=(3, 4))
     return f"{table}\n{num_parameters / 1e9:.3f} billion parameters, {byte_count(num_bytes)}"
-
-
-def _shapes(shapes: Sequence[Sequence[int]]) -> str:
-    """Formats shapes of equal rank as one, "64 x 8..24"."""
-    spans = [(min(sizes), max(sizes)) for sizes in zip(*shapes, strict=True)]
-    words = [str(low) if low == high else f"{low}..{high}" for low, high in spans]
-    return " x ".join(words) or "scalar"
 
 
 def format_table(
@@ -147,24 +144,16 @@ def _number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def format_whole(number: float | None) -> str:
-    """Formats 12345 as "12,345"."""
-    return ABSENT if number is None else f"{number:,.0f}"
+def _format(form: str, number: float | None, factor: float = 1) -> str:
+    if number is None or not math.isfinite(number):
+        return ABSENT
+    return form.format(number * factor)
 
 
-def format_operations(number: float | None) -> str:
-    """Formats FLOPs as "1.23e+18"."""
-    return ABSENT if number is None else f"{number:.3g}"
-
-
-def format_loss(value: float | None) -> str:
-    """Formats a loss in nats per token to four decimals."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{value:.4f}"
-
-
-def format_share(value: float | None) -> str:
-    """Formats 0.123 as "12.3 %"."""
-    return ABSENT if value is None or not math.isfinite(value) else f"{100 * value:.1f} %"
+format_whole = functools.partial(_format, "{:,.0f}")  # 12,345
+format_operations = functools.partial(_format, "{:.3g}")  # FLOPs, as 1.23e+18
+format_loss = functools.partial(_format, "{:.4f}")  # nats per token
+format_share = functools.partial(_format, "{:.1f} %", factor=100)  # 0.123 as 12.3 %
 
 
 def format_size(num_bytes: float | None) -> str:

@@ -26,8 +26,7 @@ from MaxText.metrics.events import provenance
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler, memory_row
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
-from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import step_row
+from MaxText.metrics.step_line import Terminal, step_row
 from MaxText.run.lineage import Lineage
 from MaxText.run.restore import RestoreResult
 from MaxText.run.training_stats import TrainingStats

@@ -96,13 +96,11 @@ def lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
         path, lease_duration=_LEASE_SECONDS, heartbeat_interval=_HEARTBEAT_SECONDS
     )
     try:
-        lease.acquire(timeout=0)
+        held = lease.acquire(timeout=0)
     except Timeout:
         owner = lease.owner
         holder = f"process {owner.pid} on {owner.hostname}" if owner else "another process"
         log(f"Waiting for {holder}, which prepares the same data set")
-        lease.acquire(poll_interval=0.2)
-    try:
+        held = lease.acquire(poll_interval=0.2)
+    with held:
         yield
-    finally:
-        lease.release()

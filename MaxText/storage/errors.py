@@ -8,9 +8,9 @@ from MaxText.errors import UserError
 
 # TensorStore's messages when its own retries (some minutes) failed: codes of absl::Status, which
 # also stand for HTTP status codes.
-_UNAVAILABLE = re.compile(
+_FAILED = re.compile(
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED)\b"
-    r"|http_response_code='(408|429|5)"
+    r"|http_response_code='(408|429|5|40[13]')"
 )
 _PERMISSION_DENIED = re.compile(r"http_response_code='40[13]'")
 # TensorStore's message about a local file.
@@ -26,41 +26,28 @@ _PERMANENT = {
     errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
     errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
 }  # fmt: skip
-_TIMEOUT, _TOO_MANY = 408, 429  # HTTP status codes
 
 
 class ObjectStoreError(OSError, UserError):
     """An object store error after retries: EIO if transient, else EINVAL."""
 
-    def __init__(self, message: str, is_transient: bool = True):
-        super().__init__(errno.EIO if is_transient else errno.EINVAL, message)
-
     def __str__(self) -> str:
         return str(self.strerror)
-
-    def __reduce__(self):
-        return type(self), (self.strerror, self.errno == errno.EIO)
 
 
 class FileReadError(UserError):
     """A file unreadable now: missing, not permitted, or storage failed."""
 
-    def __init__(self, message: str, path: str = ""):
-        super().__init__(message)
-        self.path = path
-
 
 class BadRecordError(UserError):
     """A damaged record, fatal unless bad_records.action=skip.
 
-    `offset` counts `unit`s (byte, record or row) in the file; `is_last`: all later records are
-    lost.
+    `offset` counts `unit`s (byte, record or row) in the file.
     """
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
         super().__init__(f"{path} at {unit} {offset}: {reason}")
         self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
-        self.is_last = False
 
     def __reduce__(self):
         return type(self), (self.path, self.offset, self.reason, self.unit)
@@ -76,14 +63,14 @@ def causes(error: BaseException | None, *, with_context: bool = False) -> Iterat
         error = error.__cause__ or (error.__context__ if with_context else None)
 
 
-def is_unavailable(error: BaseException) -> bool:
-    """Returns whether an error or its cause is an outage of an object store."""
-    return _message_matches(error, _UNAVAILABLE, errno.EIO)
-
-
 def is_permission_denied(error: BaseException) -> bool:
     """Returns whether an error or its cause is a denied access."""
-    return _message_matches(error, _PERMISSION_DENIED, errno.EINVAL)
+    for cause in causes(error):
+        if isinstance(cause, ObjectStoreError):
+            return cause.errno == errno.EINVAL
+        if _is_from_tensorstore(cause, _PERMISSION_DENIED):
+            return True
+    return False
 
 
 def is_storage_error(error: BaseException) -> bool:
@@ -95,7 +82,7 @@ def is_storage_error(error: BaseException) -> bool:
             return cause.errno not in _DAMAGE
         if found := _OS_ERROR.search(str(cause)):
             return int(found[1]) not in _DAMAGE
-    return is_unavailable(error) or is_permission_denied(error)
+    return any(_is_from_tensorstore(cause, _FAILED) for cause in causes(error))
 
 
 def is_transient(error: BaseException, remote: bool) -> bool:
@@ -114,18 +101,13 @@ def is_client_error(error: Exception) -> bool:
     # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:
-        return status not in (_TIMEOUT, _TOO_MANY)
+        return status not in (408, 429)  # timeout, too many requests
     return type(error).__name__ == "DefaultCredentialsError"
 
 
-def _message_matches(error: BaseException, pattern: re.Pattern[str], number: int) -> bool:
-    for cause in causes(error):
-        if isinstance(cause, ObjectStoreError):
-            return cause.errno == number
-        # TensorStore raises ValueError, and Orbax wraps it.
-        if isinstance(cause, ValueError | RuntimeError) and pattern.search(str(cause)):
-            return True
-    return False
+def _is_from_tensorstore(error: BaseException, pattern: re.Pattern[str]) -> bool:
+    # TensorStore raises ValueError, and Orbax wraps it.
+    return isinstance(error, ValueError | RuntimeError) and bool(pattern.search(str(error)))
 
 
 def _is_transient(error: BaseException, remote: bool) -> bool:

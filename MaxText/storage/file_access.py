@@ -5,12 +5,13 @@ import errno
 import functools
 import glob
 import hashlib
+import io
 import itertools
 import json
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -27,6 +28,7 @@ _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 # several times slower. Half of what the process may open is left to the program.
 _MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 _CONCURRENT_REQUESTS = 32
+_NO_NAME = (errno.ELOOP, errno.ENAMETOOLONG)
 # Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
@@ -124,14 +126,11 @@ def _look(system: Any, path: str) -> dict[str, Any] | None:
         return system.info(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
-        if isinstance(error, UserError):
+    except (OSError, ValueError) as error:
+        impossible = isinstance(error, ValueError) or error.errno in _NO_NAME
+        if isinstance(error, UserError) or not impossible:
             raise
         return None  # no path can have this name
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENAMETOOLONG):
-            return None
-        raise
 
 
 def _lines(list_file: str, key: str) -> list[str]:
@@ -248,9 +247,8 @@ def file_infos(paths: Sequence[str]) -> list[FileInfo]:
     size = 1 + len(paths) // (4 * _CONCURRENT_REQUESTS)  # a task costs more than a local file
     parts = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
-        return [
-            info for found in threads.map(lambda p: [*map(file_info, p)], parts) for info in found
-        ]
+        found = threads.map(lambda part: [*map(file_info, part)], parts)
+        return [*itertools.chain.from_iterable(found)]
 
 
 def open_stream(path: str) -> BinaryIO:
@@ -270,27 +268,21 @@ def reason(error: Exception) -> str:
 
 def _unreadable(path: str, error: Exception) -> FileReadError:
     return FileReadError(
-        f"{path} cannot be read ({reason(error)}). Check the path and that you may read it.", path
+        f"{path} cannot be read ({reason(error)}). Check the path and that you may read it."
     )
 
 
-class _Descriptor:
-    """An open file, closed with its last reference."""
+class _Descriptor(io.FileIO):
+    """An open file, closed with its last reference, without a ResourceWarning."""
 
-    def __init__(self, path: str):
-        self.number = os.open(local_path(path), os.O_RDONLY | os.O_CLOEXEC)
-
-    # Binds os.close early: at interpreter exit the module may already be gone.
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if hasattr(self, "number"):
-            close(self.number)
+    __del__ = io.FileIO.close
 
 
 # Holds no lock while it opens a file: storage that hangs must not block readers of other files.
 @functools.lru_cache(maxsize=_MAX_OPEN_FILES)
 def _descriptor(path: str) -> _Descriptor:
     try:
-        return _Descriptor(path)
+        return _Descriptor(local_path(path), opener=os.open)
     except OSError as error:
         raise _unreadable(path, error) from error
 
@@ -314,11 +306,11 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
             remote.setdefault(path.split("://")[0], []).append(number)
             contents.append(b"")
             continue
-        descriptor = _descriptor(path)
+        file = _descriptor(path)
         try:
-            content = os.pread(descriptor.number, size, offset)
+            content = os.pread(file.fileno(), size, offset)
             while (done := len(content)) < size:
-                if not (more := os.pread(descriptor.number, size - done, offset + done)):
+                if not (more := os.pread(file.fileno(), size - done, offset + done)):
                     raise _is_truncated(path, offset + done, size - done)
                 content += more
         except OSError as error:
@@ -353,8 +345,7 @@ def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
 def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
     return FileReadError(
         f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
-        "Copy it again.",
-        path,
+        "Copy it again."
     )
 
 

@@ -1,5 +1,6 @@
 """The gs:// file system of etils.epath and of fsspec."""
 
+import errno
 import logging
 import os
 import re
@@ -84,8 +85,9 @@ def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) 
     if reason.startswith(_FORBIDDEN):
         # The URL, followed on its own line by the service's message.
         said = reason.partition("\n")[2].strip() or "403"
-        return ObjectStoreError(f"{_FORBIDDEN}: {named} ({said})", is_transient=False)
+        return ObjectStoreError(errno.EINVAL, f"{_FORBIDDEN}: {named} ({said})")
     how = "rejected a request" if refused else "does not respond correctly"
     return ObjectStoreError(
-        f"the bucket of {named} {how} ({' '.join(reason.split())})", is_transient=not refused
+        errno.EINVAL if refused else errno.EIO,
+        f"the bucket of {named} {how} ({' '.join(reason.split())})",
     )

@@ -166,7 +166,7 @@ class Lease:
 
     def _create(self) -> bool:
         try:
-            self._storage.pipe_file(self._path, self._content(), mode="create")
+            self._write(mode="create")
         except OSError as error:
             found = self._read()
             if found is None and not isinstance(error, FileExistsError):
@@ -175,8 +175,9 @@ class Lease:
             return found is not None and found.get("token") == self._token
         return True
 
-    def _write(self) -> None:
-        self._storage.pipe_file(self._path, self._content())
+    def _write(self, mode: str = "overwrite") -> None:
+        facts = {**self._holder, "token": self._token, "renewals": self._renewals}
+        self._storage.pipe_file(self._path, json.dumps(facts).encode(), mode=mode)
 
     def _read(self) -> dict[str, Any] | None:
         try:
@@ -185,10 +186,6 @@ class Lease:
             return None
         except ValueError:
             return {}  # damaged: no owner
-
-    def _content(self) -> bytes:
-        facts = {**self._holder, "token": self._token, "renewals": self._renewals}
-        return json.dumps(facts).encode()
 
     def _renew(self) -> None:
         while not self._over.wait(self._renewal_seconds):

@@ -74,7 +74,7 @@ def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str =
         if step >= from_step and next(failures, False):
             then()
             if path:
-                raise FileReadError(f"{path} cannot be read (Input/output error)", path)
+                raise FileReadError(f"{path} cannot be read (Input/output error)")
             raise OSError(5, "Input/output error")
         return read(self, step)
 

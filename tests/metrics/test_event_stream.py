@@ -18,8 +18,7 @@ from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import MAIN_KEYS, PHASES, REPEATED
 from MaxText.metrics.json_lines import read_rows
 from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, step_row
+from MaxText.metrics.step_line import EvaluationReport, Terminal, step_row
 
 
 def emit_step(stream, step, loss=2.0):

@@ -9,8 +9,7 @@ import pytest
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
-from MaxText.metrics.sinks.terminal import Terminal
-from MaxText.metrics.step_line import EvaluationReport, step_line, step_row
+from MaxText.metrics.step_line import EvaluationReport, Terminal, step_line, step_row
 from MaxText.metrics.tables import short_time
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}

@@ -19,8 +19,8 @@ from MaxText.metrics.event_stream import open_stream
 from MaxText.metrics.events import Event
 from MaxText.metrics.json_lines import EventFile
 from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.sinks.weights_and_biases import WandbSink
+from MaxText.metrics.step_line import Terminal
 from tests.programs import ended, started
 
 

@@ -137,9 +137,8 @@ def test_remote_folders_are_looked_at_together(tmp_path, monkeypatch, pattern):
 
 
 def test_truncated_and_missing_files(root):
-    with pytest.raises(FileReadError, match="ends at byte 11, where 3 more") as caught:
+    with pytest.raises(FileReadError, match=r"shard-2\.tar ends at byte 11, where 3 more"):
         read((f"{root}/shard-2.tar", 9, 5))
-    assert caught.value.path == f"{root}/shard-2.tar"
     for call in (lambda name: read((name, 4, 1)), file_access.file_info):
         with pytest.raises(FileReadError, match=r"gone\.tar"):
             call(f"{root}/gone.tar")

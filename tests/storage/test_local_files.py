@@ -62,7 +62,7 @@ def caused(error, cause):
         (OfALibrary(503), False, True), (OfALibrary(403), False, False),
         (KeyError("a bug"), False, False), (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
-        (caused(ObjectStoreError("refused", False), OSError("no number")), False, False),
+        (caused(ObjectStoreError(errno.EINVAL, "refused"), OSError("no number")), False, False),
         (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],
 )  # fmt: skip

@@ -332,7 +332,7 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
         if is_transient(cause, file_access.is_url(problem.path)):
             raise cause  # keeps its type across processes
         if isinstance(cause, OSError) and cause.errno is not None:
-            raise FileReadError(str(problem), problem.path) from problem
+            raise FileReadError(str(problem)) from problem
 
 
 def _name(kind: str, number: int) -> str:

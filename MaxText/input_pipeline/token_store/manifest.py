@@ -162,8 +162,7 @@ def damaged(path: Path | str, error: Exception) -> UserError:
     if isinstance(error, OSError):
         return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
-            "the folders above it, or copy the data set again.",
-            str(path),
+            "the folders above it, or copy the data set again."
         )
     problem = str(error).replace("\n", " ")
     return UserError(

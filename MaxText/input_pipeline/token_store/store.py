@@ -172,8 +172,7 @@ class TokenStore:
             raise FileReadError(
                 f"{path} is damaged: checksums of the {len(blocks[at])} bytes from byte "
                 f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete that "
-                "import, and start again to repeat it.",
-                path,
+                "import, and start again to repeat it."
             )
         crops = zip(blocks, (lows - begins).tolist(), (highs - begins).tolist(), strict=True)
         return [block[low:high] for block, low, high in crops]

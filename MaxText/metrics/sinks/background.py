@@ -1,5 +1,6 @@
 """Threads for writing to slow places, to never block the run."""
 
+import functools
 import queue
 import sys
 import threading
@@ -15,7 +16,6 @@ from MaxText.runtime import processes
 _MAX_WAITING = 10_000  # queue size in events, some 10 MB
 # Kinds that may be dropped, because only these could fill the memory.
 _DROPPABLE = ("step", "evaluation")
-_FLUSH = "flush"
 
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between tries of an upload
 
@@ -32,7 +32,7 @@ class BackgroundSink(Sink):
         self._name = name
         self._remedy = f"; {remedy}" if remedy else ""
         self._max_waiting = max_waiting
-        self._tasks: queue.SimpleQueue[Event | str | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ends = self._disabled = self._has_dropped = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -41,7 +41,7 @@ class BackgroundSink(Sink):
         if self._ends or self._disabled:
             return
         if self._tasks.qsize() < self._max_waiting or event.kind not in _DROPPABLE:
-            self._tasks.put(event)
+            self._tasks.put(functools.partial(self._sink.write, event))
         elif not self._has_dropped:
             self._has_dropped = True
             sys.stderr.write(
@@ -51,7 +51,7 @@ class BackgroundSink(Sink):
 
     def flush(self) -> None:
         if not self._ends and self._tasks.qsize() < self._max_waiting:
-            self._tasks.put(_FLUSH)
+            self._tasks.put(self._sink.flush)
 
     def request_close(self) -> None:
         if not self._ends:
@@ -70,10 +70,7 @@ class BackgroundSink(Sink):
     def _work(self) -> None:
         try:
             while (task := self._tasks.get()) is not None and not self._disabled:
-                if isinstance(task, Event):
-                    self._sink.write(task)
-                else:
-                    self._sink.flush()
+                task()
             self._sink.close()
         except Exception as error:  # any failure ends the sink, none the run
             self._disable(first_line(error))

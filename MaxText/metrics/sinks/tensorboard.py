@@ -66,7 +66,8 @@ class TensorBoardSink(Sink):
         """Flushes to the operating system, or starts the copy to the bucket."""
         if self._writer is not None:
             self._writer.flush()
-            self._copy_file()
+            if self._copy is not None:
+                self._copy.write(self._file().read_bytes)
 
     def close(self, until: float | None = None) -> None:
         if self._texts:
@@ -78,15 +79,11 @@ class TensorBoardSink(Sink):
     def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._copy_file()
+            self.flush()  # copies it: the file is complete only now
             self._writer = None
         if self._copy is not None:
             self._copy.close(time.monotonic() + SECONDS_TO_CLOSE)
             self._copy = None
-
-    def _copy_file(self) -> None:
-        if self._copy is not None:
-            self._copy.write(self._file().read_bytes)
 
     def _file(self) -> pathlib.Path:
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
