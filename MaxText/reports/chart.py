@@ -1,11 +1,10 @@
 """Descriptions of charts, drawn here as PNG and by plots.py for the page."""
 
-import dataclasses
 import io
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -50,8 +49,7 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 Kind = Literal["raw", "line", "thin", "dots"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """A horizontal axis; `choice` is the label of its button."""
 
     name: AxisName
@@ -59,8 +57,7 @@ class Axis:
     choice: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A curve of N points."""
 
     label: str  # in the legend; empty for none
@@ -73,8 +70,7 @@ class Series:
     high: np.ndarray | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Annotation:
+class Annotation(NamedTuple):
     """An event of a run, drawn on its curve."""
 
     kind: str
@@ -84,8 +80,7 @@ class Annotation:
     y: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Curves over a common axis."""
 
     name: str  # of its file, without extension

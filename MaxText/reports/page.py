@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import plotly.graph_objects as go
@@ -21,8 +21,7 @@ _PAPER = 700  # pixels of a printed page's width
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
 
 
-@dataclasses.dataclass(frozen=True)
-class PageTable:
+class PageTable(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -40,8 +39,7 @@ class PageTable:
         return sum(8 + 5 * max(map(len, words), default=0) for words in wholes) > _PAPER
 
 
-@dataclasses.dataclass(frozen=True)
-class Verbatim:
+class Verbatim(NamedTuple):
     """Preformatted text, folded under `caption` if there is one."""
 
     text: str
@@ -49,8 +47,7 @@ class Verbatim:
     is_open: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A plotly figure with its text alternative."""
 
     name: str  # its id on the page and name of its downloads
