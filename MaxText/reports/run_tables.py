@@ -96,8 +96,11 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     planned = facts.get("num_steps")
     done = 0 if run.last_step is None else run.last_step + 1
     loss, updates = run.training_loss or (None, 0)
+    state, seconds = run.state, _median(recent, "perf/step_time_seconds")
+    if state == "running" and seconds is not None and planned:
+        state = f"running, {format_time(seconds * max(planned - done, 0))} left"
     return [
-        _state(run, done, recent),
+        state,
         format_loss(run.final_loss),
         f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
@@ -114,15 +117,6 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
 
 def _with_ancestors(own: float, inherited: float, words) -> str:
     return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
-
-
-def _state(run: RunHistory, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the state, with the remaining time of a run in progress."""
-    seconds = _median(recent, "perf/step_time_seconds")
-    planned = run.facts.get("num_steps")
-    if run.state != "running" or seconds is None or not planned:
-        return run.state
-    return f"running, {format_time(seconds * max(planned - done, 0))} left"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
