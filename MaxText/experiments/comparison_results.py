@@ -5,13 +5,12 @@ differ in swept numbers, such as the learning rate.
 """
 
 import csv
-import dataclasses
 import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from MaxText.config.schema import flatten
 from MaxText.config.values import to_yaml
@@ -51,8 +50,7 @@ _LABELS_OF_TITLE = 3  # more would not fit on a line
 _EQUAL = 0.02  # largest relative deviation that counts as equal, as the default tolerance
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
+class RunResult(NamedTuple):
     """Results of one run, or of a whole chain; a row of runs.csv."""
 
     config: str  # label
@@ -74,8 +72,7 @@ class RunResult:
         return self.tokens / self.train_seconds if self.train_seconds else None
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigResults:
+class ConfigResults(NamedTuple):
     """Finished runs of one configuration."""
 
     label: str
@@ -384,10 +381,7 @@ def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
-    rows = [
-        dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in results
-    ]
-    _write_csv(path, rows)
+    _write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
 
 
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
@@ -396,23 +390,22 @@ def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     found, rows = differences(groups), []
     for group in groups:
         difference = found.get(group.label, Estimate(0))
-        row = {
-            "config": group.label,
-            "runs": group.loss.count,
-            "diverged": group.diverged,
-            "validation_loss": group.loss.mean,
-            "validation_loss_sd": group.loss.std,
-            "perplexity": group.perplexity,
-        }
-        row |= {name: group.mean(name) for name in means}
-        row |= {
-            "difference": difference.mean,
-            "difference_low_95": difference.ci_low,
-            "difference_high_95": difference.ci_high,
-            "difference_seeds": difference.count if group.label in found else None,
-            "difference_p_holm": difference.p_value,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "config": group.label,
+                "runs": group.loss.count,
+                "diverged": group.diverged,
+                "validation_loss": group.loss.mean,
+                "validation_loss_sd": group.loss.std,
+                "perplexity": group.perplexity,
+                **{name: group.mean(name) for name in means},
+                "difference": difference.mean,
+                "difference_low_95": difference.ci_low,
+                "difference_high_95": difference.ci_high,
+                "difference_seeds": difference.count if group.label in found else None,
+                "difference_p_holm": difference.p_value,
+            }
+        )
     _write_csv(path, rows)
 
 

@@ -30,7 +30,6 @@ from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
-    StageSequence,
     Trial,
     chains_of,
     load_or_create_plan,
@@ -117,10 +116,28 @@ def run_comparison(
             for line in format_launch_script([configs for configs in left if configs], command):
                 log(line)
         elif waiting:
-            _run_all(runs, folder, log)
+            _run_all(runs, waiting, folder, log)
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
-        _collect_results(plan, variants, chains, unasked, command, say)
+
+        found = [(chain, of) for chain in chains if (of := comparison_results.load_chain(chain))]
+        if not found:
+            return
+        results = [comparison_results.summarize(chain, records) for chain, records in found]
+        groups = comparison_results.group_results([variant.label for variant in variants], results)
+        for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
+            say(line)
+        comparison_results.write_runs_csv(folder / "runs.csv", results)
+        comparison_results.write_summary_csv(folder / "summary.csv", groups)
+        report = write_report(
+            [record for _, records in found for record in records],
+            folder,
+            title=comparison_results.title_of(plan, groups),
+            groups={name: [str(folder / run) for run in of] for name, of in plan.groups.items()},
+            sections=comparison_results.sections(plan, variants, groups, unasked, command),
+            compared=[records[-1] for _, records in found],
+        )
+        say(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
 
 
 def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
@@ -159,8 +176,7 @@ def _short(path: str) -> str:
     return path.removeprefix(here)
 
 
-def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
-    left = [run for run in runs if not comparison_results.is_over(run)]
+def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Log) -> None:
     done = len(runs) - len(left)
     log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
     work, seconds = 0.0, 0.0  # of whole runs so far
@@ -194,38 +210,6 @@ def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
         if work and ahead:
             line += f", about {format_duration(seconds / work * ahead)} left"
         log(line)
-
-
-def _collect_results(
-    plan: Plan,
-    variants: Sequence[Variant],
-    chains: Sequence[StageSequence],
-    unasked: Sequence[str],
-    command: Sequence[str],
-    say: Log,
-) -> None:
-    records = [
-        (chain, found) for chain in chains if (found := comparison_results.load_chain(chain))
-    ]
-    if not records:
-        return
-    results = [comparison_results.summarize(chain, found) for chain, found in records]
-    groups = comparison_results.group_results([variant.label for variant in variants], results)
-    for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
-        say(line)
-    comparison_results.write_runs_csv(plan.folder / "runs.csv", results)
-    comparison_results.write_summary_csv(plan.folder / "summary.csv", groups)
-    report = write_report(
-        [record for _, found in records for record in found],
-        plan.folder,
-        title=comparison_results.title_of(plan, groups),
-        groups={
-            name: [str(plan.folder / each) for each in runs] for name, runs in plan.groups.items()
-        },
-        sections=comparison_results.sections(plan, variants, groups, unasked, command),
-        compared=[found[-1] for _, found in records],
-    )
-    say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
@@ -290,15 +274,13 @@ def lock_folder(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
+def signals_as_exceptions() -> contextlib.AbstractContextManager[None]:
     """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    with handled((signal.SIGTERM, signal.SIGHUP), stop):
-        yield
+    return handled((signal.SIGTERM, signal.SIGHUP), stop)
 
 
 def train(run: Trial) -> int:

@@ -30,8 +30,8 @@ from MaxText.experiments.compare_args import (
     KEY_OF,
     SET_PER_RUN,
     STEPS,
+    WIDTH,
     CompareArgs,
-    default_solve_for,
     expand_sweep,
 )
 
@@ -314,7 +314,7 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the key to solve for by label; ConfigurationError if unfit."""
-    names = request.solve_for or (default_solve_for(request.match),)
+    names = request.solve_for or (WIDTH if request.match == "params" else STEPS,)
     num_sources = max(len(request.configs), 1)
     if len(names) == 1:
         chosen = [names[0]] * len(variants)
