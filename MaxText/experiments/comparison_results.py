@@ -317,6 +317,7 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     lines, unit = [], UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
+        steps, seconds = planned.total("steps"), planned.total("seconds")
         if abs(planned.deviation) > _EQUAL:
             lines.append(
                 f"{group.label} has {abs(planned.deviation):.1%} "
@@ -324,17 +325,17 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
                 f"(tolerance={plan.question.tolerance:g} allowed it)."
             )
         for result in (one for one in group.results if one.state == COMPLETED):
-            off = result.train_seconds / planned.seconds - 1 if planned.seconds else 0.0
-            if result.steps < planned.steps:
+            off = result.train_seconds / seconds - 1 if seconds else 0.0
+            if result.steps < steps:
                 lines.append(
                     f"{group.label} seed {result.seed} ended after {result.steps} of "
-                    f"{planned.steps} steps (num_epoch or target_eval_loss): it had a smaller "
+                    f"{steps} steps (num_epoch or target_eval_loss): it had a smaller "
                     "budget than the others."
                 )
             elif abs(off) > _EQUAL:
                 lines.append(
                     f"{group.label} seed {result.seed} trained for {result.train_seconds:,.1f} s "
-                    f"instead of {planned.seconds:,.1f} s ({off:+.1%}): the machine changed its "
+                    f"instead of {seconds:,.1f} s ({off:+.1%}): the machine changed its "
                     "speed since steps were timed."
                 )
     return lines

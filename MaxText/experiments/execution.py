@@ -12,9 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 from filelock import FileLock, Timeout
@@ -164,16 +164,14 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
     # The shell may have the same variables set; the files already contain their values.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
 
+    here = str(Path.cwd()) + os.sep
+
     def line(config: Path) -> str:
-        return shlex.join([*without, *map(_short, train_command(config))])
+        words = [word.removeprefix(here) for word in train_command(config)]
+        return shlex.join([*without, *words])
 
     lines = [" && ".join(map(line, configs)) for configs in chains]
-    return [*lines, shlex.join([_short(sys.executable), *command])]
-
-
-def _short(path: str) -> str:
-    here = str(Path.cwd()) + os.sep
-    return path.removeprefix(here)
+    return [*lines, shlex.join([sys.executable.removeprefix(here), *command])]
 
 
 def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Log) -> None:
@@ -249,16 +247,14 @@ def tail(log: Path, count: int = 12) -> str:
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
 
 
-@contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
     """Locks a comparison's folder; UserError if taken or not writable.
 
     A run that outlives a killed command holds the lock of its own run folder.
     """
-    lock = FileLock(folder / _LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        return FileLock(folder / _LOCK, timeout=0).acquire()
     except Timeout:
         raise UserError(
             f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
@@ -268,10 +264,6 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write to the folder {folder}: {error}. Set output= to another folder."
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def signals_as_exceptions() -> contextlib.AbstractContextManager[None]:

@@ -16,7 +16,6 @@ import io
 import itertools
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -298,8 +297,7 @@ def _deduplicate_notices():
         with contextlib.redirect_stderr(buffer):
             yield
     finally:
-        for line in dict.fromkeys(buffer.getvalue().splitlines(keepends=True)):
-            sys.stderr.write(line)
+        sources.print_notices(buffer.getvalue().splitlines())
 
 
 def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
