@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -219,8 +219,7 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One training run of a comparison."""
 
     label: str
