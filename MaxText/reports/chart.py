@@ -121,7 +121,13 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for series in chart.series:
-        _draw_series(axes, series, axis)
+        x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
+        if series.low is not None and series.high is not None:
+            axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
+        # matplotlib hides labels that start with an underscore.
+        label = f" {series.label}" if series.label.startswith("_") else series.label
+        style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}
+        axes.plot(x, series.y, color=color, label=label, **style)
     for label, level in chart.references:
         axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
     for kind, (_, marker) in SYMBOLS.items():
@@ -151,13 +157,3 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def _draw_series(axes, series: Series, axis: Axis) -> None:
-    x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
-    if series.low is not None and series.high is not None:
-        axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-    # matplotlib hides labels that start with an underscore.
-    label = f" {series.label}" if series.label.startswith("_") else series.label
-    style = _STYLES[series.kind] | {"color": color, "linestyle": _DASHES[dashes], "label": label}
-    axes.plot(x, series.y, **style)
