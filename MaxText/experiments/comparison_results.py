@@ -32,15 +32,9 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
+from MaxText.metrics import tables
 from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
-from MaxText.metrics.tables import (
-    ABSENT,
-    format_loss,
-    format_operations,
-    format_table,
-    short_count,
-)
 from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED, DIVERGED = "completed", "diverged"
@@ -192,13 +186,13 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     return [
         [
             group.label,
-            format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
-            format_loss(group.loss.std),
+            tables.format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            tables.format_loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, "{:.2f}".format),
-            _optional(group.mean("parameters"), short_count),
-            format_operations(group.mean("flops")),
-            _optional(group.mean("tokens"), short_count),
+            _optional(group.mean("parameters"), tables.short_count),
+            tables.format_operations(group.mean("flops")),
+            _optional(group.mean("tokens"), tables.short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
         for group in groups
@@ -215,7 +209,7 @@ def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
 
 
 def _optional(number: float | None, words: Callable[[float], str]) -> str:
-    return ABSENT if number is None else words(number)
+    return tables.ABSENT if number is None else words(number)
 
 
 def summary_lines(
@@ -346,7 +340,7 @@ def text_lines(
 ) -> list[str]:
     lines = budget_deviations(groups, plan)
     lines += [""] * bool(lines)
-    lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    lines += tables.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
     lines += [TABLE_NOTE, ""]
     return lines + _conclusions(groups, variants)
 
