@@ -108,7 +108,10 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
 def _open_data_set(
     config: Config, tokenizer: ModelTokenizer | UserError, log: Log
 ) -> Callable[[TrainedModel], dict[str, Any]]:
-    """Opens the data, using the tokenizer of the weights; returns a function to score them."""
+    """Opens the data to score, using the tokenizer of the weights for text.
+
+    Returns the function that scores them.
+    """
     from MaxText.input_pipeline.loader import open_eval_sources
 
     of_model = tokenizer.tokenizer if isinstance(tokenizer, ModelTokenizer) else tokenizer
