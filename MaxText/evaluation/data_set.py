@@ -3,8 +3,9 @@
 B rows, T tokens of a window, V vocab_size.
 """
 
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -23,33 +24,24 @@ from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.objective import is_in_nats, loss_sums
 
-LossTotals = dict[str, jax.Array]
 
-
-def make_score_step(
-    model: Model, *, count_correct: bool = False
-) -> Callable[[Any, Batch, TokenByteCounts], LossTotals]:
-    """Returns a step to sum nats, targets and their bytes of a batch.
-
-    Nats are float32, counts int32. With `count_correct` it also counts `correct`, the argmax hits.
-    """
+def _score_step(
+    model: Model, count_correct: bool, params: Any, batch: Batch, byte_counts: TokenByteCounts
+) -> dict[str, jax.Array]:
+    """Sums nats (float32), and targets, their bytes and argmax hits (int32)."""
     objective = model.config.objective
-
-    def score_step(params: Any, batch: Batch, byte_counts: TokenByteCounts) -> LossTotals:
-        sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
-        counts_V, has_dummy_prefix_V = byte_counts
-        bytes_BT = counts_V[batch.targets_BT]
-        # A text that follows a control id begins with a space that the tokenizer added.
-        begins_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
-        counts_BT = batch.loss_mask_BT > 0
-        correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
-        return correct | {
-            "nats": sums.in_nats,
-            "targets": jnp.sum(counts_BT, dtype=jnp.int32),
-            "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
-        }
-
-    return score_step
+    sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
+    counts_V, has_dummy_prefix_V = byte_counts
+    bytes_BT = counts_V[batch.targets_BT]
+    # A text that follows a control id begins with a space that the tokenizer added.
+    begins_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
+    counts_BT = batch.loss_mask_BT > 0
+    correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
+    return correct | {
+        "nats": sums.in_nats,
+        "targets": jnp.sum(counts_BT, dtype=jnp.int32),
+        "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
+    }
 
 
 def score_data_set(
@@ -67,7 +59,7 @@ def score_data_set(
     batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
     objective = trained.model.config.objective
     counts_correct = config.masking.mlm_training
-    step = trained.sharding.jit(make_score_step(trained.model, count_correct=counts_correct))
+    step = trained.sharding.jit(functools.partial(_score_step, trained.model, counts_correct))
     compiled: dict[Any, Any] = {}  # by structure of the batch
 
     def score(source: OpenDataSource | None) -> SourceScore:
@@ -79,7 +71,7 @@ def score_data_set(
         progress = log_progress(f"{name} (batches)", log)
         compiling = 0.0
 
-        def outputs() -> Iterator[LossTotals]:
+        def outputs() -> Iterator[dict[str, jax.Array]]:
             nonlocal compiling
             for number, batch in enumerate(batches, 1):
                 placed = trained.sharding.to_global_batch(batch, batch_size)

@@ -7,9 +7,9 @@ import datetime
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
@@ -17,6 +17,7 @@ from MaxText.checkpointing.checkpoint_files import CHECKPOINTS
 from MaxText.config.loading import LoadedConfig, Source
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.errors import UserError
+from MaxText.evaluation.scores import source_table, total_score
 from MaxText.evaluation.tasks import find_tasks, read_tasks, run_harness, run_tasks
 from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
@@ -26,9 +27,6 @@ from MaxText.metrics.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
 from MaxText.storage.paths import parse_path
-
-if TYPE_CHECKING:
-    from MaxText.input_pipeline.data_sources import OpenDataSource
 
 _FOLDER = "eval"  # in the run folder
 _DATA_KEYS = (
@@ -77,7 +75,7 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         if typed or asks_tasks:
             raise
         tokenizer = error  # prepared data do without
-    data_set = _open_data_set(config, tokenizer, log) if scores_data else None
+    score_data = _open_data_set(config, tokenizer, log) if scores_data else None
     trained = load_model(config, log, weights)
     devices = trained.sharding.mesh.devices.flat
     found: dict[str, Any] = {
@@ -89,8 +87,8 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         "finished": "",  # the time, set below
         "tokenizer_sha256": "",
     }
-    if data_set is not None:
-        found["data"] = _score_data(trained, *data_set, log)
+    if score_data is not None:
+        found["data"] = score_data(trained)
     if isinstance(tokenizer, ModelTokenizer):
         found["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
         if scoring.eval_tasks:
@@ -109,10 +107,10 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
 
 def _open_data_set(
     config: Config, tokenizer: ModelTokenizer | UserError, log: Log
-) -> "tuple[Config, list[OpenDataSource], TextBytes]":
+) -> Callable[[TrainedModel], dict[str, Any]]:
     """Opens the data to score, using the tokenizer of the weights for text.
 
-    Returns the configuration to read them with, and no source for random tokens.
+    Returns the function that scores them.
     """
     from MaxText.input_pipeline.loader import open_eval_sources
 
@@ -123,42 +121,35 @@ def _open_data_set(
         keys = {"tokenizer_path": str(tokenizer.folder), "add_bos": adds_bos}
         config = unflatten(flatten(config) | keys)
     text_bytes = TextBytes(config.masking.mlm_training, of_model)
-    opened = open_eval_sources(config, log)
+    opened = open_eval_sources(config, log)  # none for random tokens
     for source in opened:
         if warning := text_bytes.mismatch(source):
             log(warning)
-    return config, opened, text_bytes
 
+    def score(trained: TrainedModel) -> dict[str, Any]:
+        from MaxText.evaluation.data_set import score_data_set
 
-def _score_data(
-    trained: TrainedModel,
-    config: Config,
-    opened: "list[OpenDataSource]",
-    text_bytes: TextBytes,
-    log: Log,
-) -> dict[str, Any]:
-    from MaxText.evaluation.data_set import score_data_set
-    from MaxText.evaluation.scores import source_table, total_score
+        data = config.data
+        scores = score_data_set(trained, opened, text_bytes, config, log)
+        length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
+        limit = config.evaluation.eval_steps
+        windows = "no overlap" if stride == -1 else f"every {stride} targets"
+        across = ", across documents" if data.cross_document_attention else ""
+        log(source_table(scores))
+        log(f"windows of {length} tokens, {windows}{across}")
+        if limit != -1:
+            log(f"a part only: {limit} batches of each source at most (eval_steps)")
+        return {
+            "split": data.eval_split,
+            "max_target_length": length,
+            "eval_stride": stride,
+            "cross_document_attention": data.cross_document_attention,
+            "eval_steps": limit,
+            "sources": [one.to_json() for one in scores],
+            "total": total_score(scores).to_json(),
+        }
 
-    data = config.data
-    scores = score_data_set(trained, opened, text_bytes, config, log)
-    length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
-    limit = config.evaluation.eval_steps
-    windows = "no overlap" if stride == -1 else f"every {stride} targets"
-    across = ", across documents" if data.cross_document_attention else ""
-    log(source_table(scores))
-    log(f"windows of {length} tokens, {windows}{across}")
-    if limit != -1:
-        log(f"a part only: {limit} batches of each source at most (eval_steps)")
-    return {
-        "split": data.eval_split,
-        "max_target_length": length,
-        "eval_stride": stride,
-        "cross_document_attention": data.cross_document_attention,
-        "eval_steps": limit,
-        "sources": [score.to_json() for score in scores],
-        "total": total_score(scores).to_json(),
-    }
+    return score
 
 
 def output_path(asked: str, weights: str) -> epath.Path | None:

@@ -33,11 +33,6 @@ KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_
 _TIME_SUFFIXES = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def default_solve_for(match: Match) -> str:
-    """Returns the default key to solve for."""
-    return WIDTH if match == "params" else STEPS
-
-
 def _items(text: str) -> list[str]:
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
 
@@ -69,10 +64,6 @@ def _solve_for(text: str) -> tuple[str, ...]:
             kind = values.type_name(keys[name].annotation)
             raise ValueError(f"{name} is not a whole number but {kind}")
     return names
-
-
-def _sweep(text: str) -> list[dict[str, Any]]:
-    return expand_sweep(values.from_text(text))
 
 
 def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
@@ -122,7 +113,11 @@ class CompareOptions(ProgramOptions):
         "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them.",
     )
     sweep: Annotated[
-        Any, Parser(_sweep, "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'")
+        Any,
+        Parser(
+            lambda text: expand_sweep(values.from_text(text)),
+            "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'",
+        ),
     ] = key(
         None,
         "{key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a YAML "

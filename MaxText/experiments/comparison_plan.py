@@ -10,7 +10,7 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -52,7 +52,7 @@ class SolvedStage:
 
 @dataclasses.dataclass(frozen=True)
 class SolvedConfig:
-    """A solved configuration; costs are totals of its stages."""
+    """A solved configuration."""
 
     stages: tuple[SolvedStage, ...]
     deviation: float  # of the matched amount, relative to the budget
@@ -61,23 +61,10 @@ class SolvedConfig:
     def changed(self) -> set[str]:
         return {name for stage in self.stages for name in stage.changes}
 
-    @property
-    def flops(self) -> float:
-        return sum(stage.flops for stage in self.stages)
-
-    @property
-    def tokens(self) -> int:
-        return sum(stage.tokens for stage in self.stages)
-
-    @property
-    def steps(self) -> int:
-        return sum(stage.steps for stage in self.stages)
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds in training steps; None unless match=time."""
-        seconds = [stage.seconds for stage in self.stages if stage.seconds is not None]
-        return sum(seconds) if seconds else None
+    def total(self, name: str) -> Any:
+        """Returns the sum of a field; None for seconds, unless match=time."""
+        numbers = [getattr(stage, name) for stage in self.stages]
+        return None if None in numbers else sum(numbers)
 
 
 @dataclasses.dataclass
@@ -206,16 +193,17 @@ def format_budget(plan: Plan, variants: Sequence[Variant]) -> str:
 
 def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Returns the table header and one row per configuration."""
-    timed = any(one.seconds is not None for one in plan.planned.values())
+    timed = any(one.total("seconds") is not None for one in plan.planned.values())
     header = ["configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps"]
     header += ["seconds", "off the budget"] if timed else ["off the budget"]
     rows = []
     for label, one in plan.planned.items():
-        seconds = [f"{one.seconds:,.1f}"] if one.seconds is not None else []
-        per_token = short_count(one.flops / one.tokens if one.tokens else 0.0)
+        flops, tokens, seconds = map(one.total, ("flops", "tokens", "seconds"))
+        per_token = short_count(flops / tokens if tokens else 0.0)
         steps = "+".join(f"{stage.steps:,}" for stage in one.stages)
-        cost = [f"{one.stages[-1].parameters:,}", per_token, f"{one.flops:.4g}", f"{one.tokens:,}"]
-        rows.append([label, *cost, steps, *seconds, f"{one.deviation:+.2%}"])
+        cost = [f"{one.stages[-1].parameters:,}", per_token, f"{flops:.4g}", f"{tokens:,}"]
+        time = [] if seconds is None else [f"{seconds:,.1f}"]
+        rows.append([label, *cost, steps, *time, f"{one.deviation:+.2%}"])
     return header, rows
 
 
@@ -231,8 +219,7 @@ def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """One training run of a comparison."""
 
     label: str

@@ -5,13 +5,12 @@ differ in swept numbers, such as the learning rate.
 """
 
 import csv
-import dataclasses
 import math
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from MaxText.config.schema import flatten
 from MaxText.config.values import to_yaml
@@ -33,15 +32,9 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
+from MaxText.metrics import tables
 from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
-from MaxText.metrics.tables import (
-    ABSENT,
-    format_loss,
-    format_operations,
-    format_table,
-    short_count,
-)
 from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED, DIVERGED = "completed", "diverged"
@@ -51,8 +44,7 @@ _LABELS_OF_TITLE = 3  # more would not fit on a line
 _EQUAL = 0.02  # largest relative deviation that counts as equal, as the default tolerance
 
 
-@dataclasses.dataclass(frozen=True)
-class RunResult:
+class RunResult(NamedTuple):
     """Results of one run, or of a whole chain; a row of runs.csv."""
 
     config: str  # label
@@ -74,8 +66,7 @@ class RunResult:
         return self.tokens / self.train_seconds if self.train_seconds else None
 
 
-@dataclasses.dataclass(frozen=True)
-class ConfigResults:
+class ConfigResults(NamedTuple):
     """Finished runs of one configuration."""
 
     label: str
@@ -195,13 +186,13 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     return [
         [
             group.label,
-            format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
-            format_loss(group.loss.std),
+            tables.format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            tables.format_loss(group.loss.std),
             str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
             _optional(group.perplexity, "{:.2f}".format),
-            _optional(group.mean("parameters"), short_count),
-            format_operations(group.mean("flops")),
-            _optional(group.mean("tokens"), short_count),
+            _optional(group.mean("parameters"), tables.short_count),
+            tables.format_operations(group.mean("flops")),
+            _optional(group.mean("tokens"), tables.short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
         for group in groups
@@ -218,7 +209,7 @@ def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
 
 
 def _optional(number: float | None, words: Callable[[float], str]) -> str:
-    return ABSENT if number is None else words(number)
+    return tables.ABSENT if number is None else words(number)
 
 
 def summary_lines(
@@ -320,6 +311,7 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     lines, unit = [], UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
+        steps, seconds = planned.total("steps"), planned.total("seconds")
         if abs(planned.deviation) > _EQUAL:
             lines.append(
                 f"{group.label} has {abs(planned.deviation):.1%} "
@@ -327,17 +319,17 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
                 f"(tolerance={plan.question.tolerance:g} allowed it)."
             )
         for result in (one for one in group.results if one.state == COMPLETED):
-            off = result.train_seconds / planned.seconds - 1 if planned.seconds else 0.0
-            if result.steps < planned.steps:
+            off = result.train_seconds / seconds - 1 if seconds else 0.0
+            if result.steps < steps:
                 lines.append(
                     f"{group.label} seed {result.seed} ended after {result.steps} of "
-                    f"{planned.steps} steps (num_epoch or target_eval_loss): it had a smaller "
+                    f"{steps} steps (num_epoch or target_eval_loss): it had a smaller "
                     "budget than the others."
                 )
             elif abs(off) > _EQUAL:
                 lines.append(
                     f"{group.label} seed {result.seed} trained for {result.train_seconds:,.1f} s "
-                    f"instead of {planned.seconds:,.1f} s ({off:+.1%}): the machine changed its "
+                    f"instead of {seconds:,.1f} s ({off:+.1%}): the machine changed its "
                     "speed since steps were timed."
                 )
     return lines
@@ -348,7 +340,7 @@ def text_lines(
 ) -> list[str]:
     lines = budget_deviations(groups, plan)
     lines += [""] * bool(lines)
-    lines += format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    lines += tables.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
     lines += [TABLE_NOTE, ""]
     return lines + _conclusions(groups, variants)
 
@@ -384,10 +376,7 @@ def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
-    rows = [
-        dataclasses.asdict(one) | {"tokens_per_second": one.tokens_per_second} for one in results
-    ]
-    _write_csv(path, rows)
+    _write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
 
 
 def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
@@ -396,23 +385,22 @@ def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
     found, rows = differences(groups), []
     for group in groups:
         difference = found.get(group.label, Estimate(0))
-        row = {
-            "config": group.label,
-            "runs": group.loss.count,
-            "diverged": group.diverged,
-            "validation_loss": group.loss.mean,
-            "validation_loss_sd": group.loss.std,
-            "perplexity": group.perplexity,
-        }
-        row |= {name: group.mean(name) for name in means}
-        row |= {
-            "difference": difference.mean,
-            "difference_low_95": difference.ci_low,
-            "difference_high_95": difference.ci_high,
-            "difference_seeds": difference.count if group.label in found else None,
-            "difference_p_holm": difference.p_value,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "config": group.label,
+                "runs": group.loss.count,
+                "diverged": group.diverged,
+                "validation_loss": group.loss.mean,
+                "validation_loss_sd": group.loss.std,
+                "perplexity": group.perplexity,
+                **{name: group.mean(name) for name in means},
+                "difference": difference.mean,
+                "difference_low_95": difference.ci_low,
+                "difference_high_95": difference.ci_high,
+                "difference_seeds": difference.count if group.label in found else None,
+                "difference_p_holm": difference.p_value,
+            }
+        )
     _write_csv(path, rows)
 
 

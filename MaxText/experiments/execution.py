@@ -12,9 +12,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 from filelock import FileLock, Timeout
@@ -30,7 +30,6 @@ from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
-    StageSequence,
     Trial,
     chains_of,
     load_or_create_plan,
@@ -117,10 +116,28 @@ def run_comparison(
             for line in format_launch_script([configs for configs in left if configs], command):
                 log(line)
         elif waiting:
-            _run_all(runs, folder, log)
+            _run_all(runs, waiting, folder, log)
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
-        _collect_results(plan, variants, chains, unasked, command, say)
+
+        found = [(chain, of) for chain in chains if (of := comparison_results.load_chain(chain))]
+        if not found:
+            return
+        results = [comparison_results.summarize(chain, records) for chain, records in found]
+        groups = comparison_results.group_results([variant.label for variant in variants], results)
+        for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
+            say(line)
+        comparison_results.write_runs_csv(folder / "runs.csv", results)
+        comparison_results.write_summary_csv(folder / "summary.csv", groups)
+        report = write_report(
+            [record for _, records in found for record in records],
+            folder,
+            title=comparison_results.title_of(plan, groups),
+            groups={name: [str(folder / run) for run in of] for name, of in plan.groups.items()},
+            sections=comparison_results.sections(plan, variants, groups, unasked, command),
+            compared=[records[-1] for _, records in found],
+        )
+        say(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
 
 
 def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
@@ -147,20 +164,17 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
     # The shell may have the same variables set; the files already contain their values.
     without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
 
+    here = str(Path.cwd()) + os.sep
+
     def line(config: Path) -> str:
-        return shlex.join([*without, *map(_short, train_command(config))])
+        words = [word.removeprefix(here) for word in train_command(config)]
+        return shlex.join([*without, *words])
 
     lines = [" && ".join(map(line, configs)) for configs in chains]
-    return [*lines, shlex.join([_short(sys.executable), *command])]
+    return [*lines, shlex.join([sys.executable.removeprefix(here), *command])]
 
 
-def _short(path: str) -> str:
-    here = str(Path.cwd()) + os.sep
-    return path.removeprefix(here)
-
-
-def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
-    left = [run for run in runs if not comparison_results.is_over(run)]
+def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Log) -> None:
     done = len(runs) - len(left)
     log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
     work, seconds = 0.0, 0.0  # of whole runs so far
@@ -194,38 +208,6 @@ def _run_all(runs: Sequence[Trial], folder: Path, log: Log) -> None:
         if work and ahead:
             line += f", about {format_duration(seconds / work * ahead)} left"
         log(line)
-
-
-def _collect_results(
-    plan: Plan,
-    variants: Sequence[Variant],
-    chains: Sequence[StageSequence],
-    unasked: Sequence[str],
-    command: Sequence[str],
-    say: Log,
-) -> None:
-    records = [
-        (chain, found) for chain in chains if (found := comparison_results.load_chain(chain))
-    ]
-    if not records:
-        return
-    results = [comparison_results.summarize(chain, found) for chain, found in records]
-    groups = comparison_results.group_results([variant.label for variant in variants], results)
-    for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
-        say(line)
-    comparison_results.write_runs_csv(plan.folder / "runs.csv", results)
-    comparison_results.write_summary_csv(plan.folder / "summary.csv", groups)
-    report = write_report(
-        [record for _, found in records for record in found],
-        plan.folder,
-        title=comparison_results.title_of(plan, groups),
-        groups={
-            name: [str(plan.folder / each) for each in runs] for name, runs in plan.groups.items()
-        },
-        sections=comparison_results.sections(plan, variants, groups, unasked, command),
-        compared=[found[-1] for _, found in records],
-    )
-    say(f"Report: {report}; numbers: {plan.folder / 'runs.csv'}, {plan.folder / 'summary.csv'}")
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
@@ -265,16 +247,14 @@ def tail(log: Path, count: int = 12) -> str:
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
 
 
-@contextlib.contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
     """Locks a comparison's folder; UserError if taken or not writable.
 
     A run that outlives a killed command holds the lock of its own run folder.
     """
-    lock = FileLock(folder / _LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        return FileLock(folder / _LOCK, timeout=0).acquire()
     except Timeout:
         raise UserError(
             f"{folder} is locked by another compare.py process. Wait for it, stop it, or set "
@@ -284,21 +264,15 @@ def lock_folder(folder: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write to the folder {folder}: {error}. Set output= to another folder."
         ) from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
-@contextlib.contextmanager
-def signals_as_exceptions() -> Iterator[None]:
+def signals_as_exceptions() -> contextlib.AbstractContextManager[None]:
     """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
 
     def stop(number: int, _frame: object) -> None:
         raise SystemExit(128 + number)
 
-    with handled((signal.SIGTERM, signal.SIGHUP), stop):
-        yield
+    return handled((signal.SIGTERM, signal.SIGHUP), stop)
 
 
 def train(run: Trial) -> int:

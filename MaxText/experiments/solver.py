@@ -323,5 +323,5 @@ def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
     for variant in variants:
         pairs = zip(variant.stages, plan.planned[variant.label].stages, strict=True)
         stages = tuple(unflatten(flatten(config) | stage.changes) for config, stage in pairs)
-        solved.append(dataclasses.replace(variant, stages=stages))
+        solved.append(variant._replace(stages=stages))
     return solved

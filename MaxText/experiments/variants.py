@@ -15,11 +15,10 @@ import dataclasses
 import io
 import itertools
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from MaxText.config import sources, values
 from MaxText.config.loading import load
@@ -29,8 +28,8 @@ from MaxText.experiments.compare_args import (
     KEY_OF,
     SET_PER_RUN,
     STEPS,
+    WIDTH,
     CompareArgs,
-    default_solve_for,
     expand_sweep,
 )
 
@@ -78,8 +77,7 @@ def stage_names(label: str, count: int) -> dict[int | None, str]:
     return {None: label} if count == 1 else {n: f"{label} stage {n}" for n in numbers}
 
 
-@dataclasses.dataclass(frozen=True)
-class Variant:
+class Variant(NamedTuple):
     """One configuration of a comparison, before solving."""
 
     label: str  # short and unique; also names its folder
@@ -130,10 +128,9 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
         fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
         found.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(found)
-    entries: list[tuple[int, str, dict[str, Any], str]] = []
-    chains: dict[int, list[tuple[dict[str, Any], str]]] = {}  # keys of stages and their place
-    stems = _stems(request.configs)
+    entries, labels, stems = [], [], _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
+        chain = [({}, "")]  # keys of stages and their place
         assignments, place = request.sweep or [{}], "command line, sweep=..."
         in_file = sources.collect([path]).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
@@ -142,21 +139,20 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
                 assignments = expand_sweep(in_file["sweep"].value)
             except values.InvalidValueError as error:
                 found.append(ConfigIssue(f"sweep: {error}", (place,)))
-        if chain := in_file.get("stages"):
+        if stages := in_file.get("stages"):
+            at = stages.origin.place
             try:
-                stages, at = read_stages(chain.value), chain.origin.place
-                chains[source] = [(s, f"{at}, stage {n}") for n, s in enumerate(stages, 1)]
+                each = enumerate(read_stages(stages.value), 1)
+                chain = [(keys, f"{at}, stage {n}") for n, keys in each]
             except values.InvalidValueError as error:
-                found.append(ConfigIssue(f"stages: {error}", (chain.origin.place,)))
-        entries += [(source, stems[source], assignment, place) for assignment in assignments]
+                found.append(ConfigIssue(f"stages: {error}", (at,)))
+        entries += [(source, assignment, place, chain) for assignment in assignments]
+        labels += [_label(stems[source], one, len(stems) > 1) for one in assignments]
 
-    several = len(stems) > 1
-    labels = _unique([_label(stem, assignment, several) for _, stem, assignment, _ in entries])
     variants = []
     with _deduplicate_notices():
-        for (source, _, assignment, place), label in zip(entries, labels, strict=True):
+        for (source, assignment, place, chain), label in zip(entries, _unique(labels), strict=True):
             try:
-                chain = chains.get(source, [({}, "")])
                 configs = _load_stages(request, source, assignment, place, chain)
             except ConfigurationError as error:
                 found += error.problems
@@ -297,8 +293,7 @@ def _deduplicate_notices():
         with contextlib.redirect_stderr(buffer):
             yield
     finally:
-        for line in dict.fromkeys(buffer.getvalue().splitlines(keepends=True)):
-            sys.stderr.write(line)
+        sources.print_notices(buffer.getvalue().splitlines())
 
 
 def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
@@ -313,7 +308,7 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:
     """Returns the key to solve for by label; ConfigurationError if unfit."""
-    names = request.solve_for or (default_solve_for(request.match),)
+    names = request.solve_for or (WIDTH if request.match == "params" else STEPS,)
     num_sources = max(len(request.configs), 1)
     if len(names) == 1:
         chosen = [names[0]] * len(variants)

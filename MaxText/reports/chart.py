@@ -1,11 +1,10 @@
 """Descriptions of charts, drawn here as PNG and by plots.py for the page."""
 
-import dataclasses
 import io
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -50,8 +49,7 @@ _DASHES = {"solid": "-", "dash": "--", "dot": ":", "dashdot": "-."}
 Kind = Literal["raw", "line", "thin", "dots"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """A horizontal axis; `choice` is the label of its button."""
 
     name: AxisName
@@ -59,8 +57,7 @@ class Axis:
     choice: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Series:
+class Series(NamedTuple):
     """A curve of N points."""
 
     label: str  # in the legend; empty for none
@@ -73,8 +70,7 @@ class Series:
     high: np.ndarray | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Annotation:
+class Annotation(NamedTuple):
     """An event of a run, drawn on its curve."""
 
     kind: str
@@ -84,8 +80,7 @@ class Annotation:
     y: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Curves over a common axis."""
 
     name: str  # of its file, without extension
@@ -126,7 +121,13 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for series in chart.series:
-        _draw_series(axes, series, axis)
+        x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
+        if series.low is not None and series.high is not None:
+            axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
+        # matplotlib hides labels that start with an underscore.
+        label = f" {series.label}" if series.label.startswith("_") else series.label
+        style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}
+        axes.plot(x, series.y, color=color, label=label, **style)
     for label, level in chart.references:
         axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
     for kind, (_, marker) in SYMBOLS.items():
@@ -156,13 +157,3 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
-
-
-def _draw_series(axes, series: Series, axis: Axis) -> None:
-    x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
-    if series.low is not None and series.high is not None:
-        axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-    # matplotlib hides labels that start with an underscore.
-    label = f" {series.label}" if series.label.startswith("_") else series.label
-    style = _STYLES[series.kind] | {"color": color, "linestyle": _DASHES[dashes], "label": label}
-    axes.plot(x, series.y, **style)

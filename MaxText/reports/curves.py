@@ -1,6 +1,5 @@
 """Curves from rows of a run: axes, thinning, smoothing, bands of seeds."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -84,11 +83,11 @@ def curve(
         return []
     if not entry.is_group:
         (line,) = lines.values()
-        return [*(raw if kind == "smooth" else ()), dataclasses.replace(line, label=label)]
+        return [*(raw if kind == "smooth" else ()), line._replace(label=label)]
     known = [lines[id(run)] for run in averaged(entry) if id(run) in lines]
     mean = _mean(known or list(lines.values()))
-    thin = [dataclasses.replace(each, kind="thin") for each in lines.values() if kind != "dots"]
-    return [*thin, dataclasses.replace(mean, label=label)] if mean.y.size else thin
+    thin = [each._replace(kind="thin") for each in lines.values() if kind != "dots"]
+    return [*thin, mean._replace(label=label)] if mean.y.size else thin
 
 
 def _mean(lines: Sequence[Series]) -> Series:
@@ -115,16 +114,6 @@ def _mean(lines: Sequence[Series]) -> Series:
 def column(name: str) -> Values:
     """Returns a function for a field of rows; NaN if absent or null."""
     return lambda _run, rows: np.array([row.get(name) for row in rows], float)
-
-
-def ratio(name: str, other: str) -> Values:
-    """Returns a function dividing one field of rows by another; NaN for 0."""
-
-    def value(run: RunHistory, rows: Sequence[Row]) -> np.ndarray:
-        below = column(other)(run, rows)
-        return column(name)(run, rows) / np.where(below == 0, np.nan, below)
-
-    return value
 
 
 def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:

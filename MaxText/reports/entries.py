@@ -1,10 +1,9 @@
 """Compared items of a report, found in folders: runs, and groups of seeds."""
 
-import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -20,8 +19,7 @@ from MaxText.storage.paths import natural_key, parse_path
 COMPARISON_FILE = "comparison.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class DiscoveredRuns:
+class DiscoveredRuns(NamedTuple):
     """Runs and their groups."""
 
     runs: list[RunHistory]  # each folder once, in command-line order
@@ -108,8 +106,7 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A run, or a group of runs with different seeds."""
 
     label: str  # unique on the page
@@ -211,9 +208,7 @@ def _names(runs: Sequence[RunHistory]) -> list[str]:
 
 def averaged(entry: Entry) -> list[RunHistory]:
     """Returns the runs in an entry's means, without diverged ones."""
-    if not entry.is_group:
-        return [*entry.runs.values()]
-    return [run for run in entry.runs.values() if run.state != "diverged"]
+    return [run for run in entry.runs.values() if run.state != "diverged" or not entry.is_group]
 
 
 def differing_peaks(entries: Sequence[Entry]) -> list[float]:

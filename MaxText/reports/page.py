@@ -6,14 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jinja2
 import plotly.graph_objects as go
 import plotly.offline
 
 from MaxText.metrics.tables import ABSENT
-from MaxText.reports.chart import PALETTE, SYMBOLS, Axis, Chart, color_of, dash_of
+from MaxText.reports.chart import PALETTE, SYMBOLS, Chart, color_of, dash_of
 from MaxText.reports.entries import Entry, all_runs
 
 _LONG = 44  # minimum length of table cells that wrap
@@ -21,8 +21,7 @@ _PAPER = 700  # pixels of a printed page's width
 _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "double"}
 
 
-@dataclasses.dataclass(frozen=True)
-class PageTable:
+class PageTable(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -40,8 +39,7 @@ class PageTable:
         return sum(8 + 5 * max(map(len, words), default=0) for words in wholes) > _PAPER
 
 
-@dataclasses.dataclass(frozen=True)
-class Verbatim:
+class Verbatim(NamedTuple):
     """Preformatted text, folded under `caption` if there is one."""
 
     text: str
@@ -49,8 +47,7 @@ class Verbatim:
     is_open: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A plotly figure with its text alternative."""
 
     name: str  # its id on the page and name of its downloads
@@ -78,54 +75,34 @@ class PageSection:
     plots: Sequence[Plot] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """Contents of the page."""
-
-    title: str
-    made: str  # how and when
-    warnings: Sequence[str]
-    sections: Sequence[PageSection]
-    entries: Sequence[Entry]
-    axes: Sequence[Axis]
-    charts: Sequence[Chart]
-    links: Mapping[str, str]  # addresses of the runs' own reports
-    refresh: int = 0  # seconds until the page reloads; 0 for never
-
-    @property
-    def colors(self) -> dict[str, int]:
-        """Color index by label of a run or group; empty for a single run."""
-        if len(all_runs(self.entries)) == 1:
-            return {}
-        return {name: each.color for each in self.entries for name in (*each.runs, each.label)}
-
-    @property
-    def marks(self) -> list[str]:
-        present = {mark.kind for chart in self.charts for mark in chart.marks}
-        return [kind for kind in SYMBOLS if kind in present]
-
-    @property
-    def has_validation(self) -> bool:
-        return any(run.evaluations for run in all_runs(self.entries).values())
-
-
-def render(page: Page) -> str:
-    """Returns the page as HTML."""
+def render(
+    sections: Sequence[PageSection],
+    entries: Sequence[Entry],
+    charts: Sequence[Chart],
+    **others: Any,
+) -> str:
+    """Returns the page as HTML; `others` are further variables of page.html."""
     program, library = _own("page.js"), plotly.offline.get_plotlyjs()
     figures = ",".join(
         f"{json.dumps(plot.name)}:{plot.figure.to_json()}"
-        for section in page.sections
+        for section in sections
         for plot in section.plots
     ).replace("<", "\\u003c")  # so that nothing can end the script element
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
-    template = environment.from_string(
-        _own("page.html"),
-        {"borders": _BORDERS, "color_of": color_of, "dash_of": dash_of, "palette": PALETTE},
-    )
-    return template.render(
-        page=page,
+    environment.globals |= {"color_of": color_of, "dash_of": dash_of}
+    runs, present = all_runs(entries), {mark.kind for chart in charts for mark in chart.marks}
+    named = [(name, each.color) for each in entries for name in (*each.runs, each.label)]
+    return environment.from_string(_own("page.html")).render(
+        others,
+        sections=sections,
+        entries=entries,
+        colors=dict(named) if len(runs) > 1 else {},  # by label of a run or group
+        palette=PALETTE,
+        borders=_BORDERS,
+        marks=[kind for kind in SYMBOLS if kind in present],
+        has_validation=any(run.evaluations for run in runs.values()),
         style=_own("page.css"),
         program=program,
         library=library,

@@ -14,7 +14,7 @@ from MaxText.reports import run_tables
 from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, differing_keys, group_runs
-from MaxText.reports.page import Page, PageSection, render
+from MaxText.reports.page import PageSection, render
 from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
 from MaxText.reports.run_charts import loss_chart, loss_charts, quantity_charts
 from MaxText.storage.atomic import atomic_write_bytes, atomic_write_text
@@ -67,7 +67,7 @@ def write_report(
     )
     final = group_runs(compared, groups) if compared else entries
     losses = plot_hyperparameters(final, keys)
-    page = Page(
+    page = render(
         title=title,
         made=_made(runs, refresh),
         warnings=[*warnings, *run_tables.warnings(final)],
@@ -114,7 +114,7 @@ def write_report(
                 file.unlink(missing_ok=True)
             else:
                 atomic_write_bytes(file, figure)
-        atomic_write_text(output / PAGE_FILE, render(page))
+        atomic_write_text(output / PAGE_FILE, page)
     except OSError as error:
         raise UserError(
             f"cannot write to output={output}: {error.strerror}. Set output= to a writable folder."

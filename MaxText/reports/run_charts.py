@@ -1,6 +1,5 @@
 """Charts of a report: losses, and all other recorded numbers."""
 
-import dataclasses
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ import numpy as np
 
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
-from MaxText.reports.curves import Axes, column, curve, median_window, ratio
+from MaxText.reports.curves import Axes, column, curve, median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
@@ -41,7 +40,7 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     if len(kinds) == 1:
         return [chart for _, chart in found]
     return [
-        dataclasses.replace(chart, name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
+        chart._replace(name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
         for n, (kind, chart) in enumerate(found, 1)
     ]
 
@@ -99,8 +98,7 @@ def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
         charts.append(
             Chart(name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu)
         )
-    update_ratio = ratio("learning/update_norm", "learning/param_norm")
-    others = [(_UPDATE_RATIO, _steps, update_ratio, "exact")]
+    others = [(_UPDATE_RATIO, _steps, _update_ratio, "exact")]
     others += [(tag, _steps, column(tag), "exact") for tag in _tags(entries, _steps)]
     others += [(tag, _evaluations, column(tag), "dots") for tag in _tags(entries, _evaluations)]
     for tag, rows_of, value, kind in others:
@@ -115,6 +113,11 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
         for entry in entries
         for line in curve(entry, axes, rows_of, value, label=entry.label, kind=kind)
     ]
+
+
+def _update_ratio(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    norm = column("learning/param_norm")(run, rows)
+    return column("learning/update_norm")(run, rows) / np.where(norm == 0, np.nan, norm)
 
 
 def _tags(entries: Sequence[Entry], rows_of) -> list[str]:

@@ -69,7 +69,9 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
             losses = [run.final_loss for run in averaged(entry)]
             known = [loss for loss in losses if loss is not None]
             seeds = f"{len(known)} of {len(losses)} seeds evaluated"
-            rows.append([entry.label, seeds, _spread(known), *[""] * (len(header) - 3)])
+            spread = format_loss(statistics.mean(known) if known else None)
+            spread += f" \u00b1 {statistics.stdev(known):.4f}" if len(known) > 1 else ""
+            rows.append([entry.label, seeds, spread, *[""] * (len(header) - 3)])
         for name, run in entry.runs.items():
             row = _overview_row(run, comparable)
             if len(kinds) > 1:
@@ -81,12 +83,6 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     return PageTable(header, rows)
 
 
-def _spread(losses: Sequence[float]) -> str:
-    if len(losses) < 2:
-        return format_loss(losses[0] if losses else None)
-    return f"{statistics.mean(losses):.4f} \u00b1 {statistics.stdev(losses):.4f}"
-
-
 def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     facts = run.facts
     recent = run.steps[-_RECENT_ROWS:]
@@ -96,8 +92,11 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     planned = facts.get("num_steps")
     done = 0 if run.last_step is None else run.last_step + 1
     loss, updates = run.training_loss or (None, 0)
+    state, seconds = run.state, _median(recent, "perf/step_time_seconds")
+    if state == "running" and seconds is not None and planned:
+        state = f"running, {format_time(seconds * max(planned - done, 0))} left"
     return [
-        _state(run, done, recent),
+        state,
         format_loss(run.final_loss),
         f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
@@ -114,15 +113,6 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
 
 def _with_ancestors(own: float, inherited: float, words) -> str:
     return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
-
-
-def _state(run: RunHistory, done: int, recent: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the state, with the remaining time of a run in progress."""
-    seconds = _median(recent, "perf/step_time_seconds")
-    planned = run.facts.get("num_steps")
-    if run.state != "running" or seconds is None or not planned:
-        return run.state
-    return f"running, {format_time(seconds * max(planned - done, 0))} left"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -245,7 +235,11 @@ def event_text(row: Mapping[str, Any]) -> str:
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
-        return _start_text(row)
+        words, lost = f"{kind} from {row.get('source') or 'an unknown source'}", row.get("lost")
+        if not lost or not lost.get("steps"):
+            return words
+        seconds = math.fsum((lost.get("seconds") or {}).values())
+        return f"{words}; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
     if kind == "config_change":
         changes = (row.get("changes") or {}).items()
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
@@ -261,15 +255,6 @@ def event_text(row: Mapping[str, Any]) -> str:
     if kind == "stop":
         return f"stop: {reason}"
     return ""
-
-
-def _start_text(row: Mapping[str, Any]) -> str:
-    words = f"{row['event']} from {row.get('source') or 'an unknown source'}"
-    lost = row.get("lost") or {}
-    if lost.get("steps"):
-        seconds = math.fsum((lost.get("seconds") or {}).values())
-        words += f"; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
-    return words
 
 
 def cost(entries: Sequence[Entry]) -> list[PageSection]:

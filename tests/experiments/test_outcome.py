@@ -1,6 +1,5 @@
 """Means, intervals, tables, summary_lines and CSV files, from results that are known."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,9 +127,9 @@ def test_a_budget_is_called_equal_only_if_it_was():
     """By each arm's plan, and by each seed's time; on the terminal, nothing precedes this."""
     equal = group_results(["a", "b"], results())
     losses = results()
-    losses[-1] = dataclasses.replace(losses[-1], train_seconds=2.1)
+    losses[-1] = losses[-1]._replace(train_seconds=2.1)
     one_slow = group_results(["a", "b"], losses)
-    short = [dataclasses.replace(one, train_seconds=1.4) for one in losses if one.config == "b"]
+    short = [one._replace(train_seconds=1.4) for one in losses if one.config == "b"]
     as_planned = group_results(["a", "b"], [*results({"a": LOSSES["a"]}), *short])
     for groups, asked, line in (
         (equal, plan("params", b=0.019), ""),

@@ -74,8 +74,8 @@ def test_the_shipped_chain_grows_to_the_size_of_the_shipped_model():
 def test_a_chain_of_runs(configs):
     plan, found, question = plan_of(*COMMAND, seeds=(0, 1))
     solve_plan(plan, found)
-    assert plan.planned["c"].steps == 10
-    assert plan.planned["c"].tokens == plan.planned["a"].tokens == 640
+    assert plan.planned["c"].total("steps") == 10
+    assert plan.planned["c"].total("tokens") == plan.planned["a"].total("tokens") == 640
     chains = chains_of(plan, found)
     assert [[run.name for run in chain] for chain in chains[:2]] == [
         ["a seed 0"], ["c seed 0 stage 1", "c seed 0 stage 2"],
