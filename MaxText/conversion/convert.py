@@ -16,9 +16,8 @@ from MaxText.config.loading import load
 from MaxText.config.schema import flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
-from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
-from MaxText.conversion.hf_import import HFWeights
+from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.request import ConvertArgs
 from MaxText.conversion.weight_source import RunWeights, WeightSource, unflatten

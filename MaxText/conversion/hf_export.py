@@ -25,7 +25,7 @@ from MaxText.config.schema import Config
 from MaxText.conversion import hf_config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
-from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
 from MaxText.errors import UserError
