@@ -135,11 +135,7 @@ def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointM
         if _digest(metadata) != saved:
             raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
         del metadata[_INTEGRITY]
-    elif any(
-        {"arrays", "metadata"} <= set(value)
-        for value in metadata.values()
-        if isinstance(value, dict)
-    ):
+    elif any({"arrays", "metadata"} <= {*v} for v in metadata.values() if isinstance(v, dict)):
         # A bit flip in the key's name.
         raise CheckpointCorruptedError(f"{path}: its checksums have another name")
     version = metadata.get("schema_version", SCHEMA_VERSION)
@@ -167,12 +163,8 @@ def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int
     end; in object stores, which cannot rename, it writes a marker last.
     """
     saved = [child for child in list_dir(folder) if child.name.isdigit()]
-
-    def is_listed(child: epath.Path) -> bool:
-        return int(child.name) in known or is_finalized(child)
-
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-        listed = pool.map(is_listed, saved)
+        listed = pool.map(lambda child: int(child.name) in known or is_finalized(child), saved)
         return sorted(int(child.name) for child, done in zip(saved, listed, strict=True) if done)
 
 

@@ -394,9 +394,8 @@ class CheckpointManager:
         def remove() -> None:
             self._remove_partial()
             for step in newer if jax.process_index() == 0 else ():
-                checkpoint_files.unfinalize(
-                    self.directory / str(step), f"{step}{_ABANDONED}"
-                ).rmtree()
+                folder = self.directory / str(step)
+                checkpoint_files.unfinalize(folder, f"{step}{_ABANDONED}").rmtree()
 
         all_succeed("deleting newer checkpoints", remove)
         self._finalized -= set(newer)
@@ -408,15 +407,10 @@ class CheckpointManager:
         if jax.process_index() != 0:
             return
         for folder in checkpoint_files.list_dir(self.directory):
-            is_partial = (
-                ".orbax-checkpoint-tmp" in folder.name
-                or folder.name.endswith((_ABANDONED, ".given_up"))
-                or (
-                    is_object_store_path(folder)
-                    and folder.name.isdigit()
-                    and not self._ask_finalized(int(folder.name))
-                )
-            )
+            name = folder.name
+            is_partial = ".orbax-checkpoint-tmp" in name or name.endswith((_ABANDONED, ".given_up"))
+            if is_object_store_path(folder) and name.isdigit():
+                is_partial = not self._ask_finalized(int(name))
             if is_partial:
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()

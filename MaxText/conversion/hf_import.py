@@ -176,18 +176,15 @@ class HFWeights(WeightSource):
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.legacy_names, tensor.name.removeprefix(prefix))
             names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head, used = None, set(names.values())
+        head = None
         if "logits_dense/kernel" not in self.model.parameters:  # it is tied
             rows = [row for row in self.family.rows if row.hf_name == self.family.head]
             possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
             head = next((name for name in possible if name in found), None)
+        extra = found.keys() - names.values()
+        ignored = {x for x in extra if x == head or x.endswith(self.family.ignored or ("\0",))}
         check_arrays(
-            {
-                name: one
-                for name, one in found.items()
-                if name in used
-                or not (name == head or name.endswith(self.family.ignored or ("\0",)))
-            },
+            {name: one for name, one in found.items() if name not in ignored},
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
             f"Check that {CONFIG} and the tensors belong together.",
@@ -211,9 +208,7 @@ class HFWeights(WeightSource):
         }
 
     def read(self, name: str) -> np.ndarray:
-        return self.map.array(
-            name, self.formats[name], lambda name: self.files.read(self._names[name])
-        )
+        return self.map.array(name, self.formats[name], lambda x: self.files.read(self._names[x]))
 
 
 def open_weights(
