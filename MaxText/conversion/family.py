@@ -34,7 +34,6 @@ REQUESTED_LENGTH = "requested max_target_length"
 # Placeholders for numbers in tensor names.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
 _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
-_GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +58,7 @@ class WeightMapping:
 
     @property
     def in_layers(self) -> bool:
-        return any(match[1] == "layer" for match in _NUMBER.finditer(self.hf_name))
+        return "{layer" in self.hf_name
 
     @property
     def in_experts(self) -> bool:
@@ -67,7 +66,7 @@ class WeightMapping:
 
     @functools.cached_property
     def _groups(self) -> list[str]:
-        return ["".join(match).replace(" ", "") for match in _GROUP.findall(self.hf_axes)]
+        return [group.strip("()").replace(" ", "") for group in _DIMENSION.findall(self.hf_axes)]
 
     @functools.cached_property
     def _letters(self) -> str:
@@ -170,10 +169,10 @@ class ConfigMapping:
     values: tuple[tuple[Any, Any], ...] | None = None
     is_written: bool = True  # whether config.json gets it
     is_computed: bool = False  # whether any value but the default contradicts other keys
-    unset: Any = None  # a Hugging Face value equivalent to an absent key
+    unset: Any = REQUIRED  # a Hugging Face value equivalent to an absent key
     hint: str = ""  # added to the message about a value that cannot be imported
     # config.json -> a value that our keys have anyway, so that an import omits them
-    implied: Callable[[Mapping[str, Any]], Any] | None = None
+    implied: Any = REQUIRED
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     # our keys -> Hugging Face value or REQUIRED
@@ -183,19 +182,6 @@ class ConfigMapping:
     def name(self) -> str:
         """The key written to config.json."""
         return self.hf_names[0]
-
-    def stored_values(self, config: Mapping[str, Any]) -> list[Any]:
-        """Returns its values in a config.json, under all of its names."""
-        found = [config[name] for name in self.hf_names if name in config]
-        return [value for value in found if self.unset is None or value != self.unset]
-
-    def default_when_absent(self, config: Mapping[str, Any]) -> Any:
-        """Returns the value of an absent key; REQUIRED if there is none."""
-        return _evaluate(self.default, config) if callable(self.default) else self.default
-
-    def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
-        """Returns whether our keys have the value without being set."""
-        return self.implied is not None and _evaluate(self.implied, config) == value
 
     def to_key_value(self, value: Any, config: Mapping[str, Any]) -> Any:
         """Converts a Hugging Face value; REQUIRED if impossible."""
@@ -213,15 +199,16 @@ class ConfigMapping:
         return next((hf for hf, key in pairs if key == value), REQUIRED)
 
 
-def _evaluate(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
+def evaluate(value: Any, config: Mapping[str, Any]) -> Any:
+    """Returns a default, computed from a config.json if it is a function."""
     try:
-        return value(config)
+        return value(config) if callable(value) else value
     except (KeyError, TypeError, ZeroDivisionError):
         return REQUIRED  # the other key is missing or not a size, which is reported separately
 
 
 def mapped(
-    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
+    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = REQUIRED
 ) -> ConfigMapping:
     """Returns a setting common to both sides.
 
@@ -249,7 +236,7 @@ def family_default(key: str, value: Callable[[Mapping[str, Any]], Any]) -> Confi
 
 
 def write_only(
-    hf_name: str, key: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
+    hf_name: str, key: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = REQUIRED
 ) -> ConfigMapping:
     """Returns a setting derived from others but written nevertheless."""
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
@@ -286,7 +273,7 @@ class Family:
     decoder_block: str  # whose choices hold for all keys without a setting
     settings: tuple[ConfigMapping, ...]
     rows: tuple[WeightMapping, ...]
-    prefix: str  # common to all tensor names but the head; absent in files of the bare model
+    prefix: str = ""  # common to all tensor names but the head; absent in files of the bare model
     head: str = "lm_head.weight"  # optional in files of tied models
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights

@@ -20,16 +20,6 @@ def _slots(hf_name: str, params: str, letter: str) -> tuple[hf.WeightMapping, ..
     )  # fmt: skip
 
 
-ROWS = (
-    hf.row("sequential.0.word_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
-    *_slots("attention.query", "self_attention/query", "Q"),
-    *_slots("attention.key", "self_attention/key", "Q"),
-    *_slots("attention.value", "self_attention/value", "Q"),
-    *_slots("attention.proj", "self_attention/out", "O"),
-    *_slots("mlp", "mlp", "S"),
-    *hf.norm("sequential.{num_layers+3}.norm", "decoder_norm"),
-)
-
 TOKENFORMER = hf.Family(
     model_type="tokenformer",
     architecture="TokenFormerForCausalLM",
@@ -61,7 +51,15 @@ TOKENFORMER = hf.Family(
         hf.supported("sliding_window_width", None),
         hf.supported("use_mup", False),
     ),
-    rows=ROWS,
+    rows=(
+        hf.row("sequential.0.word_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
+        *_slots("attention.query", "self_attention/query", "Q"),
+        *_slots("attention.key", "self_attention/key", "Q"),
+        *_slots("attention.value", "self_attention/value", "Q"),
+        *_slots("attention.proj", "self_attention/out", "O"),
+        *_slots("mlp", "mlp", "S"),
+        *hf.norm("sequential.{num_layers+3}.norm", "decoder_norm"),
+    ),
     prefix="sequential.",
     in_transformers=False,
 )
