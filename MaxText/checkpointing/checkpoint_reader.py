@@ -259,15 +259,11 @@ def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
     def one(layout: Any, tree: Any) -> Any:
         if not _has_cycle(layout):
             return tree
-        layers, cycle = tree["layers"], layout["layers"][_CYCLE]
-        found = {name: layers[name] for name in layout["layers"] if name != _CYCLE}
-        found[_CYCLE] = {
-            run: jax.tree.map(
-                _stacked, cycle[run], *(layers[str(i)] for i in plan.layers_of(int(run)))
-            )
-            for run in cycle
-        }
-        return {**tree, "layers": found}
+        layers, cycle = dict(tree["layers"]), {}
+        for run, stacked in layout["layers"][_CYCLE].items():
+            rows = [layers.pop(str(index)) for index in plan.layers_of(int(run))]
+            cycle[run] = jax.tree.map(_stacked, stacked, *rows)
+        return {**tree, "layers": layers | {_CYCLE: cycle}}
 
     return jax.tree.map(one, wanted, arrays, is_leaf=_has_cycle)
 
@@ -285,7 +281,7 @@ def _one_layer(leaf: Any) -> Any:
 
 
 def _stacked(wanted: Any, *rows: Any) -> Any:
-    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=wanted.sharding)(rows)
+    return jax.jit(jnp.stack, out_shardings=wanted.sharding)(rows)
 
 
 # --- Errors of Orbax and TensorStore: classified, retried, and printed once

@@ -204,9 +204,7 @@ def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:
-        decoder = model.merge(params)
-        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder(batch)
+        return model.merge(params)(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape)))
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), length), jnp.int32)
     program = jax.export.export(jax.jit(forward), platforms=_PLATFORMS)(shape).serialize()

@@ -233,8 +233,7 @@ def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.nda
     @jax.jit
     def run(params, tokens_BT):
         decoder = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), params))
-        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder(batch)
+        return decoder(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape)))
 
     with jax.default_device(jax.devices("cpu")[0]):
         return np.asarray(run(params, tokens))

@@ -107,12 +107,7 @@ class IncrementalDetokenizer:
     held back. `text` is all final text without the stop string.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        stops: Sequence[str] = (),
-        prompt: Sequence[int] = (),
-    ):
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), prompt: Sequence[int] = ()):
         """Starts after `prompt`: a first word may lose its space."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]
