@@ -204,21 +204,15 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
         for folder in (given / CHECKPOINTS, given):
             if steps := finalized_steps(folder):
                 return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
-        raise UserError(_nothing_found(given, key))
+        absent, near = "" if given.exists() else ", which does not exist", ""
+        for folder in (given.parent.parent, given.parent):  # the nearer one is shown
+            if steps := finalized_steps(folder):
+                more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
+                near = f"\n  Steps in {folder}: {', '.join(map(str, steps[-10:]))}{more}."
     except OSError as error:
         raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
-
-
-def _nothing_found(given: epath.Path, key: str) -> str:
-    absent = "" if given.exists() else ", which does not exist"
-    text = (
+    raise UserError(
         f"{key}: no checkpoint at {given}{absent}.\n"
         "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
-        "step folder, or its items."
+        f"step folder, or its items.{near}"
     )
-    for folder in (given.parent, given.parent.parent):
-        if steps := finalized_steps(folder):
-            shown = ", ".join(map(str, steps[-10:]))
-            more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
-            return f"{text}\n  Steps in {folder}: {shown}{more}."
-    return text

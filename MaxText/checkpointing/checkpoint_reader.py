@@ -84,7 +84,6 @@ class CheckpointReader:
         return dataclasses.replace(abstract_state, **arrays | {_GUARD: guard})
 
     def restore_params(self, abstract_params: Any) -> Any:
-        """Restores the parameters only."""
         return self._restore(self._stored_params(), {"params": abstract_params})["params"]
 
     def check_params(self, abstract_params: Any) -> None:

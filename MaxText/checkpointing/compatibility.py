@@ -34,8 +34,6 @@ class ConfigDiff(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
 

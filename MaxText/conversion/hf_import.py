@@ -28,8 +28,6 @@ from MaxText.storage.paths import parse_path
 
 
 class MappedTensor(NamedTuple):
-    """A Hugging Face tensor."""
-
     name: str  # with layer numbers filled in
     row: WeightMapping
     param_names: tuple[str, ...]  # parameters that it is part of
@@ -228,8 +226,6 @@ _STEP = re.compile(r"params_(\d+)")
 
 
 class FattoribCheckpoint(WeightSource):
-    """Parameters of a fattorib/transformer checkpoint."""
-
     def __init__(self, path: str, config: Config):
         """Reads the whole file, because msgpack has no index.
 

@@ -74,8 +74,6 @@ class ConvertOptions(ProgramOptions):
 
 
 class ConvertArgs(ConvertOptions):
-    """A requested conversion."""
-
     source: str  # Hugging Face folder, run, or another program's checkpoint, without prefix
     source_kind: str  # "hf", "run", "maxtext" or "fattorib"
     target: Path  # without prefix

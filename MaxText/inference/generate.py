@@ -25,8 +25,6 @@ FinishReason = Literal["end", "stop", "length"]
 
 @dataclasses.dataclass
 class Completion:
-    """Completion of one prompt."""
-
     prompt: list[int]  # without the dropped ids
     num_dropped: int = 0  # leading ids that did not fit the window
     tokens: list[int] = dataclasses.field(default_factory=list)  # including an end id

@@ -83,7 +83,7 @@ def _family(
     architecture: str,
     rope_table_dtype: str,
     settings: tuple[hf.ConfigMapping, ...],
-    mlp: tuple[hf.WeightMapping, ...],
+    mlp: hf.Rows,
 ) -> hf.Family:
     name = architecture.lower()
     return hf.Family(

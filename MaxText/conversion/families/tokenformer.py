@@ -10,7 +10,7 @@ from MaxText.conversion import family as hf
 _LAYER = "sequential.{layer+2}."
 
 
-def _slots(hf_name: str, params: str, letter: str) -> tuple[hf.WeightMapping, ...]:
+def _slots(hf_name: str, params: str, letter: str) -> hf.Rows:
     """Returns rows of key and value slots; `letter` is their layout letter."""
     return (
         hf.row(f"{_LAYER}{hf_name}.key_param_tokens", f"layers/{params}/keys/kernel",
