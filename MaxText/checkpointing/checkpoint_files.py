@@ -151,9 +151,8 @@ def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointM
 
 def _digest(value: Any) -> str:
     plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
-    return hashlib.sha256(
-        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int]:

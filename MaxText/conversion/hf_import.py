@@ -163,9 +163,7 @@ class HFWeights(WeightSource):
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
         self._names = self._match()
-        self._stored = {
-            tensor: self.files.found[name].dtype for tensor, name in self._names.items()
-        }
+        self._stored = {x: self.files.found[name].dtype for x, name in self._names.items()}
         self.formats = self.map.formats(self._stored)
 
     def _match(self) -> dict[str, str]:

@@ -68,6 +68,5 @@ def _own_configuration(path: str, given: dict[str, Any]) -> CheckpointConfig | N
     import_modules.check_named(flat, str(stored))
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
     values = with_current_names(flat, str(stored)).items()
-    return CheckpointConfig(
-        {name: value for name, value in values if name in of_weights}, str(stored)
-    )
+    kept = {name: value for name, value in values if name in of_weights}
+    return CheckpointConfig(kept, str(stored))
