@@ -25,7 +25,7 @@ METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
 PARAMETERS_ONLY = "parameters_only"  # in METADATA: true if convert.py imported parameters
 
 # Orbax writes these last if the folder cannot be renamed atomically.
-_ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
+ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
 _CONCURRENT_REQUESTS = 32
 # Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
 _INTEGRITY = "integrity"
@@ -69,7 +69,24 @@ class StoredCheckpoint:
             if (self.folder / METADATA).exists():
                 raise
             return CheckpointMetadata({}, None, None)
-        return _verified(values, self)
+        path, integrity = self.json_path(METADATA), values.get(_INTEGRITY)
+        if integrity is not None:
+            saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
+            if _digest(values) != saved:
+                raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
+            del values[_INTEGRITY]
+        elif any({"arrays", "metadata"} <= {*v} for v in values.values() if isinstance(v, dict)):
+            # A bit flip in the key's name.
+            raise CheckpointCorruptedError(f"{path}: its checksums have another name")
+        version = values.get("schema_version", SCHEMA_VERSION)
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise UserError(
+                f"{self} was written by a newer version of this program (schema {version}, this "
+                f"one reads up to {SCHEMA_VERSION}). Update the program."
+            )
+        if integrity is None:
+            return CheckpointMetadata(values, None, None)
+        return CheckpointMetadata(values, integrity["arrays"], integrity.get("position", ""))
 
     def try_metadata(self) -> dict[str, Any]:
         """Returns the metadata, empty if damaged."""
@@ -128,27 +145,6 @@ def with_digests(
     return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
 
 
-def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointMetadata:
-    path, integrity = stored.json_path(METADATA), metadata.get(_INTEGRITY)
-    if integrity is not None:
-        saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
-        if _digest(metadata) != saved:
-            raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
-        del metadata[_INTEGRITY]
-    elif any({"arrays", "metadata"} <= {*v} for v in metadata.values() if isinstance(v, dict)):
-        # A bit flip in the key's name.
-        raise CheckpointCorruptedError(f"{path}: its checksums have another name")
-    version = metadata.get("schema_version", SCHEMA_VERSION)
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise UserError(
-            f"{stored} was written by a newer version of this program (schema {version}, this one "
-            f"reads up to {SCHEMA_VERSION}). Update the program."
-        )
-    if integrity is None:
-        return CheckpointMetadata(metadata, None, None)
-    return CheckpointMetadata(metadata, integrity["arrays"], integrity.get("position", ""))
-
-
 def _digest(value: Any) -> str:
     plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
@@ -182,14 +178,6 @@ def is_finalized(step_folder: epath.Path) -> bool:
     return (step_folder / ITEMS).is_dir()
 
 
-def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
-    """Makes a step incomplete atomically; returns the folder to delete."""
-    if is_object_store_path(step_folder):
-        (step_folder / COMMIT_MARK).unlink(missing_ok=True)
-        return step_folder
-    return step_folder.rename(step_folder.parent / name)
-
-
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
     """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint."""
     given = parse_path(path, key)
@@ -197,7 +185,7 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
         given = given.absolute()  # Orbax requires absolute paths
     try:
         for items in (given, given / ITEMS):
-            if any((items / name).exists() for name in _ITEMS_FILES):
+            if any((items / name).exists() for name in ITEMS_FILES):
                 step = items.parent.name
                 return StoredCheckpoint(items, int(step) if step.isdigit() else None)
         for folder in (given / CHECKPOINTS, given):

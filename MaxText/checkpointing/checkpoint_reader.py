@@ -67,7 +67,7 @@ class CheckpointReader:
 
         Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
         """
-        wanted, tree = as_dict(abstract_state), dict(read_tree(self.stored)[0])
+        wanted, (tree, _) = as_dict(abstract_state), read_tree(self.stored)
         guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
         if guard is None:
             return dataclasses.replace(abstract_state, **self._restore(tree, wanted))
@@ -162,13 +162,13 @@ class CheckpointReader:
         return structure.unflatten(arrays)
 
 
-def read_tree(stored: StoredCheckpoint) -> tuple[Any, dict[str, ArraySpec]]:
+def read_tree(stored: StoredCheckpoint) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
     """Returns the stored tree and its arrays by path, checked as saved."""
     import orbax.checkpoint as ocp
 
-    def read() -> tuple[Any, dict[str, ArraySpec]]:
+    def read() -> tuple[dict[str, Any], dict[str, ArraySpec]]:
         with translate_errors():
-            tree = ocp.PyTreeCheckpointHandler().metadata(stored.items).tree
+            tree = dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
             # Optimizer states have entries without arrays.
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
             return tree, array_specs(arrays)

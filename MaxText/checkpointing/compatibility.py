@@ -120,10 +120,8 @@ def format_mismatches(
         if name in shaping
     ]
     if not changed:
-        lines.append(
-            "  No key of the model or the optimizer differs, so the program itself changed."
-        )
-        return "\n".join(lines)
+        changed = ["  No key of the model or the optimizer differs, so the program itself changed."]
+        return "\n".join(lines + changed)
     lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
     # If a key names the weights, a new run_name would load the same ones.
     other = "start another run_name" if hint.is_same_run else "load other weights"

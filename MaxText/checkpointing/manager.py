@@ -18,7 +18,7 @@ from MaxText.checkpointing.history import HealthyCheckpoints, Rollback
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
-from MaxText.storage.paths import is_object_store_path
+from MaxText.storage.paths import COMMIT_MARK, is_object_store_path
 from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
@@ -395,7 +395,12 @@ class CheckpointManager:
             self._remove_partial()
             for step in newer if jax.process_index() == 0 else ():
                 folder = self.directory / str(step)
-                checkpoint_files.unfinalize(folder, f"{step}{_ABANDONED}").rmtree()
+                # Atomically incomplete first: the deletion takes time.
+                if is_object_store_path(folder):
+                    (folder / COMMIT_MARK).unlink(missing_ok=True)
+                else:
+                    folder = folder.rename(self.directory / f"{step}{_ABANDONED}")
+                folder.rmtree()
 
         all_succeed("deleting newer checkpoints", remove)
         self._finalized -= set(newer)

@@ -19,7 +19,7 @@ from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_cop
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
 from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.request import ConvertArgs
+from MaxText.conversion.request import OTHER_PROGRAMS, ConvertArgs
 from MaxText.conversion.weight_source import RunWeights, WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
@@ -29,7 +29,6 @@ from MaxText.storage.atomic import sync_file
 
 Log = Callable[[str], None]
 
-_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 _SCALINGS = {
     "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
     "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
@@ -83,7 +82,7 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         return weights, {}, weights.metadata.get("hugging_face") or {}
     if not request.arguments:
         raise UserError(
-            f"{_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
+            f"{OTHER_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
             f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
             "keys."
         )

@@ -25,8 +25,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     """
     gathered = import_modules.collect(arguments, {}, os.environ)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
-    known = all_keys()
-    mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
+    mistaken = gathered.problems or any(s.name not in all_keys() for s in gathered.settings)
     path = gathered.last(_KEY)
     if asks or mistaken or path is None or not path.origin.raw:
         return load_arguments(arguments, program)

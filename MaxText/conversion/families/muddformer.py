@@ -64,7 +64,7 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[hf.ConfigMappi
         hf.mapped("use_qk_norm", "use_qk_norm", default=False, values=hf.BOOLEANS),
         hf.constant("dense", True, default=True, hint=_NO_SUMS),
         hf.constant("dynamic_dense", True, default=True, hint=_ALL_SUMS),
-        # An legacy_names version of the program calls the residual stream m.
+        # An older version of the program calls the residual stream m.
         hf.constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
         hf.constant("sepln", True, default=True, hint=_OWN_NORMS),
         hf.mapped(
