@@ -82,9 +82,9 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         return weights, {}, weights.metadata.get("hugging_face") or {}
     if not request.arguments:
         raise UserError(
-            f"{OTHER_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
-            f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
-            "keys."
+            f"{OTHER_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add "
+            f"it: convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME "
+            "or keys."
         )
     loaded = load(request.arguments)
     computed = (Source.DEFAULT, Source.DERIVED)
