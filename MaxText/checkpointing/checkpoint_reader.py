@@ -182,7 +182,7 @@ def read_tree(stored: StoredCheckpoint) -> tuple[dict[str, Any], dict[str, Array
 def read_arrays(
     stored: StoredCheckpoint, structure: Any, items: list[Any], arguments: list[Any], **limits: Any
 ) -> list[Any]:
-    """Reads the arrays of `items` that are no placeholders; returns the leaves."""
+    """Reads arrays, except for placeholders; returns all leaves."""
     import orbax.checkpoint as ocp
 
     request = ocp.args.PyTreeRestore(

@@ -1,4 +1,4 @@
-"""Weights of formats with a table in `families/`: Hugging Face, fattorib/transformer."""
+"""Weights of Hugging Face and fattorib/transformer, by their tables."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
