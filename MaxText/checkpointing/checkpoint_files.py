@@ -26,7 +26,7 @@ METADATA = "metadata"  # JSON: configuration, schema version, parameter hash
 PARAMETERS_ONLY = "parameters_only"  # in METADATA: true if convert.py imported parameters
 
 # Orbax writes these last if the folder cannot be renamed atomically.
-_ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
+ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
 _CONCURRENT_REQUESTS = 32
 # Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
 _INTEGRITY = "integrity"
@@ -70,7 +70,24 @@ class StoredCheckpoint:
             if (self.folder / METADATA).exists():
                 raise
             return CheckpointMetadata({}, None, None)
-        return _verified(values, self)
+        path, integrity = self.json_path(METADATA), values.get(_INTEGRITY)
+        if integrity is not None:
+            saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
+            if _digest(values) != saved:
+                raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
+            del values[_INTEGRITY]
+        elif any({"arrays", "metadata"} <= {*v} for v in values.values() if isinstance(v, dict)):
+            # A bit flip in the key's name.
+            raise CheckpointCorruptedError(f"{path}: its checksums have another name")
+        version = values.get("schema_version", SCHEMA_VERSION)
+        if isinstance(version, int) and version > SCHEMA_VERSION:
+            raise UserError(
+                f"{self} was written by a newer version of this program (schema {version}, this "
+                f"one reads up to {SCHEMA_VERSION}). Update the program."
+            )
+        if integrity is None:
+            return CheckpointMetadata(values, None, None)
+        return CheckpointMetadata(values, integrity["arrays"], integrity.get("position", ""))
 
     def try_metadata(self) -> dict[str, Any]:
         """Returns the metadata, empty if damaged."""
@@ -129,36 +146,10 @@ def with_digests(
     return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
 
 
-def _verified(metadata: dict[str, Any], stored: StoredCheckpoint) -> CheckpointMetadata:
-    path, integrity = stored.json_path(METADATA), metadata.get(_INTEGRITY)
-    if integrity is not None:
-        saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
-        if _digest(metadata) != saved:
-            raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
-        del metadata[_INTEGRITY]
-    elif any(
-        {"arrays", "metadata"} <= set(value)
-        for value in metadata.values()
-        if isinstance(value, dict)
-    ):
-        # A bit flip in the key's name.
-        raise CheckpointCorruptedError(f"{path}: its checksums have another name")
-    version = metadata.get("schema_version", SCHEMA_VERSION)
-    if isinstance(version, int) and version > SCHEMA_VERSION:
-        raise UserError(
-            f"{stored} was written by a newer version of this program (schema {version}, this one "
-            f"reads up to {SCHEMA_VERSION}). Update the program."
-        )
-    if integrity is None:
-        return CheckpointMetadata(metadata, None, None)
-    return CheckpointMetadata(metadata, integrity["arrays"], integrity.get("position", ""))
-
-
 def _digest(value: Any) -> str:
     plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
-    return hashlib.sha256(
-        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int]:
@@ -168,12 +159,8 @@ def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int
     end; in object stores, which cannot rename, it writes a marker last.
     """
     saved = [child for child in list_dir(folder) if child.name.isdigit()]
-
-    def is_listed(child: epath.Path) -> bool:
-        return int(child.name) in known or is_finalized(child)
-
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-        listed = pool.map(is_listed, saved)
+        listed = pool.map(lambda child: int(child.name) in known or is_finalized(child), saved)
         return sorted(int(child.name) for child, done in zip(saved, listed, strict=True) if done)
 
 
@@ -192,14 +179,6 @@ def is_finalized(step_folder: epath.Path) -> bool:
     return (step_folder / ITEMS).is_dir()
 
 
-def unfinalize(step_folder: epath.Path, name: str) -> epath.Path:
-    """Makes a step incomplete atomically; returns the folder to delete."""
-    if is_object_store_path(step_folder):
-        (step_folder / COMMIT_MARK).unlink(missing_ok=True)
-        return step_folder
-    return step_folder.rename(step_folder.parent / name)
-
-
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
     """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint."""
     given = parse_path(path, key)
@@ -207,27 +186,21 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
         given = given.absolute()  # Orbax requires absolute paths
     try:
         for items in (given, given / ITEMS):
-            if any((items / name).exists() for name in _ITEMS_FILES):
+            if any((items / name).exists() for name in ITEMS_FILES):
                 step = items.parent.name
                 return StoredCheckpoint(items, int(step) if step.isdigit() else None)
         for folder in (given / CHECKPOINTS, given):
             if steps := finalized_steps(folder):
                 return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
-        raise UserError(_nothing_found(given, key))
+        absent, near = "" if given.exists() else ", which does not exist", ""
+        for folder in (given.parent.parent, given.parent):  # the nearer one is shown
+            if steps := finalized_steps(folder):
+                more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
+                near = f"\n  Steps in {folder}: {', '.join(map(str, steps[-10:]))}{more}."
     except OSError as error:
         raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
-
-
-def _nothing_found(given: epath.Path, key: str) -> str:
-    absent = "" if given.exists() else ", which does not exist"
-    text = (
+    raise UserError(
         f"{key}: no checkpoint at {given}{absent}.\n"
         "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
-        "step folder, or its items."
+        f"step folder, or its items.{near}"
     )
-    for folder in (given.parent, given.parent.parent):
-        if steps := finalized_steps(folder):
-            shown = ", ".join(map(str, steps[-10:]))
-            more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
-            return f"{text}\n  Steps in {folder}: {shown}{more}."
-    return text

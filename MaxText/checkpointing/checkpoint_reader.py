@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
-from MaxText.checkpointing.compatibility import Casts, ConfigDiff, array_specs, leaf_path
+from MaxText.checkpointing.compatibility import ArraySpec, Casts, ConfigDiff, array_specs, leaf_path
 from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.schema import unflatten
 from MaxText.config.training_sections import CheckpointStorage
@@ -67,7 +67,7 @@ class CheckpointReader:
 
         Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
         """
-        wanted, tree = as_dict(abstract_state), self._verified_tree()
+        wanted, (tree, _) = as_dict(abstract_state), read_tree(self.stored)
         guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
         if guard is None:
             return dataclasses.replace(abstract_state, **self._restore(tree, wanted))
@@ -84,7 +84,6 @@ class CheckpointReader:
         return dataclasses.replace(abstract_state, **arrays | {_GUARD: guard})
 
     def restore_params(self, abstract_params: Any) -> Any:
-        """Restores the parameters only."""
         return self._restore(self._stored_params(), {"params": abstract_params})["params"]
 
     def check_params(self, abstract_params: Any) -> None:
@@ -92,22 +91,8 @@ class CheckpointReader:
         self._plan(self._stored_params(), {"params": abstract_params})
 
     def _stored_params(self) -> dict[str, Any]:
-        tree = self._verified_tree()
+        tree, _ = read_tree(self.stored)
         return {"params": tree["params"]} if "params" in tree else {}
-
-    def _verified_tree(self) -> dict[str, Any]:
-        """Returns names, shapes and dtypes of all arrays, checked as saved."""
-        import orbax.checkpoint as ocp
-
-        def read() -> dict[str, Any]:
-            with translate_errors():
-                return dict(ocp.PyTreeCheckpointHandler().metadata(self.stored.items).tree)
-
-        tree, checksums = retry(read), self.stored.metadata.checksums
-        mismatch = checksums is not None and first_spec_mismatch(array_specs(tree), checksums)
-        if mismatch:
-            raise CheckpointCorruptedError(f"{self.stored.items}: {mismatch}")
-        return tree
 
     def _plan(
         self, tree: dict[str, Any], wanted: dict[str, Any]
@@ -162,13 +147,7 @@ class CheckpointReader:
         arrays: list[Any] = [None] * len(leaves)
         for group in _groups(names, leaves, dtypes):
             items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
-            request = ocp.args.PyTreeRestore(
-                item=structure.unflatten(items),
-                restore_args=structure.unflatten(arguments),
-                partial_restore=True,
-            )
-            ask = functools.partial(_read_arrays, self.stored, request, limits)
-            restored = jax.tree.leaves(retry(ask))
+            restored = read_arrays(self.stored, structure, items, arguments, **limits)
             # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
             read = {
                 names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
@@ -183,13 +162,42 @@ class CheckpointReader:
         return structure.unflatten(arrays)
 
 
-def _read_arrays(stored: StoredCheckpoint, request: Any, limits: Mapping[str, Any]) -> Any:
+def read_tree(stored: StoredCheckpoint) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
+    """Returns the stored tree and its arrays by path, checked as saved."""
     import orbax.checkpoint as ocp
 
-    handler = ocp.PyTreeCheckpointHandler(**limits)
-    with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
-        # Restores are asynchronous; an error must surface here.
-        return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
+    def read() -> tuple[dict[str, Any], dict[str, ArraySpec]]:
+        with translate_errors():
+            tree = dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
+            # Optimizer states have entries without arrays.
+            arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
+            return tree, array_specs(arrays)
+
+    (tree, specs), checksums = retry(read), stored.metadata.checksums
+    if checksums is not None and (mismatch := first_spec_mismatch(specs, checksums)):
+        raise CheckpointCorruptedError(f"{stored.items}: {mismatch}")
+    return tree, specs
+
+
+def read_arrays(
+    stored: StoredCheckpoint, structure: Any, items: list[Any], arguments: list[Any], **limits: Any
+) -> list[Any]:
+    """Reads arrays, except for placeholders; returns all leaves."""
+    import orbax.checkpoint as ocp
+
+    request = ocp.args.PyTreeRestore(
+        item=structure.unflatten(items),
+        restore_args=structure.unflatten(arguments),
+        partial_restore=True,
+    )
+
+    def read() -> Any:
+        handler = ocp.PyTreeCheckpointHandler(**limits)
+        with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
+            # Restores are asynchronous; an error must surface here.
+            return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
+
+    return jax.tree.leaves(retry(read))
 
 
 def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
@@ -250,15 +258,11 @@ def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
     def one(layout: Any, tree: Any) -> Any:
         if not _has_cycle(layout):
             return tree
-        layers, cycle = tree["layers"], layout["layers"][_CYCLE]
-        found = {name: layers[name] for name in layout["layers"] if name != _CYCLE}
-        found[_CYCLE] = {
-            run: jax.tree.map(
-                _stacked, cycle[run], *(layers[str(i)] for i in plan.layers_of(int(run)))
-            )
-            for run in cycle
-        }
-        return {**tree, "layers": found}
+        layers, cycle = dict(tree["layers"]), {}
+        for run, stacked in layout["layers"][_CYCLE].items():
+            rows = [layers.pop(str(index)) for index in plan.layers_of(int(run))]
+            cycle[run] = jax.tree.map(_stacked, stacked, *rows)
+        return {**tree, "layers": layers | {_CYCLE: cycle}}
 
     return jax.tree.map(one, wanted, arrays, is_leaf=_has_cycle)
 
@@ -276,7 +280,7 @@ def _one_layer(leaf: Any) -> Any:
 
 
 def _stacked(wanted: Any, *rows: Any) -> Any:
-    return jax.jit(lambda rows: jnp.stack(rows), out_shardings=wanted.sharding)(rows)
+    return jax.jit(jnp.stack, out_shardings=wanted.sharding)(rows)
 
 
 # --- Errors of Orbax and TensorStore: classified, retried, and printed once

@@ -92,28 +92,23 @@ def _program(sharding: jax.sharding.Sharding) -> Any:
         # Arrays offloaded to host memory must be copied to the device first.
         if sharding.memory_kind == "pinned_host":
             array = jax.device_put(array, jax.memory.Space.Device)
-        return _sums(array)
+        words = _as_uint32(array)
+        dimensions, zero = tuple(range(words.ndim)), np.uint32(0)
+        # Indices per dimension, because flattening would reshard.
+        index = jnp.zeros(words.shape, jnp.uint32)
+        for dimension in dimensions:
+            stride = np.uint32(math.prod(words.shape[dimension + 1 :]) % 2**32)
+            index += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
+        # One reduce: two sums would make XLA on CPU materialize their shared input (25x as long).
+        pair = jax.lax.reduce(
+            _hash(words, index), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), dimensions
+        )
+        return jnp.stack(pair)
 
     if not isinstance(sharding, NamedSharding):
         return jax.jit(sums)
     # Replicated, so that every process can read it.
     return jax.jit(sums, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))
-
-
-def _sums(array: jax.Array) -> jax.Array:
-    words = _as_uint32(array)
-    dimensions, zero = tuple(range(words.ndim)), np.uint32(0)
-    # Indices per dimension, because flattening would reshard.
-    index = jnp.zeros(words.shape, jnp.uint32)
-    for dimension in dimensions:
-        stride = np.uint32(math.prod(words.shape[dimension + 1 :]) % 2**32)
-        index += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
-
-    def add(x: Any, y: Any) -> Any:
-        return x[0] + y[0], x[1] + y[1]
-
-    # One reduce: two sums would make XLA on CPU materialize their shared input (25x as long).
-    return jnp.stack(jax.lax.reduce(_hash(words, index), (zero, zero), add, dimensions))
 
 
 def _as_uint32(array: jax.Array) -> jax.Array:

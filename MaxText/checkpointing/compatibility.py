@@ -34,8 +34,6 @@ class ConfigDiff(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """Shape and dtype of an array."""
-
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -130,19 +128,14 @@ def format_mismatches(
     return "\n".join([*lines, *changed, f"Set them back, or {other}."])
 
 
-def parameter_hash(params: Any) -> str:
-    """Returns 16 hex digits for names, shapes and dtypes of parameters."""
-    table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
-    return hashlib.sha256("\n".join(table).encode()).hexdigest()[:16]
-
-
 def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
     """Returns metadata to explain a stored state without the run."""
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
+    table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
     return {
         "schema_version": SCHEMA_VERSION,
         **({IMPORTED: modules} if modules else {}),
         "config": json.loads(json.dumps(dict(config_flat), default=str)),
-        "parameter_hash": parameter_hash(params),
+        "parameter_hash": hashlib.sha256("\n".join(table).encode()).hexdigest()[:16],
         "num_parameters": sum(int(np.prod(x.shape)) for x in jax.tree.leaves(params)),
     }

@@ -18,7 +18,7 @@ from MaxText.checkpointing.history import HealthyCheckpoints, Rollback
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
-from MaxText.storage.paths import is_object_store_path
+from MaxText.storage.paths import COMMIT_MARK, is_object_store_path
 from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
@@ -394,9 +394,13 @@ class CheckpointManager:
         def remove() -> None:
             self._remove_partial()
             for step in newer if jax.process_index() == 0 else ():
-                checkpoint_files.unfinalize(
-                    self.directory / str(step), f"{step}{_ABANDONED}"
-                ).rmtree()
+                folder = self.directory / str(step)
+                # Atomically incomplete first: the deletion takes time.
+                if is_object_store_path(folder):
+                    (folder / COMMIT_MARK).unlink(missing_ok=True)
+                else:
+                    folder = folder.rename(self.directory / f"{step}{_ABANDONED}")
+                folder.rmtree()
 
         all_succeed("deleting newer checkpoints", remove)
         self._finalized -= set(newer)
@@ -408,15 +412,10 @@ class CheckpointManager:
         if jax.process_index() != 0:
             return
         for folder in checkpoint_files.list_dir(self.directory):
-            is_partial = (
-                ".orbax-checkpoint-tmp" in folder.name
-                or folder.name.endswith((_ABANDONED, ".given_up"))
-                or (
-                    is_object_store_path(folder)
-                    and folder.name.isdigit()
-                    and not self._ask_finalized(int(folder.name))
-                )
-            )
+            name = folder.name
+            is_partial = ".orbax-checkpoint-tmp" in name or name.endswith((_ABANDONED, ".given_up"))
+            if is_object_store_path(folder) and name.isdigit():
+                is_partial = not self._ask_finalized(int(name))
             if is_partial:
                 with contextlib.suppress(OSError):  # threads of a failed save may still write there
                     folder.rmtree()

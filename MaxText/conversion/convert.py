@@ -16,11 +16,10 @@ from MaxText.config.loading import load
 from MaxText.config.schema import flatten
 from MaxText.config.sources import Source
 from MaxText.conversion import hf_config, hf_export, imported_run, tokenizer_copy
-from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import GENERATION_CONFIG, is_file, local_path, resolve_hf_path
-from MaxText.conversion.hf_import import HFWeights
+from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
-from MaxText.conversion.request import ConvertArgs
+from MaxText.conversion.request import OTHER_PROGRAMS, ConvertArgs
 from MaxText.conversion.weight_source import RunWeights, WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
@@ -30,7 +29,6 @@ from MaxText.storage.atomic import sync_file
 
 Log = Callable[[str], None]
 
-_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 _SCALINGS = {
     "weights": "1/sqrt(head_dim) is trained into the query weights, which are multiplied back",
     "model": "1/sqrt(head_dim) is not in the query weights, which stay as they are",
@@ -84,9 +82,9 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         return weights, {}, weights.metadata.get("hugging_face") or {}
     if not request.arguments:
         raise UserError(
-            f"{_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add it: "
-            f"convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME or "
-            "keys."
+            f"{OTHER_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add "
+            f"it: convert.py CONFIG.yml from={request.source_kind}:... to=..., or model_name=NAME "
+            "or keys."
         )
     loaded = load(request.arguments)
     computed = (Source.DEFAULT, Source.DERIVED)
@@ -138,9 +136,8 @@ def _to_folder(
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
-        copied, token_ids = [], {}
-        if tokenizer is not None:
-            copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
+        exported = tokenizer_copy.export_tokenizer(tokenizer, partial) if tokenizer else ([], {})
+        copied, token_ids = exported
         files = hf_export.write_folder(
             partial, folded, family, record, request.dtype, request.max_shard_size, token_ids
         )
@@ -206,9 +203,7 @@ def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     params = unflatten({name: jnp.asarray(weights.read(name)) for name in model.parameters})
 
     def forward(tokens_BT: jax.Array) -> jax.Array:
-        decoder = model.merge(params)
-        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder(batch)
+        return model.merge(params)(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape)))
 
     shape = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), length), jnp.int32)
     program = jax.export.export(jax.jit(forward), platforms=_PLATFORMS)(shape).serialize()

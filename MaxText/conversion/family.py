@@ -27,6 +27,7 @@ from MaxText.config.config_files import DECODER_BLOCKS
 from MaxText.config.schema import all_keys, flatten, unflatten, with_entries
 
 REQUIRED = object()
+Computed = Callable[[Mapping[str, Any]], Any]  # a value from those of other keys
 
 # config.json key that carries the length requested by the user.
 REQUESTED_LENGTH = "requested max_target_length"
@@ -34,7 +35,6 @@ REQUESTED_LENGTH = "requested max_target_length"
 # Placeholders for numbers in tensor names.
 _NUMBER = re.compile(r"\{(layer|num_layers|expert)(?:\+(\d+))?\}")
 _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
-_GROUP = re.compile(r"\(([A-Z ]+)\)|([A-Z])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class WeightMapping:
 
     @property
     def in_layers(self) -> bool:
-        return any(match[1] == "layer" for match in _NUMBER.finditer(self.hf_name))
+        return "{layer" in self.hf_name
 
     @property
     def in_experts(self) -> bool:
@@ -67,7 +67,7 @@ class WeightMapping:
 
     @functools.cached_property
     def _groups(self) -> list[str]:
-        return ["".join(match).replace(" ", "") for match in _GROUP.findall(self.hf_axes)]
+        return [group.strip("()").replace(" ", "") for group in _DIMENSION.findall(self.hf_axes)]
 
     @functools.cached_property
     def _letters(self) -> str:
@@ -109,27 +109,25 @@ def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
 
-def norm(
-    hf_name: str, param_names: str, suffixes: tuple[str, str] = (".weight", ".bias")
-) -> tuple[WeightMapping, WeightMapping]:
+Rows = tuple[WeightMapping, ...]
+_SUFFIXES = (".weight", ".bias")
+
+
+def norm(hf_name: str, params: str, suffixes: Sequence[str] = _SUFFIXES) -> Rows:
     """Returns the rows of a norm: its scale, and the bias of LayerNorm."""
     return (
-        row(hf_name + suffixes[0], f"{param_names}/scale", "D", "D"),
-        row(hf_name + suffixes[1], f"{param_names}/bias", "D", "D"),
+        row(hf_name + suffixes[0], f"{params}/scale", "D", "D"),
+        row(hf_name + suffixes[1], f"{params}/bias", "D", "D"),
     )
 
 
 def projection(
-    hf_name: str,
-    param_names: str,
-    hf_axes: str,
-    param_axes: str,
-    suffixes: tuple[str, str] = (".weight", ".bias"),
-) -> tuple[WeightMapping, WeightMapping]:
+    hf_name: str, params: str, hf_axes: str, param_axes: str, suffixes: Sequence[str] = _SUFFIXES
+) -> Rows:
     last = param_axes[-1]
     outputs = next(found for found in _DIMENSION.findall(hf_axes) if last in found)
     letters = [letter for letter in param_axes.split() if letter in outputs]
-    kernels = " ".join(f"{name}/kernel" for name in param_names.split())
+    kernels = " ".join(f"{name}/kernel" for name in params.split())
     return (
         row(hf_name + suffixes[0], kernels, hf_axes, param_axes),
         row(hf_name + suffixes[1], kernels.replace("/kernel", "/bias"), outputs, " ".join(letters)),
@@ -139,7 +137,7 @@ def projection(
 ATTENTION = "layers/self_attention/"
 
 
-def attention(prefix: str, names: str, kv: str = "N") -> tuple[WeightMapping, ...]:
+def attention(prefix: str, names: str, kv: str = "N") -> Rows:
     """Returns the rows of a torch.nn.Linear per projection.
 
     `names` follow `prefix`, in this order; `kv` is the layout letter of key and value heads.
@@ -170,32 +168,19 @@ class ConfigMapping:
     values: tuple[tuple[Any, Any], ...] | None = None
     is_written: bool = True  # whether config.json gets it
     is_computed: bool = False  # whether any value but the default contradicts other keys
-    unset: Any = None  # a Hugging Face value equivalent to an absent key
+    unset: Any = REQUIRED  # a Hugging Face value equivalent to an absent key
     hint: str = ""  # added to the message about a value that cannot be imported
     # config.json -> a value that our keys have anyway, so that an import omits them
-    implied: Callable[[Mapping[str, Any]], Any] | None = None
+    implied: Any = REQUIRED
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     # our keys -> Hugging Face value or REQUIRED
-    write: Callable[[Mapping[str, Any]], Any] | None = None
+    write: Computed | None = None
 
     @property
     def name(self) -> str:
         """The key written to config.json."""
         return self.hf_names[0]
-
-    def stored_values(self, config: Mapping[str, Any]) -> list[Any]:
-        """Returns its values in a config.json, under all of its names."""
-        found = [config[name] for name in self.hf_names if name in config]
-        return [value for value in found if self.unset is None or value != self.unset]
-
-    def default_when_absent(self, config: Mapping[str, Any]) -> Any:
-        """Returns the value of an absent key; REQUIRED if there is none."""
-        return _evaluate(self.default, config) if callable(self.default) else self.default
-
-    def is_implied(self, value: Any, config: Mapping[str, Any]) -> bool:
-        """Returns whether our keys have the value without being set."""
-        return self.implied is not None and _evaluate(self.implied, config) == value
 
     def to_key_value(self, value: Any, config: Mapping[str, Any]) -> Any:
         """Converts a Hugging Face value; REQUIRED if impossible."""
@@ -213,15 +198,16 @@ class ConfigMapping:
         return next((hf for hf, key in pairs if key == value), REQUIRED)
 
 
-def _evaluate(value: Callable[[Mapping[str, Any]], Any], config: Mapping[str, Any]) -> Any:
+def evaluate(value: Any, config: Mapping[str, Any]) -> Any:
+    """Returns a default, computed from a config.json if it is a function."""
     try:
-        return value(config)
+        return value(config) if callable(value) else value
     except (KeyError, TypeError, ZeroDivisionError):
         return REQUIRED  # the other key is missing or not a size, which is reported separately
 
 
 def mapped(
-    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = None
+    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = REQUIRED
 ) -> ConfigMapping:
     """Returns a setting common to both sides.
 
@@ -244,13 +230,11 @@ def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = ""
     return ConfigMapping((hf_name,), (), default, pairs, hint=hint)
 
 
-def family_default(key: str, value: Callable[[Mapping[str, Any]], Any]) -> ConfigMapping:
+def family_default(key: str, value: Computed) -> ConfigMapping:
     return ConfigMapping((key,), (key,), value, is_written=False, is_computed=True)
 
 
-def write_only(
-    hf_name: str, key: str, value: Callable[[Mapping[str, Any]], Any], unset: Any = None
-) -> ConfigMapping:
+def write_only(hf_name: str, key: str, value: Computed, unset: Any = REQUIRED) -> ConfigMapping:
     """Returns a setting derived from others but written nevertheless."""
     return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
 
@@ -267,13 +251,11 @@ def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ..
 copy_of = operator.itemgetter  # a default: the value of another config.json key
 
 
-def scaled_by(factor: int, name: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Default: a multiple of another key."""
+def scaled_by(factor: int, name: str) -> Computed:
     return lambda config: factor * config[name]
 
 
-def divided_by(name: str, divisor: str) -> Callable[[Mapping[str, Any]], Any]:
-    """Default: one key divided by another."""
+def divided_by(name: str, divisor: str) -> Computed:
     return lambda config: config[name] // config[divisor]
 
 
@@ -285,8 +267,8 @@ class Family:
     architecture: str  # as in `architectures` of config.json
     decoder_block: str  # whose choices hold for all keys without a setting
     settings: tuple[ConfigMapping, ...]
-    rows: tuple[WeightMapping, ...]
-    prefix: str  # common to all tensor names but the head; absent in files of the bare model
+    rows: Rows
+    prefix: str = ""  # common to all tensor names but the head; absent in files of the bare model
     head: str = "lm_head.weight"  # optional in files of tied models
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights

@@ -137,9 +137,8 @@ class TensorFiles:
                 found[name] = TensorInfo(tuple(part.get_shape()), _FORMATS.get(kind, kind), file)
             else:
                 tensor = handle[name]
-                kind = str(tensor.dtype).removeprefix("torch.")
-                if str(tensor.layout) != "torch.strided":
-                    kind = str(tensor.layout).removeprefix("torch.")
+                kind = tensor.dtype if str(tensor.layout) == "torch.strided" else tensor.layout
+                kind = str(kind).removeprefix("torch.")
                 found[name] = TensorInfo(tuple(tensor.shape), kind, file)
         return found
 

@@ -9,7 +9,7 @@ from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config, Key, all_keys, flatten, split_entry, with_entries
 from MaxText.conversion.families import FAMILIES
-from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family
+from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family, evaluate
 from MaxText.errors import UserError
 
 # The config.json object for rotary scaling, and other keys that newer versions put in it.
@@ -66,8 +66,8 @@ def config_from_hf(
     for setting in family.settings:
         if not _is_relevant(setting, keys):
             continue
-        found = setting.stored_values(config)
-        value = found[-1] if found else setting.default_when_absent(config)
+        found = [config[x] for x in setting.hf_names if x in config and config[x] != setting.unset]
+        value = found[-1] if found else evaluate(setting.default, config)
         converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
         problem = _problem(setting, value, converted, config)
         # Omits defaults computed from a value already reported as wrong.
@@ -76,7 +76,7 @@ def config_from_hf(
         if converted is not REQUIRED:
             # Later defaults may depend on this one.
             config.setdefault(setting.name, value)
-            if not setting.is_implied(value, config):
+            if evaluate(setting.implied, config) != value:
                 keys |= dict.fromkeys(setting.keys, converted)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
@@ -106,9 +106,7 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     if value is REQUIRED:
         return f"{name} is missing"
     if converted is REQUIRED:
-        known = [
-            "null" if hf_value is None else str(hf_value) for hf_value, _ in setting.values or ()
-        ]
+        known = ["null" if value is None else str(value) for value, _ in setting.values or ()]
         only = f": only {' or '.join(known)} can be" if known else " cannot be"
         return f"{name}={value}{only} imported. {setting.hint}".rstrip()
     taken_as_it_is = setting.values is None and setting.read is None
@@ -122,7 +120,7 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
             return f"{name}={number} is not >= 1"
         if key.violates_bounds(number):
             return f"{name}={number} is not {key.bounds_text}"
-    wanted = setting.default_when_absent(config) if setting.is_computed else REQUIRED
+    wanted = evaluate(setting.default, config) if setting.is_computed else REQUIRED
     if wanted not in (value, REQUIRED):
         return f"{name}={value} contradicts the other keys, which give {wanted}"
     return ""
@@ -196,17 +194,15 @@ def find_family(config: Config, asked: str, imported_as: Family | None = None) -
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
     candidates = [FAMILIES[asked]] if asked else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
-    for family in candidates:
-        if not mismatches[family.model_type]:
-            return family
+    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
+    if not (lines := mismatches[nearest]):
+        return FAMILIES[nearest]
+    what = f"no family matches this model. The nearest is {nearest}, but for:"
     if asked:
-        lines = [f"family={asked} differs from this model:", *mismatches[asked]]
+        what = f"family={asked} differs from this model:"
         if any(line.startswith("zoom_dims.") for line in lines):
             lines.append("No weights make up for its zoom: export the model before it grew.")
-        raise UserError("\n  ".join(lines))
-    nearest = min(mismatches, key=lambda name: len(mismatches[name]))
-    what = f"no family matches this model. The nearest is {nearest}, but for:"
-    raise UserError("\n  ".join([what, *mismatches[nearest]]))
+    raise UserError("\n  ".join([what, *lines]))
 
 
 def _chosen_parts(config: Config) -> list[Registration]:
@@ -226,13 +222,12 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     Empty if other layers use parts that the family does not have.
     """
     parts, block = _chosen_parts(config), config.model.block
-    others = [part for part in parts if not _names_tensors(part)]
+    own = [part for part in parts if _names_tensors(part)]
+    others = [part for part in parts if part not in own]
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in others):
         return {}
-    names: set[str] = set()
-    for part in parts:
-        if _names_tensors(part):
-            names |= {KINDS[part.kind], *(part.keys.model_fields if part.keys else ())}
+    names = {KINDS[part.kind] for part in own}
+    names.update(*(part.keys.model_fields for part in own if part.keys))
     of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
@@ -257,7 +252,7 @@ def _mismatches(family: Family, config: Config) -> list[str]:
         if not setting.keys or not _is_relevant(setting, values):
             continue
         name, value = setting.keys[0], values[setting.keys[0]]
-        wanted = setting.default_when_absent(written) if setting.is_computed else REQUIRED
+        wanted = evaluate(setting.default, written) if setting.is_computed else REQUIRED
         if any(values[other] != value for other in setting.keys):
             found.append(" and ".join(f"{one}={values[one]}" for one in setting.keys))
         # REQUIRED if a size it depends on does not fit, which is already reported.
@@ -280,22 +275,26 @@ def _shown(value: Any) -> str:
 
 def model_config_values(config: Config) -> dict[str, Any]:
     """Returns the model keys in normalized form, with sizes after scaling."""
-    values, dimensions = with_entries(flatten(config)), config.model.shape.dimensions
+    values, model = with_entries(flatten(config)), config.model
+    dimensions, pattention = model.shape.dimensions, model.pattention
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A position table determines the length; a rotary model has no table.
     if values["trainable_position_size"] == -1:
         values["trainable_position_size"] = values["max_target_length"]
     if values["position_embedding"] == "learned":
         values["max_target_length"] = values["trainable_position_size"]
-    return values | _slots(config) | _canonicalize(config)
-
-
-def _canonicalize(config: Config) -> dict[str, Any]:
-    """Returns the defaults of keys with an equivalent value."""
-    model, dimensions = config.model, config.model.shape.dimensions
+    # Slot numbers without -1, and zooms if different, else -1.
+    values["zoom_dim"] = 0.0
+    for place in get_args(SlotPlace):
+        number = pattention.num_slots(place, dimensions.emb_dim)
+        zoom = pattention.zoom(place, dimensions.emb_dim)
+        values[f"{place}_slot_num"] = number
+        values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
+    # slot_num is the query/key/value count, which other places default to.
+    values |= {"slot_num": values["qkv_slot_num"], "qkv_slot_num": -1}
     experts, mlp_activations = model.mixture_of_experts, model.feed_forward.mlp_activations
     has_experts = all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
-    spellings = (
+    equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.
         ("connection_type", "auto", model.block.connection_type in ("residual", "dense")),
         ("attention_types", (), set(model.mixers) <= {"attention"}),
@@ -304,19 +303,7 @@ def _canonicalize(config: Config) -> dict[str, Any]:
         ("moe_mlp_dim", -1, experts.moe_mlp_dim == dimensions.mlp_dim),
         ("moe_activations", None, experts.moe_activations == mlp_activations),
     )
-    return {name: default for name, default, is_default in spellings if is_default}
-
-
-def _slots(config: Config) -> dict[str, Any]:
-    """Returns slot numbers without -1, and zooms if different, else -1."""
-    pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
-    values: dict[str, Any] = {"zoom_dim": 0.0}
-    for place in get_args(SlotPlace):
-        number, zoom = pattention.num_slots(place, emb_dim), pattention.zoom(place, emb_dim)
-        values[f"{place}_slot_num"] = number
-        values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
-    # slot_num is the query/key/value count, which other places default to.
-    return values | {"slot_num": values.pop("qkv_slot_num"), "qkv_slot_num": -1}
+    return values | {name: default for name, default, is_default in equivalent if is_default}
 
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:

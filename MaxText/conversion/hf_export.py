@@ -25,7 +25,7 @@ from MaxText.config.schema import Config
 from MaxText.conversion import hf_config
 from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
-from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
 from MaxText.errors import UserError
@@ -233,8 +233,7 @@ def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.nda
     @jax.jit
     def run(params, tokens_BT):
         decoder = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), params))
-        batch = Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape))
-        return decoder(batch)
+        return decoder(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape)))
 
     with jax.default_device(jax.devices("cpu")[0]):
         return np.asarray(run(params, tokens))

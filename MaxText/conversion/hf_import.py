@@ -1,21 +1,147 @@
-"""Import of a Hugging Face checkpoint, one array at a time."""
+"""Weights of Hugging Face and fattorib/transformer, by their tables."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from flax import serialization, traverse_util
 
+from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.loading import load_config
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.schema import flatten, with_entries
+from MaxText.config.registry import lookup
+from MaxText.config.schema import Config, flatten, with_entries
+from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
+from MaxText.conversion.family import Family, WeightMapping, numbered
 from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
-from MaxText.conversion.tensor_map import TensorMap
-from MaxText.conversion.weight_source import WeightSource, check_arrays
+from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
+from MaxText.layers.block_variants import mixer_class
+from MaxText.layers.model import Model
+from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.storage.paths import parse_path
+
+
+class MappedTensor(NamedTuple):
+    name: str  # with layer numbers filled in
+    row: WeightMapping
+    param_names: tuple[str, ...]  # parameters that it is part of
+    index: tuple[int, ...]  # into them: layer and expert, if they hold several
+    part: tuple[int, ...]  # shape of what it holds of each
+    legacy_names: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.row.hf_shape(self.part)
+
+
+class TensorMap:
+    """A family's rows, with the sizes of one model.
+
+    `groups` maps parameters to the tensors they share, layer by layer; converting one needs all of
+    the other. `sources` maps a parameter to its tensors: one, or one per layer and expert.
+    """
+
+    def __init__(self, family: Family, model: Model, rows: Sequence[WeightMapping] | None = None):
+        """Uses the family's rows, or `rows` for another layout of its models."""
+        self.family, self.model = family, model
+        self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
+        self._num_layers = model.config.shape.dimensions.num_layers
+        for row, layer in self._declared() if rows is None else ():
+            self._add(row, layer, self._stored(row, layer))
+        declared = {(tensor.param_names[0], tensor.index) for tensor in self.tensors}
+        for row in family.rows if rows is None else rows:
+            for layer in range(self._num_layers) if row.in_layers else (0,):
+                stored = self._stored(row, layer)
+                if stored[0] not in declared and all(self._fits(row, name) for name, _ in stored):
+                    self._add(row, layer, stored)
+        self.sources = {name: group for names, group in self.groups.items() for name in names}
+        if unknown := sorted(set(model.parameters) - set(self.sources)):
+            raise UserError(
+                f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
+                "  What to do: map them in the part's hugging_face_names, or keep the checkpoint "
+                "in this program's format."
+            )
+        assert sum(map(len, self.groups)) == len(self.sources), "the table has arrays twice"
+
+    def _declared(self) -> Iterator[tuple[WeightMapping, int]]:
+        for layer, one in enumerate(self.model.config.layers):
+            feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
+            for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
+                for param, hf_name in part.hugging_face_names.items() if part else ():
+                    name = f"{folder}/{param}"
+                    if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
+                        hf_name = self.family.in_layer + hf_name
+                        yield WeightMapping(hf_name, f"layers/{name}", *_linear(spec)), layer
+
+    def _stored(self, row: WeightMapping, layer: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns the stored arrays of a row in a layer, and the index in each."""
+        stored = []
+        for name in row.param_names:
+            found = numbered(name, self._num_layers, layer)
+            folder, _, within = found.partition("/")
+            found, index = self.model.stored(layer, within) if folder == "layers" else (found, None)
+            stored.append((found, () if index is None else (index,)))
+        return stored
+
+    def _fits(self, row: WeightMapping, name: str) -> bool:
+        num_dims = len(row.param_axes.split())
+        return name in self.model.parameters and len(self._part(row, name)) == num_dims
+
+    def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
+        param = self.model.parameters[name]
+        return param.shape[("layers" in param.logical_axes) + row.in_experts :]
+
+    def _add(
+        self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> None:
+        names, outer = tuple(name for name, _ in stored), stored[0][1]
+        tensors, part = self.groups.setdefault(names, []), self._part(row, names[0])
+        num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
+        for expert in range(num_experts):
+            hf_name, *legacy_names = (
+                numbered(one, self._num_layers, layer, expert)
+                for one in (row.hf_name, *row.legacy_names)
+            )
+            index = (*outer, expert) if row.in_experts else outer
+            tensors.append(MappedTensor(hf_name, row, names, index, part, tuple(legacy_names)))
+
+    @property
+    def tensors(self) -> list[MappedTensor]:
+        return [tensor for group in self.groups.values() for tensor in group]
+
+    def formats(self, stored: Mapping[str, str]) -> dict[str, np.dtype]:
+        """Returns the formats of parameters, from those of tensors by name."""
+        return {
+            name: common_format(stored[tensor.name] for tensor in self.sources[name])
+            for name in self.model.parameters
+        }
+
+    def array(self, name: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Assembles a parameter from tensors read one at a time by name."""
+        array = np.empty(self.model.parameters[name].shape, dtype)
+        for one in self.sources[name]:
+            parts = one.row.split(read(one.name), one.part)
+            array[one.index] = parts[one.param_names.index(name)]
+        return array
+
+
+def _linear(spec: ParamSpec) -> tuple[str, str]:
+    """Returns patterns of torch.nn.Linear, [outputs, inputs], for matrices."""
+    names = [name for name in spec.logical_axes if name != "layers"]
+    letters = "ABCDEFGHIKLM"[: len(names)]
+    matrix = letters.replace("", " ")
+    if spec.num_input_dims:
+        first = names.count("exp")
+        end = first + spec.num_input_dims
+        inputs, outputs = " ".join(letters[first:end]), " ".join(letters[end:])
+        matrix = f"{letters[:first]} ({outputs}) ({inputs})"
+    return matrix.strip(), " ".join(letters)
 
 
 class HFWeights(WeightSource):
@@ -37,9 +163,7 @@ class HFWeights(WeightSource):
         self.map = TensorMap(self.family, self.model)
         self.files = TensorFiles(folder)
         self._names = self._match()
-        self._stored = {
-            tensor: self.files.found[name].dtype for tensor, name in self._names.items()
-        }
+        self._stored = {x: self.files.found[name].dtype for x, name in self._names.items()}
         self.formats = self.map.formats(self._stored)
 
     def _match(self) -> dict[str, str]:
@@ -48,18 +172,15 @@ class HFWeights(WeightSource):
         for tensor in self.map.tensors:
             possible = (tensor.name, *tensor.legacy_names, tensor.name.removeprefix(prefix))
             names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head, used = None, set(names.values())
+        head = None
         if "logits_dense/kernel" not in self.model.parameters:  # it is tied
             rows = [row for row in self.family.rows if row.hf_name == self.family.head]
             possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
             head = next((name for name in possible if name in found), None)
+        extra = found.keys() - names.values()
+        ignored = {x for x in extra if x == head or x.endswith(self.family.ignored or ("\0",))}
         check_arrays(
-            {
-                name: one
-                for name, one in found.items()
-                if name in used
-                or not (name == head or name.endswith(self.family.ignored or ("\0",)))
-            },
+            {name: one for name, one in found.items() if name not in ignored},
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
             f"Check that {CONFIG} and the tensors belong together.",
@@ -83,9 +204,7 @@ class HFWeights(WeightSource):
         }
 
     def read(self, name: str) -> np.ndarray:
-        return self.map.array(
-            name, self.formats[name], lambda name: self.files.read(self._names[name])
-        )
+        return self.map.array(name, self.formats[name], lambda x: self.files.read(self._names[x]))
 
 
 def open_weights(
@@ -99,3 +218,58 @@ def open_weights(
     weights = HFWeights(resolve_hf_path(path, key), given)
     stored_flat = with_entries(flatten(weights.config))
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}
+
+
+_STEP = re.compile(r"params_(\d+)")
+
+
+class FattoribCheckpoint(WeightSource):
+    def __init__(self, path: str, config: Config):
+        """Reads the whole file, because msgpack has no index.
+
+        `path` is params_STEP, a folder of such files (the newest is read), or a file of
+        extract_weights.py; gs:// works too.
+        """
+        super().__init__(config)
+        try:
+            self.map = TensorMap(FATTORIB, self.model, FLAX_ROWS)
+        except UserError as error:
+            raise UserError(
+                f"from=fattorib:{path}: the configuration is not a fattorib/transformer model; use "
+                f"the one that was trained, for example model_name=fattorib-base: {error}"
+            ) from error
+        self.place = _find_params(parse_path(path, "from"), path)
+        self._arrays = _read_msgpack(self.place)
+        check_arrays(
+            {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
+            {tensor.name: tensor.shape for tensor in self.map.tensors},
+            f"{self.place} does not hold the model of the configuration",
+            "Use the model that was trained, for example model_name=fattorib-base.",
+        )
+        stored = {name: array.dtype.name for name, array in self._arrays.items()}
+        self.formats = self.map.formats(stored)
+
+    def read(self, name: str) -> np.ndarray:
+        return self.map.array(name, self.formats[name], self._arrays.__getitem__)
+
+
+def _find_params(path: Any, given: str) -> Any:
+    if path.is_dir():
+        steps = {int(m[1]): file for file in path.iterdir() if (m := _STEP.fullmatch(file.name))}
+        if not steps:
+            raise UserError(f"{given} has no file params_STEP.")
+        return steps[max(steps)]
+    if not path.exists():
+        raise UserError(f"{given} does not exist.")
+    return path
+
+
+def _read_msgpack(file: Any) -> dict[str, np.ndarray]:
+    try:
+        tree = serialization.msgpack_restore(file.read_bytes())
+    except Exception as error:
+        raise UserError(f"{file} is not a Flax msgpack file, or is corrupted: {error}") from error
+    while isinstance(tree, dict) and isinstance(tree.get("params"), dict):
+        tree = tree["params"]
+    leaves = traverse_util.flatten_dict(tree if isinstance(tree, dict) else {}, sep="/")
+    return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, np.ndarray)}

@@ -160,10 +160,8 @@ def write_run(
 
 def log_next_command(target: Path, tokenizer: list[str], log: Callable[[str], None]) -> None:
     """Reports the written files and how to train from them."""
-    log(
-        f"Wrote {target}: {CONFIG_YML}, checkpoints/0"
-        + (f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else "")
-    )
+    copied = f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else ""
+    log(f"Wrote {target}: {CONFIG_YML}, checkpoints/0{copied}")
     log(
         f"Train from it: python MaxText/train.py {target / CONFIG_YML} "
         f"load_parameters_path={target} run_name=NAME dataset_path=FOLDER"

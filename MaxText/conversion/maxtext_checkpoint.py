@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from etils import epath
 
-from MaxText.checkpointing.checkpoint_files import list_dir
+from MaxText.checkpointing.checkpoint_files import ITEMS_FILES, list_dir
 from MaxText.config.schema import Config
 from MaxText.conversion.weight_source import (
     LazyCheckpointReader,
@@ -62,7 +62,6 @@ _SOURCE_NORM = "connections/source_norm/scale"
 _SOURCE_NORM_NAMES = ("decoder/mudd_prenorm/scale", "decoder/mudd_prenorm_{layer}/scale")
 _LAYER_AXIS = 1  # param_scan_axis of scanned layers
 
-_DESCRIPTION = ("_METADATA", "manifest.ocdbt")
 _ROTARY = {"query", "key", "query_norm", "key_norm"}  # affected by the rotary embedding
 
 
@@ -237,7 +236,7 @@ def _find_items(given: epath.Path, shown: str) -> epath.Path:
         steps = [child for child in list_dir(folder) if child.name.isdigit()]
         for step in (folder, *sorted(steps, key=lambda child: -int(child.name))):
             for items in (step, *(step / name for name in _ITEMS)):
-                if any((items / name).exists() for name in _DESCRIPTION):
+                if any((items / name).exists() for name in ITEMS_FILES):
                     return items
     raise UserError(
         f"from=maxtext:{shown}: no checkpoint there. Looked for a run (<run>/checkpoints/<step>/"

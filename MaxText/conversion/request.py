@@ -17,7 +17,8 @@ from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, local_path
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", re.IGNORECASE)
 GROW = "grow"
-_OTHER_PROGRAMS = ("maxtext", "fattorib")  # their checkpoints are given as maxtext:PATH
+# Their checkpoints are given as maxtext:PATH.
+OTHER_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 # Entries of `growth` for training after growth.
 _OF_TRAINING = ("opt_state", "data", "existing_slots_lr_scale")
 # Options that only one kind of source or target has.
@@ -74,8 +75,6 @@ class ConvertOptions(ProgramOptions):
 
 
 class ConvertArgs(ConvertOptions):
-    """A requested conversion."""
-
     source: str  # Hugging Face folder, run, or another program's checkpoint, without prefix
     source_kind: str  # "hf", "run", "maxtext" or "fattorib"
     target: Path  # without prefix
@@ -106,7 +105,7 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         words.problems.append(ConfigIssue(f"{word}: there is already {words.files[0]}"))
     words.check()
     kind, colon, path = options.from_.partition(":")
-    if colon and kind in _OTHER_PROGRAMS:
+    if colon and kind in OTHER_PROGRAMS:
         source = path
     else:
         source, kind = options.from_, "hf" if is_hf_checkpoint(options.from_) else "run"
@@ -133,7 +132,7 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
 
 def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
     kinds = (request.source_kind, request.target_kind)
-    if request.to.startswith(tuple(f"{program}:" for program in _OTHER_PROGRAMS)):
+    if request.to.startswith(tuple(f"{program}:" for program in OTHER_PROGRAMS)):
         yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
     elif request.source_kind == request.target_kind:
         yield (

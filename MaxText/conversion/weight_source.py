@@ -11,8 +11,8 @@ from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.checkpoint_reader import CheckpointReader, translate_errors
-from MaxText.checkpointing.checksums import first_spec_mismatch, host_checksum
+from MaxText.checkpointing.checkpoint_reader import CheckpointReader, read_arrays, read_tree
+from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
@@ -96,40 +96,25 @@ class LazyCheckpointReader:
 
     def __init__(self, folder: epath.Path):
         """Reads the tree metadata; UserError if unreadable or altered."""
-        import orbax.checkpoint as ocp
-
-        self.folder = folder
-        with corruption_as_user_error(folder), translate_errors():
-            tree = ocp.PyTreeCheckpointHandler().metadata(folder).tree
-            checksums = checkpoint_files.StoredCheckpoint(folder, None).metadata.checksums
-            # Optimizer states have entries without arrays.
-            arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
-            self.leaves: dict[str, compatibility.ArraySpec] = compatibility.array_specs(arrays)
-            if checksums is not None and (found := first_spec_mismatch(self.leaves, checksums)):
-                raise CheckpointCorruptedError(found)
+        self._stored = checkpoint_files.StoredCheckpoint(folder, None)
+        with corruption_as_user_error(folder):
+            tree, self.leaves = read_tree(self._stored)
         entries, self._structure = jax.tree_util.tree_flatten_with_path(tree)
         self._paths = [compatibility.leaf_path(path) for path, _ in entries]
-        self._checksums = checksums
-        self.params = {
-            path.removeprefix(PARAMS): leaf
-            for path, leaf in self.leaves.items()
-            if path.startswith(PARAMS)
-        }
+        params = {path: leaf for path, leaf in self.leaves.items() if path.startswith(PARAMS)}
+        self.params = {path.removeprefix(PARAMS): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
         import orbax.checkpoint as ocp
 
-        which = self._paths.index(path)
+        which, checksums = self._paths.index(path), self._stored.metadata.checksums
         items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
         items[which] = 0
-        wanted = self._structure.unflatten(items)
-        arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
-        restore = ocp.args.PyTreeRestore(item=wanted, restore_args=arguments, partial_restore=True)
-        with corruption_as_user_error(self.folder), translate_errors():
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                restored = checkpointer.restore(self.folder, args=restore)
-            array = np.asarray(jax.tree.leaves(restored)[which])
-            if self._checksums is not None and host_checksum(array) != self._checksums[path]:
+        arguments = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(items)
+        with corruption_as_user_error(self._stored):
+            restored = read_arrays(self._stored, self._structure, items, arguments)
+            array = np.asarray(restored[which])
+            if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         return array
 

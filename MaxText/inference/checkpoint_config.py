@@ -24,8 +24,7 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     """
     gathered = import_modules.collect(arguments)
     asks = gathered.config_path is not None or gathered.last("model_name") is not None
-    known = all_keys()
-    mistaken = gathered.problems or any(s.name not in known for s in gathered.settings)
+    mistaken = gathered.problems or any(s.name not in all_keys() for s in gathered.settings)
     path = gathered.last(_KEY)
     if asks or mistaken or path is None or not path.origin.raw:
         return load_arguments(arguments, program)
@@ -67,6 +66,5 @@ def _own_configuration(path: str, given: dict[str, Any]) -> CheckpointConfig | N
     import_modules.check_named(flat, str(stored))
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
     values = with_current_names(flat, str(stored)).items()
-    return CheckpointConfig(
-        {name: value for name, value in values if name in of_weights}, str(stored)
-    )
+    kept = {name: value for name, value in values if name in of_weights}
+    return CheckpointConfig(kept, str(stored))

@@ -25,8 +25,6 @@ FinishReason = Literal["end", "stop", "length"]
 
 @dataclasses.dataclass
 class Completion:
-    """Completion of one prompt."""
-
     prompt: list[int]  # without the dropped ids
     num_dropped: int = 0  # leading ids that did not fit the window
     tokens: list[int] = dataclasses.field(default_factory=list)  # including an end id
@@ -107,12 +105,7 @@ class IncrementalDetokenizer:
     held back. `text` is all final text without the stop string.
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        stops: Sequence[str] = (),
-        prompt: Sequence[int] = (),
-    ):
+    def __init__(self, decode: Decode, stops: Sequence[str] = (), prompt: Sequence[int] = ()):
         """Starts after `prompt`: a first word may lose its space."""
         self._decode = decode
         self._stops = [stop for stop in stops if stop]

@@ -112,12 +112,15 @@ def load_model_tokenizer(
     tokenizer = load_tokenizer(path, config.preparation.tokenizer_type)
     where = Path(path).expanduser()
     folder = where if where.is_dir() else where.parent
-    adds_bos = _adds_bos(folder)
+    if (folder / MANIFEST_NAME).is_file():
+        adds_bos = bool(read_manifest(str(folder)).options.get("add_bos"))
+    else:
+        adds_bos = read_json(folder / CONFIG_NAME).get("add_bos_token")
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
-    prefix = _post_processor_prefix(folder) if adds_bos is None else ()
+    prefix = () if isinstance(adds_bos, bool) else _post_processor_prefix(folder)
     entry, rows = tokenizer.entry, config.model.shape.vocab_size
     bos = entry.bos_id
-    if bos is not None and not prefix and (adds_bos or config.preparation.add_bos):
+    if bos is not None and not prefix and (adds_bos is True or config.preparation.add_bos):
         prefix = (bos,)
     # Training accepts models without embeddings for ids that the data lack.
     unused = {bos, entry.pad_id, entry.mask_id} - {entry.eos_id, *prefix}
@@ -158,14 +161,6 @@ def _find(config: Config, weights: str) -> Path | None:
             if found := find_tokenizer_near(probe, str(folder)):
                 return found
     return None
-
-
-def _adds_bos(folder: Path) -> bool | None:
-    """Returns whether texts of this folder begin with bos; None if unknown."""
-    if (folder / MANIFEST_NAME).is_file():
-        return bool(read_manifest(str(folder)).options.get("add_bos"))
-    value = read_json(folder / CONFIG_NAME).get("add_bos_token")
-    return value if isinstance(value, bool) else None
 
 
 def _post_processor_prefix(folder: Path) -> tuple[int, ...]:

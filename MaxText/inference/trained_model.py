@@ -53,15 +53,13 @@ def load_model(
 
     from MaxText.conversion.weight_source import open_pretrained
     from MaxText.layers.model import Model
-    from MaxText.parallelism import mesh
+    from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
     log(compilation_cache.enable(run, devices[0].platform, may_make=False))
-    sharding = mesh.ShardingPlan(
-        mesh.make_mesh(config.mesh, devices), config.mesh.logical_axis_rules
-    )
+    sharding = ShardingPlan(make_mesh(config.mesh, devices), config.mesh.logical_axis_rules)
     weights = weights or resolve_weights(config)
     config = with_stored_zoom(config, weights.metadata)
     model_config, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)

@@ -14,8 +14,7 @@ import orbax.checkpoint as ocp
 from flax.serialization import msgpack_serialize
 
 from MaxText.config.loading import load
-from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
-from MaxText.conversion.hf_import import HFWeights
+from MaxText.conversion.hf_import import FattoribCheckpoint, HFWeights
 from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.layers.batch import Batch

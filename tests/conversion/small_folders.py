@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 from MaxText.config.loading import load_config
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
-from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.weight_source import abstract_model
 
 _SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -18,8 +18,7 @@ from MaxText.conversion.hf_config import (
     to_config_json,
 )
 from MaxText.conversion.hf_export import write_folder
-from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.hf_import import HFWeights, TensorMap
 from MaxText.conversion.weight_source import abstract_model
 from MaxText.errors import UserError
 from tests.conversion.golden_models import hugging_face

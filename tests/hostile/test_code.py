@@ -10,8 +10,8 @@ import pytest
 
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.conversion.fattorib_checkpoint import FattoribCheckpoint
 from MaxText.conversion.hf_checkpoint import TensorFiles
+from MaxText.conversion.hf_import import FattoribCheckpoint
 from MaxText.input_pipeline.document_sources.records import read_ids
 from MaxText.input_pipeline.formats.torch_tensors import TorchFileError, read_tensor
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer

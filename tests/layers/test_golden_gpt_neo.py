@@ -13,7 +13,7 @@ import pytest
 from MaxText.config.loading import load_config
 from MaxText.conversion.families.gpt import GPT_NEO
 from MaxText.conversion.family import row
-from MaxText.conversion.tensor_map import TensorMap
+from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.weight_source import unflatten
 from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model

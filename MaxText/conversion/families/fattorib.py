@@ -39,7 +39,6 @@ FATTORIB = hf.Family(
         *hf.norm("norm", "decoder_norm"),
         hf.row("lm_head.weight", "logits_dense/kernel", "V D", "D V"),
     ),
-    prefix="",
     ignored=(".attn.mask", ".attn.slopes"),
     in_transformers=False,
 )

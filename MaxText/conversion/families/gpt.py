@@ -59,25 +59,26 @@ GPT2 = hf.Family(
 )
 
 
-def _kinds(types: Any) -> list[str] | None:
-    """Expands [[[global, local], 2]]; returns None for anything else."""
+def _kinds(types: Any) -> Any:
+    """Expands [[[global, local], 2]]; returns REQUIRED for anything else."""
     try:
         kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
-        return kinds if set(kinds) <= {"global", "local"} else None
+        return kinds if set(kinds) <= {"global", "local"} else hf.REQUIRED
     except (TypeError, ValueError):
-        return None
+        return hf.REQUIRED
 
 
 def _read_types(value: Any, config: Mapping[str, Any]) -> Any:
     kinds = _kinds(value)
-    if kinds is None or len(kinds) != config.get("num_layers"):
+    if kinds is hf.REQUIRED or len(kinds) != config.get("num_layers"):
         return hf.REQUIRED
     return tuple((tuple(pattern), times) for pattern, times in value)
 
 
 def _write_types(values: Mapping[str, Any]) -> Any:
     types = values["attention_types"] or ((("global",), values["base_num_decoder_layers"]),)
-    return hf.REQUIRED if _kinds(types) is None else [[list(pattern), n] for pattern, n in types]
+    kinds = _kinds(types)
+    return kinds if kinds is hf.REQUIRED else [[list(pattern), n] for pattern, n in types]
 
 
 def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
@@ -85,15 +86,9 @@ def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
     return _read_types(types, config) if value == _kinds(types) else hf.REQUIRED
 
 
-def _write_layers(values: Mapping[str, Any]) -> Any:
-    types = _write_types(values)
-    return types if types is hf.REQUIRED else _kinds(types)
-
-
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
     """Returns the window if no layer is local; unused windows are refused."""
-    has_local = "local" in (_kinds(config["attention_types"]) or ())
-    return hf.REQUIRED if has_local else config["window_size"]
+    return hf.REQUIRED if "local" in _kinds(config["attention_types"]) else config["window_size"]
 
 
 GPT_NEO = hf.Family(
@@ -124,7 +119,7 @@ GPT_NEO = hf.Family(
             lambda config: _kinds(config["attention_types"]),
             hint="It differs from attention_types.",
             read=_read_layers,
-            write=_write_layers,
+            write=lambda values: _kinds(_write_types(values)),
         ),
         hf.mapped("window_size", "sliding_window_size", default=256, implied=_window_of_no_layer),
         hf.mapped("tie_word_embeddings", "logits_via_embedding", default=True, values=hf.BOOLEANS),

@@ -63,7 +63,7 @@ _EXPERTS = (
 )
 
 
-def _rows(feed_forward: tuple[hf.WeightMapping, ...]) -> tuple[hf.WeightMapping, ...]:
+def _rows(feed_forward: hf.Rows) -> hf.Rows:
     return (
         hf.row("model.embed_tokens.weight", "token_embedder/embedding", "V D", "V D"),
         *hf.norm(_LAYER + "input_layernorm", "layers/pre_self_attention_layer_norm"),

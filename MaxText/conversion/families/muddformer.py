@@ -21,10 +21,8 @@ _ROWS = (
     *hf.norm(f"{_LAYER}attention_norms.1", f"{_PARAMS}{_NORM}_k"),
     *hf.norm(f"{_LAYER}attention_norms.2", f"{_PARAMS}{_NORM}_v"),
     *hf.attention(f"{_LAYER}attention.", "wq wk wv wo", kv="K"),
-    hf.row(
-        f"{_LAYER}attention.q_norm.weight", f"{_PARAMS}self_attention/query_norm/scale", "H", "H"
-    ),
-    hf.row(f"{_LAYER}attention.k_norm.weight", f"{_PARAMS}self_attention/key_norm/scale", "H", "H"),
+    hf.row(f"{_LAYER}attention.q_norm.weight", f"{hf.ATTENTION}query_norm/scale", "H", "H"),
+    hf.row(f"{_LAYER}attention.k_norm.weight", f"{hf.ATTENTION}key_norm/scale", "H", "H"),
     *hf.norm(f"{_LAYER}ffn_norm", f"{_PARAMS}pre_mlp_layer_norm"),
 )
 _CONNECTIONS = (
@@ -66,7 +64,7 @@ def _settings(epsilon: float, width: Any, expands: bool) -> tuple[hf.ConfigMappi
         hf.mapped("use_qk_norm", "use_qk_norm", default=False, values=hf.BOOLEANS),
         hf.constant("dense", True, default=True, hint=_NO_SUMS),
         hf.constant("dynamic_dense", True, default=True, hint=_ALL_SUMS),
-        # An legacy_names version of the program calls the residual stream m.
+        # An older version of the program calls the residual stream m.
         hf.constant("dense_type", "qkvr", "qkvm", default="qkvr", hint=_ALL_SUMS),
         hf.constant("sepln", True, default=True, hint=_OWN_NORMS),
         hf.mapped(
@@ -85,7 +83,7 @@ def _family(
     architecture: str,
     rope_table_dtype: str,
     settings: tuple[hf.ConfigMapping, ...],
-    mlp: tuple[hf.WeightMapping, ...],
+    mlp: hf.Rows,
 ) -> hf.Family:
     name = architecture.lower()
     return hf.Family(
@@ -95,7 +93,6 @@ def _family(
         own={"rope_table_dtype": rope_table_dtype},
         settings=settings,
         rows=(*_ROWS, *mlp, *_CONNECTIONS),
-        prefix="",
         head="output.weight",
         ignored=(".kv_cache.k_cache", ".kv_cache.v_cache", "layer_cache.layer_cache"),
         in_transformers=False,

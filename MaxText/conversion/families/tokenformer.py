@@ -10,7 +10,7 @@ from MaxText.conversion import family as hf
 _LAYER = "sequential.{layer+2}."
 
 
-def _slots(hf_name: str, params: str, letter: str) -> tuple[hf.WeightMapping, ...]:
+def _slots(hf_name: str, params: str, letter: str) -> hf.Rows:
     """Returns rows of key and value slots; `letter` is their layout letter."""
     return (
         hf.row(f"{_LAYER}{hf_name}.key_param_tokens", f"layers/{params}/keys/kernel",
@@ -19,16 +19,6 @@ def _slots(hf_name: str, params: str, letter: str) -> tuple[hf.WeightMapping, ..
             f"{letter} D", f"{letter} D"),
     )  # fmt: skip
 
-
-ROWS = (
-    hf.row("sequential.0.word_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
-    *_slots("attention.query", "self_attention/query", "Q"),
-    *_slots("attention.key", "self_attention/key", "Q"),
-    *_slots("attention.value", "self_attention/value", "Q"),
-    *_slots("attention.proj", "self_attention/out", "O"),
-    *_slots("mlp", "mlp", "S"),
-    *hf.norm("sequential.{num_layers+3}.norm", "decoder_norm"),
-)
 
 TOKENFORMER = hf.Family(
     model_type="tokenformer",
@@ -61,7 +51,15 @@ TOKENFORMER = hf.Family(
         hf.supported("sliding_window_width", None),
         hf.supported("use_mup", False),
     ),
-    rows=ROWS,
+    rows=(
+        hf.row("sequential.0.word_embeddings.weight", "token_embedder/embedding", "V D", "V D"),
+        *_slots("attention.query", "self_attention/query", "Q"),
+        *_slots("attention.key", "self_attention/key", "Q"),
+        *_slots("attention.value", "self_attention/value", "Q"),
+        *_slots("attention.proj", "self_attention/out", "O"),
+        *_slots("mlp", "mlp", "S"),
+        *hf.norm("sequential.{num_layers+3}.norm", "decoder_norm"),
+    ),
     prefix="sequential.",
     in_transformers=False,
 )
