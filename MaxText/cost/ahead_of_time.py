@@ -8,8 +8,8 @@ from MaxText.config.schema import Config
 from MaxText.cost import device_memory, saved_step, targets
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
-from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
+from MaxText.cost.saved_step import LoweredStep, compile_lowered, lower_train_step
 
 _MIB = 2**20
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from MaxText.cost.hlo import HloModule
-from MaxText.cost.lowering import LoweredStep
+from MaxText.cost.saved_step import LoweredStep
 from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule

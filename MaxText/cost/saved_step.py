@@ -1,4 +1,4 @@
-"""Saves a compiled step to a file, and loads it for a matching run.
+"""Compiles a step for given devices, saves it, and loads it for a matching run.
 
 Loading one executes its contents: machine code and JAX's pickle around it. So nothing is unpickled
 before the signature is verified, an HMAC-SHA256 under the user's key: anybody could compute a mere
@@ -20,22 +20,29 @@ import pathlib
 import re
 import secrets
 import stat
-from collections.abc import Callable, Mapping
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 import MaxText
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.schema import Config, flatten, keys_by_section
 from MaxText.config.values import to_yaml
-from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.growth.resolve import resolve_growth
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
+from MaxText.layers.batch import batch_shapes
+from MaxText.layers.model import Model
+from MaxText.parallelism.mesh import ShardingPlan, global_batch_size, make_sharding_plan
 from MaxText.runtime.compilation_cache import cpu_fingerprint
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
+from MaxText.training.assembly import setup_train
+from MaxText.training.state import TrainState
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -54,6 +61,60 @@ _SOURCES = ("layers/**/*.py", "training/**/*.py", "parallelism/logical_sharding.
 
 # Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
+
+
+class LoweredStep(NamedTuple):
+    """A train step before compilation."""
+
+    config: Config  # with the score zoom fixed if parameters grow
+    model: Model  # with device-dependent choices resolved
+    sharding: ShardingPlan
+    state: TrainState
+    batch: Any  # shapes and shardings of the run's largest batch
+    plan: BatchSchedule
+    lowered: jax.stages.Lowered
+    lines: Sequence[str]  # choices to print
+
+
+def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
+    """Traces train.py's step for these devices, without opening data.
+
+    Batches have positions and segments unless the text is synthetic or cross_document_attention is
+    set.
+    """
+    sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    resolved = resolve_growth(config, [])
+    config = resolved.config
+    setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
+    model, state = setup.model, setup.abstract_state
+    plan = plan_batches(
+        config.batch,
+        model.config.shape.max_target_length,
+        lambda size: global_batch_size(config.batch, sharding, size),
+    )
+    stage = plan.stages[-1]
+    data = config.data
+    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
+    batch = sharding.abstract_batch(
+        batch_shapes(plan.batch_size(stage), stage.length, with_documents)
+    )
+    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
+    lines = [*setup.auto_choices, *resolved.lines]
+    return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)
+
+
+def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
+    """Returns the step and its compile seconds; raises like XLA."""
+    # On CPU, JAX cannot serialize a program loaded from the cache.
+    was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        began = time.perf_counter()
+        return planned.lowered.compile(), time.perf_counter() - began
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
