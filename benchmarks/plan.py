@@ -124,8 +124,8 @@ def speed() -> None:
     for name, hardware, keys, mfu in ROWS:
         place = find_hardware(hardware)
         plan = make_plan(configured(keys), place, peak_of(place))
-        time, tokens = plan.time, plan.tokens_per_device
-        slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
+        time = plan.time
+        slow, fast, middle = (time.mfu(t) for t in (time.upper, time.lower, time.estimate))
         print(
             f"| {name} | {hardware} | {mfu:.1%} | {slow:.1%} to {fast:.1%} | "
             f"{middle:.1%} | {mfu / middle - 1:+.0%} |",

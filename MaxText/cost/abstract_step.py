@@ -21,7 +21,6 @@ from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers import flash_attention
-from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
 from MaxText.parallelism.logical_sharding import HIDDEN
@@ -68,10 +67,6 @@ class Program:
         return self.sharding.mesh.devices.flat[0].platform
 
     @property
-    def num_devices(self) -> int:
-        return self.sharding.mesh.size
-
-    @property
     def num_microbatches(self) -> int:
         return self.config.batch.gradient_accumulation_steps
 
@@ -80,21 +75,20 @@ class Program:
         return self.rows * self.num_microbatches * self.length
 
     @property
-    def optimizer(self) -> optax.GradientTransformation:
-        return self._optimizer_and_shapes[0]
+    def tokens_per_device(self) -> float:
+        return self.tokens_per_update / self.sharding.mesh.size
 
     @functools.cached_property
-    def abstract_state(self) -> Any:
-        """Shapes and shardings of the TrainState."""
-        return self.sharding.with_shardings(self._optimizer_and_shapes[1], self.model.parameters)
-
-    @property
-    def _optimizer_and_shapes(self) -> tuple[optax.GradientTransformation, Any]:
+    def optimizer_and_state(self) -> tuple[optax.GradientTransformation, Any]:
+        """The optimizer, and shapes and shardings of the TrainState."""
         config = self.config
         # Plans with other policies, which do not change weights, share the result.
         memory = config.model.memory.model_copy(update={"remat_policy": "none"})
         model_config = config.model.model_copy(update={"memory": memory})
-        return _optimizer_and_shapes(model_config, config.optimizer, config.schedule, config.guard)
+        optimizer, shapes = _optimizer_and_shapes(
+            model_config, config.optimizer, config.schedule, config.guard
+        )
+        return optimizer, self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -148,8 +142,9 @@ class Program:
         width = np.dtype(model_config.numerics.dtype).itemsize
         return float(self.local_tokens * model_config.shape.dimensions.emb_dim * width)
 
-    def local_batch(self) -> Batch:
-        """Shapes of a microbatch on one device.
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Sequences and length of a microbatch on one device.
 
         Parts of many sequences cost as much as whole ones of equal tokens. With fewer sequences
         than parts, these are the first tokens; step_time.context_parallel_attention_flops adds
@@ -157,8 +152,7 @@ class Program:
         """
         parts = self.sharding.num_length_parts
         rows = math.gcd(self.local_batch_size, parts)
-        sizes = self.local_batch_size // rows, self.length * rows // parts
-        return batch_shapes(*sizes, with_documents=False)
+        return self.local_batch_size // rows, self.length * rows // parts
 
 
 def make_program(

@@ -60,10 +60,6 @@ class JobPlan:
     def fits(self) -> bool:
         return self.memory.total <= USABLE_SHARE * self.hardware.memory
 
-    @property
-    def tokens_per_device(self) -> float:
-        return self.program.tokens_per_update / self.program.num_devices
-
 
 def _make_program(config: Config, hardware: Hardware) -> Program:
     try:

@@ -107,12 +107,11 @@ def _communication(plan: JobPlan) -> str:
 
 
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
-    time, per_device = plan.time, plan.tokens_per_device
-    steps = tokens / plan.program.tokens_per_update
+    time, steps = plan.time, tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
-        mfu, speed = time.mfu(seconds, per_device), per_device / seconds
-        cells = [name, short_time(seconds), f"{mfu:.1%}", f"{speed:,.0f}"]
+        speed = plan.program.tokens_per_device / seconds
+        cells = [name, short_time(seconds), f"{time.mfu(seconds):.1%}", f"{speed:,.0f}"]
         return cells + _time_and_cost(plan, seconds, tokens, price)
 
     table = format_table(
@@ -174,7 +173,7 @@ def format_proposals(
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
             _interval(plan.time.lower, plan.time.upper),
-            f"{plan.time.mfu(plan.time.estimate, plan.tokens_per_device):.1%}",
+            f"{plan.time.mfu(plan.time.estimate):.1%}",
             *_time_and_cost(plan, plan.time.estimate, tokens, price),
         ]
         for plan in plans

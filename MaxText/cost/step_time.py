@@ -32,7 +32,7 @@ import numpy as np
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
-from MaxText.cost.flops import FlopCount, count_flops
+from MaxText.cost.flops import count_flops
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops
@@ -80,7 +80,7 @@ class StepTime:
     compute_seconds: tuple[float, float]  # seconds at best and at worst
     comm_seconds: float  # seconds without overlap
     operations: float  # executed matmul FLOPs of a device
-    count: FlopCount  # by the MFU rule
+    tflops: float  # of a device, by the MFU rule
     peak: PeakFlops
 
     @property
@@ -88,8 +88,8 @@ class StepTime:
         """Geometric mean of the interval."""
         return math.sqrt(self.lower * self.upper)
 
-    def mfu(self, seconds: float, tokens_per_device: float) -> float:
-        return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
+    def mfu(self, seconds: float) -> float:
+        return self.tflops / (seconds * self.peak.tflops)
 
 
 def min_step_time(
@@ -99,11 +99,14 @@ def min_step_time(
 
     `communication` must be that without recomputation, with the fewest microbatches.
     """
-    count = count_flops(program.model, program.length)
-    executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
+    executed = _tflops(program) / (1 - program.bubble)
     slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
     comm_seconds = sum(one.seconds for one in communication)
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
+
+
+def _tflops(program: Program) -> float:
+    return count_flops(program.model, program.length).tflops(program.tokens_per_device)
 
 
 def list_ops(program: Traced, *, splash_keys: float = 0.0, times: int = 1) -> Iterator[OpCost]:
@@ -140,7 +143,7 @@ def operations(node: Node, splash_keys: float) -> float:
 
 def _splash_keys(program: Program) -> float:
     config = program.local_model.config
-    _, length = program.local_batch().tokens_BT.shape
+    _, length = program.local_shape
     keys = total = 0.0
     for window, (own, d) in softmax_layers(config):
         weight = d.num_query_heads * d.head_dim
@@ -160,7 +163,7 @@ def context_parallel_attention_flops(program: Program) -> float:
         return 0.0
     config = program.local_model.config
     attention = config.attention
-    _, traced_length = program.local_batch().tokens_BT.shape
+    _, traced_length = program.local_shape
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
@@ -213,7 +216,7 @@ def step_time(
         compute_seconds=compute_seconds,
         comm_seconds=comm_seconds,
         operations=program.num_microbatches * sum(one.times * one.operations for one in work),
-        count=count_flops(program.model, program.length),
+        tflops=_tflops(program),
         peak=peak,
     )
 
