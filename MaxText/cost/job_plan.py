@@ -259,11 +259,15 @@ def sequences_of(config: Config, hardware: Hardware) -> int:
 
 
 def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
+    experts = config.model.mixture_of_experts
+    splits_experts = experts.num_experts > 1 and experts.capacity_factor > 0
+    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
+    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     for expert, tensor, context, stage in itertools.product(
-        _experts(config),
+        [n for n in _powers(8 if splits_experts else 1) if experts.num_experts % n == 0],
         _powers(MAX_TENSOR),
         _contexts(config, hardware),
-        _stages(config, hardware, num_devices),
+        _powers(MAX_STAGES if needed > hardware.memory else 1),
     ):
         rest, left = divmod(num_devices, expert * tensor * context * stage)
         if left:
@@ -283,13 +287,6 @@ def _across(num_slices: int) -> Iterator[Keys]:
             yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
 
 
-def _experts(config: Config) -> list[int]:
-    experts = config.model.mixture_of_experts
-    if experts.num_experts == 1 or experts.capacity_factor <= 0:
-        return [1]
-    return [n for n in _powers(8) if experts.num_experts % n == 0]
-
-
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
     length = config.model.shape.max_target_length
     most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
@@ -297,12 +294,6 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
     if waiting > 1:
         most = max(most, 2 ** (waiting - 1).bit_length())
     return [n for n in _powers(most) if length % n == 0]
-
-
-def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
-    return _powers(MAX_STAGES if needed > hardware.memory else 1)
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:

@@ -1,5 +1,6 @@
 """Mesh, and shardings of parameters, optimizer state and batches."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -24,6 +25,7 @@ from MaxText.parallelism.logical_sharding import (
 )
 
 HOST_MEMORY = "pinned_host"  # kind of host memory that devices can fetch from
+_DEFAULT_PIPELINE = PipelineConfig()
 WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # others replicate
 
 
@@ -32,25 +34,19 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
     return Mesh(create_device_mesh(config, devices), MESH_AXES)
 
 
+@dataclasses.dataclass(eq=False)
 class ShardingPlan:
     """A mesh with the logical axis rules of the configuration."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        rules: Rules,
-        optimizer_state_axis: str = "",  # mesh axis that also splits the optimizer state, if any
-        pipeline: PipelineConfig | None = None,
-        *,
-        offloads_optimizer: bool = False,  # whether the optimizer state is in host memory
-    ):
-        self.mesh = mesh
-        self.rules = rules
-        self.optimizer_state_axis = optimizer_state_axis
-        self.pipeline = pipeline or PipelineConfig()
-        self.offloads_optimizer = offloads_optimizer
-        self.replicated = NamedSharding(mesh, PartitionSpec())
-        first_rules = dict(reversed(rules))
+    mesh: Mesh
+    rules: Rules
+    optimizer_state_axis: str = ""  # mesh axis that also splits the optimizer state, if any
+    pipeline: PipelineConfig = _DEFAULT_PIPELINE
+    offloads_optimizer: bool = False  # whether the optimizer state is in host memory
+
+    def __post_init__(self):
+        self.replicated = NamedSharding(self.mesh, PartitionSpec())
+        first_rules = dict(reversed(self.rules))
         self.batch_axes = tuple(first_rules["activation_batch"])  # mesh axes for sequences
         self.length_axes = tuple(first_rules["activation_length"])  # mesh axes for their tokens
 
@@ -242,14 +238,12 @@ def process_batch_slice(held: Mapping[int, set[int]], process: int) -> tuple[int
 
 
 def make_sharding_plan(
-    config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig | None = None
+    config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig = _DEFAULT_PIPELINE
 ) -> ShardingPlan:
     """Returns the plan; raises UserError if the devices do not support it."""
     mesh, axis = make_mesh(config, devices), "data" if config.shard_optimizer_over_data else ""
     offloads = config.optimizer_memory_host_offload
-    return ShardingPlan(
-        mesh, config.logical_axis_rules, axis, pipeline, offloads_optimizer=offloads
-    )
+    return ShardingPlan(mesh, config.logical_axis_rules, axis, pipeline, offloads)
 
 
 def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
