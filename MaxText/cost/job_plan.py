@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES, broken_letters
@@ -23,11 +21,9 @@ from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import Program, abstract_model, make_program
 from MaxText.cost.hardware import Hardware
-from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
 from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import assert_params_sufficiently_sharded
 from MaxText.training import backend_defaults
 
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
@@ -51,46 +47,27 @@ class JobPlan:
     """Requirements of a run, per step."""
 
     program: Program
-    hardware: Hardware
     memory: MemoryEstimate
-    communication: tuple[CommCost, ...]
+    communication: list[CommCost]
     time: StepTime
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= USABLE_SHARE * self.hardware.memory
+        return self.memory.total <= USABLE_SHARE * self.program.hardware.memory
 
 
-def _make_program(config: Config, hardware: Hardware) -> Program:
+def make_plan(config: Config, hardware: Hardware) -> JobPlan:
+    """Returns a configuration's plan; UserError if the program does not fit."""
     try:
-        kind = hardware.chip.platform, hardware.chip.device_kind
-        program = make_program(config, hardware.num_devices, *kind, hardware.num_slices)
-        assert_params_sufficiently_sharded(
-            program.model.parameters, program.sharding, config.mesh.sharding_tolerance
-        )
+        program = make_program(config, hardware)
     except UserError as error:
         raise UserError(f"on {hardware.describe()}: {error}") from error
-    return program
+    return _plan_of(program)
 
 
-def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    """Returns a configuration's plan; UserError if the program does not fit."""
-    return _plan_of(_make_program(config, hardware), hardware, peak)
-
-
-def _plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    memory = estimate_memory(program)
-    communication = communication_costs(program, hardware)
-    time = step_time(program, hardware, memory, communication, peak)
-    return JobPlan(program, hardware, memory, tuple(communication), time)
-
-
-def peak_of(hardware: Hardware) -> PeakFlops:
-    """Returns a device's peak: by data sheet, or measured on this CPU."""
-    if known := datasheet_peak(hardware.chip.device_kind):
-        return known
-    measured = measure_peak(jax.devices("cpu")[0])
-    return measured._replace(tflops=measured.tflops / hardware.num_chips)
+def _plan_of(program: Program) -> JobPlan:
+    memory, communication = estimate_memory(program), communication_costs(program)
+    return JobPlan(program, memory, communication, step_time(program, memory, communication))
 
 
 class _Mesh(NamedTuple):
@@ -99,9 +76,9 @@ class _Mesh(NamedTuple):
     batches: list[dict[str, Any]]  # of the batch, from the largest microbatch that divides
 
 
-def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[JobPlan]:
+def find_fitting_plans(config: Config, hardware: Hardware) -> list[JobPlan]:
     """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
-    search = _PlanSearch(flatten(config), hardware, peak)
+    search = _PlanSearch(flatten(config), hardware)
     found: list[JobPlan] = []
     smallest: JobPlan | None = None
     for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
@@ -147,7 +124,6 @@ def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -
 class _PlanSearch:
     given: dict[str, Any]
     hardware: Hardware
-    peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
         every = microbatches(config, self.hardware)
@@ -155,8 +131,7 @@ class _PlanSearch:
             for number, batch in enumerate(every):
                 program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
-                    communication = communication_costs(program, self.hardware)
-                    seconds = min_step_time(program, self.hardware, communication, self.peak)
+                    seconds = min_step_time(program, communication_costs(program))
                     yield _Mesh(seconds, keys, every[number:])
                     break
 
@@ -171,7 +146,7 @@ class _PlanSearch:
         @functools.cache
         def plan_with(policy: str, number: int) -> JobPlan | None:
             program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
-            return None if program is None else _plan_of(program, self.hardware, self.peak)
+            return None if program is None else _plan_of(program)
 
         def fits(policy: str, number: int) -> bool:
             plan = plan_with(policy, number)
@@ -204,7 +179,7 @@ class _PlanSearch:
         if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
         try:
-            return _make_program(config, self.hardware)
+            return make_program(config, self.hardware)
         except UserError:
             return None
 

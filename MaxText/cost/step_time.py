@@ -33,9 +33,8 @@ import numpy as np
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.flops import count_flops
-from MaxText.cost.hardware import Hardware
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
-from MaxText.cost.peak_flops import PeakFlops
+from MaxText.cost.peak_flops import PeakFlops, peak_of
 from MaxText.cost.step_memory import MemoryEstimate, trace
 from MaxText.layers.attention_core import softmax_layers
 from MaxText.layers.attention_flops import average_keys_computed
@@ -92,15 +91,14 @@ class StepTime:
         return self.tflops / (seconds * self.peak.tflops)
 
 
-def min_step_time(
-    program: Program, hardware: Hardware, communication: Sequence[CommCost], peak: PeakFlops
-) -> float:
+def min_step_time(program: Program, communication: Sequence[CommCost]) -> float:
     """Returns a lower bound of StepTime.estimate, without tracing.
 
     `communication` must be that without recomputation, with the fewest microbatches.
     """
     executed = _tflops(program) / (1 - program.bubble)
-    slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
+    tflops = peak_of(program.hardware).tflops
+    slow, fast = (executed / (share * tflops) for share in program.hardware.chip.efficiency)
     comm_seconds = sum(one.seconds for one in communication)
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
@@ -183,13 +181,9 @@ def context_parallel_attention_flops(program: Program) -> float:
 
 
 def step_time(
-    program: Program,
-    hardware: Hardware,
-    memory: MemoryEstimate,
-    communication: list[CommCost],
-    peak: PeakFlops,
+    program: Program, memory: MemoryEstimate, communication: Sequence[CommCost]
 ) -> StepTime:
-    chip = hardware.chip
+    chip, peak = program.hardware.chip, peak_of(program.hardware)
     work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
@@ -221,7 +215,7 @@ def step_time(
     )
 
 
-def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
+def communication_costs(program: Program) -> list[CommCost]:
     mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -232,7 +226,7 @@ def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
         if axis in bytes_of:
             bytes_of[axis] += amount(program) * program.num_microbatches
     return [
-        CommCost(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
+        CommCost(axis, mesh.shape[axis], amount, _bandwidth(axis, program))
         for axis, amount in bytes_of.items()
     ]
 
@@ -300,8 +294,7 @@ def _tensor_bytes(program: Program) -> float:
 
 def _pipeline_bytes(program: Program) -> float:
     schedule = program.schedule
-    if schedule is None:
-        return 0.0
+    assert schedule is not None
     turns = schedule.num_turns / schedule.num_microbatches
     return 2 * (turns + 1) * program.state_bytes
 
@@ -332,13 +325,13 @@ def _context_bytes(program: Program) -> float:
     return part * others * (forward + 1)
 
 
-def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
+def _bandwidth(axis: str, program: Program) -> float:
     """Returns the bytes per second received by a device over one axis.
 
     On a torus, a single axis uses the links of all dimensions; of several, the inner ones get one
     dimension each. Across slices, each device sends only its part of what its slice has reduced.
     """
-    chip = hardware.chip
+    chip = program.hardware.chip
     place = MESH_AXES.index(axis)
     within, across = program.sizes.ici[place], program.sizes.dcn[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
