@@ -131,8 +131,7 @@ class _PlanSearch:
             for number, batch in enumerate(every):
                 program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
-                    seconds = min_step_time(program, communication_costs(program))
-                    yield _Mesh(seconds, keys, every[number:])
+                    yield _Mesh(min_step_time(program), keys, every[number:])
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[JobPlan], JobPlan | None]:

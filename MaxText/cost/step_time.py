@@ -91,15 +91,15 @@ class StepTime:
         return self.tflops / (seconds * self.peak.tflops)
 
 
-def min_step_time(program: Program, communication: Sequence[CommCost]) -> float:
+def min_step_time(program: Program) -> float:
     """Returns a lower bound of StepTime.estimate, without tracing.
 
-    `communication` must be that without recomputation, with the fewest microbatches.
+    `program` must be without recomputation, with the fewest microbatches.
     """
     executed = _tflops(program) / (1 - program.bubble)
     tflops = peak_of(program.hardware).tflops
     slow, fast = (executed / (share * tflops) for share in program.hardware.chip.efficiency)
-    comm_seconds = sum(one.seconds for one in communication)
+    comm_seconds = sum(one.seconds for one in communication_costs(program))
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
 
