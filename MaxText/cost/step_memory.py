@@ -91,9 +91,7 @@ class MemoryEstimate:
 def estimate_memory(program: Program) -> MemoryEstimate:
     size_of = _size_of(program.platform)
     _, state = program.optimizer_and_state
-    gradients = parameters = _bytes(state.params, size_of)
-    if program.num_microbatches > 1:
-        gradients *= 2
+    parameters = _bytes(state.params, size_of)
     in_host = program.config.mesh.optimizer_memory_host_offload
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
     fetched = _bytes(moments, size_of)
@@ -103,7 +101,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
-        gradients=gradients,
+        gradients=parameters * min(program.num_microbatches, 2),
         peak=peak_memory(trace(program, all_stages=True), kept, _converted_bytes(program)),
         update=_update_bytes(program),
     )
@@ -111,15 +109,13 @@ def estimate_memory(program: Program) -> MemoryEstimate:
 
 def min_memory(program: Program) -> float:
     """Returns a lower bound without tracing: state, and gradients or inputs."""
-    config, (_, state) = program.config.model, program.optimizer_and_state
+    _, state = program.optimizer_and_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
     given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
-    d = config.shape.dimensions
-    layers = d.num_layers // program.sharding.mesh.shape["stage"]
-    width = np.dtype(config.numerics.dtype).itemsize
-    hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
-    return given + max(params, hidden)
+    stages = program.sharding.mesh.shape["stage"]
+    layers = program.config.model.shape.dimensions.num_layers // stages
+    return given + max(params, layers * program.state_bytes / program.num_hidden_parts)
 
 
 def _size_of(platform: str) -> SizeOf:

@@ -337,8 +337,7 @@ def _bandwidth(axis: str, program: Program) -> float:
     several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
     links = chip.links / chip.devices
     if chip.torus and axis in several:
-        inside = len(several) - 1
-        dimensions = max(chip.torus - inside, 1) if axis == several[0] else 1
+        dimensions = max(chip.torus - len(several) + 1, 1) if axis == several[0] else 1
         links *= dimensions / chip.torus
     if across == 1:
         return links

@@ -147,10 +147,8 @@ class ShardingPlan:
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns global arrays from this process's NumPy part of a batch."""
-        make = functools.partial(
-            jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
-        )
-        return jax.tree.map(lambda x: make(x, (batch_size, *x.shape[1:])), batch)
+        make, sharding = jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
+        return jax.tree.map(lambda x: make(sharding, x, (batch_size, *x.shape[1:])), batch)
 
     def abstract_batch(self, shapes: Any) -> Any:
         return jax.tree.map(lambda x: x.update(sharding=self.batch_sharding(x.shape[0])), shapes)
@@ -170,11 +168,11 @@ class ShardingPlan:
     ) -> Any:
         """Returns a fresh state; each device draws its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-        options = {}
-        if self.mesh.devices.flat[0].platform == "cpu":
-            # Random draws compile 3 times faster and run as fast, with the same bits.
-            options["compiler_options"] = {"xla_backend_optimization_level": 1}
-        return jax.jit(initialize, out_shardings=shardings, **options)(jax.random.key(seed))
+        # On CPU, random draws compile 3 times faster and run as fast, with the same bits.
+        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        options = {"xla_backend_optimization_level": 1} if is_cpu else None
+        draw = jax.jit(initialize, out_shardings=shardings, compiler_options=options)
+        return draw(jax.random.key(seed))
 
     def jit(self, function: Callable, **options: Any) -> Any:
         """Returns jax.jit of `function`, traced with the logical axis rules."""
