@@ -93,9 +93,8 @@ class Program:
         # Plans with other policies, which do not change weights, share the result.
         memory = config.model.memory.model_copy(update={"remat_policy": "none"})
         model_config = config.model.model_copy(update={"memory": memory})
-        optimizer, shapes = _optimizer_and_shapes(
-            model_config, config.optimizer, config.schedule, config.guard
-        )
+        sections = config.optimizer, config.schedule, config.guard
+        optimizer, shapes = _optimizer_and_shapes(model_config, *sections)
         return optimizer, self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property

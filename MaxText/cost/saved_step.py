@@ -11,6 +11,7 @@ checksum. The file:
 """
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import importlib.metadata
@@ -87,17 +88,12 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     config = resolved.config
     setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
     model, state = setup.model, setup.abstract_state
-    plan = plan_batches(
-        config.batch,
-        model.config.shape.max_target_length,
-        lambda size: global_batch_size(config.batch, sharding, size),
-    )
-    stage = plan.stages[-1]
-    data = config.data
+    batch_size = functools.partial(global_batch_size, config.batch, sharding)
+    plan = plan_batches(config.batch, model.config.shape.max_target_length, batch_size)
+    stage, data = plan.stages[-1], config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
-    batch = sharding.abstract_batch(
-        batch_shapes(plan.batch_size(stage), stage.length, with_documents)
-    )
+    shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
+    batch = sharding.abstract_batch(shapes)
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
     lines = [*setup.auto_choices, *resolved.lines]
     return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)

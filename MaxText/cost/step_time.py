@@ -204,15 +204,10 @@ def step_time(
     least, most = chip.efficiency
     compute_seconds = seconds(most), seconds(least)
     comm_seconds = sum(one.seconds for one in communication)
-    return StepTime(
-        lower=max(compute_seconds[0], comm_seconds),
-        upper=compute_seconds[1] + comm_seconds,
-        compute_seconds=compute_seconds,
-        comm_seconds=comm_seconds,
-        operations=program.num_microbatches * sum(one.times * one.operations for one in work),
-        tflops=_tflops(program),
-        peak=peak,
-    )
+    lower, upper = max(compute_seconds[0], comm_seconds), compute_seconds[1] + comm_seconds
+    executed = program.num_microbatches * sum(one.times * one.operations for one in work)
+    tflops = _tflops(program)
+    return StepTime(lower, upper, compute_seconds, comm_seconds, executed, tflops, peak)
 
 
 def communication_costs(program: Program) -> list[CommCost]:
