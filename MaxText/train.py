@@ -122,7 +122,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     print(*lines, *setup.auto_choices, *growth.lines, sep="\n")
 
     # --- Compiled steps, while text is prepared and the state is restored or initialized ----------
-    from MaxText.cost.saved_step import load_compiled
+    from MaxText.cost.saved_step import saved_steps
     from MaxText.evaluation.validation import make_eval_step
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
@@ -137,7 +137,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options
         ),
-        load_compiled(config, model.config, sharding, abstract_state),
+        saved_steps(growth, model.config, sharding, abstract_state),
     )
     newest = checkpoints.latest_step()
     stage = batch_schedule.at(0 if newest is None else newest + 1)

@@ -1,4 +1,7 @@
-"""Compiles a step for given devices, saves it, and loads it for a matching run.
+"""Compiles steps for given devices, saves them, and loads them for matching runs.
+
+train_compile.py writes compiled_trainstep_file. A run on one CPU also keeps its steps next to the
+compilation cache: the next start need not trace them, which takes longer than loading them.
 
 Loading one executes its contents: machine code and JAX's pickle around it. So nothing is unpickled
 before the signature is verified, an HMAC-SHA256 under the user's key: anybody could compute a mere
@@ -22,24 +25,26 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import MaxText
 from MaxText.config.model_sections import ModelConfig
+from MaxText.config.registry import registrations
 from MaxText.config.schema import Config, flatten, keys_by_section
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.growth.resolve import resolve_growth
+from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
 from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import ShardingPlan, global_batch_size, make_sharding_plan
-from MaxText.runtime.compilation_cache import cpu_fingerprint
+from MaxText.runtime import compilation_cache
+from MaxText.runtime.compiled_steps import SavedSteps
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 from MaxText.training.assembly import setup_train
@@ -67,7 +72,7 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 class LoweredStep(NamedTuple):
     """A train step before compilation."""
 
-    config: Config  # with the score zoom fixed if parameters grow
+    growth: ResolvedGrowth
     model: Model  # with device-dependent choices resolved
     sharding: ShardingPlan
     state: TrainState
@@ -75,6 +80,10 @@ class LoweredStep(NamedTuple):
     plan: BatchSchedule
     lowered: jax.stages.Lowered
     lines: Sequence[str]  # choices to print
+
+    @property
+    def config(self) -> Config:
+        return self.growth.config
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
@@ -96,7 +105,7 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     batch = sharding.abstract_batch(shapes)
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
     lines = [*setup.auto_choices, *resolved.lines]
-    return LoweredStep(config, model, sharding, state, batch, plan, lowered, lines)
+    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
@@ -104,46 +113,40 @@ def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
     # On CPU, JAX cannot serialize a program loaded from the cache.
     was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
+    jax_cache.reset_cache()
     try:
         began = time.perf_counter()
         return planned.lowered.compile(), time.perf_counter() - began
     finally:
         jax.config.update("jax_enable_compilation_cache", was_enabled)
-        compilation_cache.reset_cache()
+        jax_cache.reset_cache()
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
+    run = _fingerprint(planned.growth, planned.model.config, planned.sharding, planned.state)
     try:
-        executable, _, out_tree = serialize_executable.serialize(compiled)
+        return _save(path, run, planned.batch, compiled)
     except (ValueError, NotImplementedError) as error:
         raise UserError(
             f"compiled_trainstep_file={path}: jax cannot serialize this program ({error}). Remove "
             "the key; restarts use the compilation cache (jax_cache_dir)."
         ) from error
-    _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    kept = {
-        "run": _fingerprint(planned.config, planned.model.config, planned.sharding, planned.state),
-        "batch": _describe(planned.batch),
-        "metrics": sorted(metrics),
-    }
-    return write_signed(path, kept, executable)
 
 
-def load_compiled(
-    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
-) -> Callable[[Any], Callable | None] | None:
-    """Returns a function from batch shapes to the saved step, if any.
+def saved_steps(
+    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: Any
+) -> SavedSteps | None:
+    """Returns the step of compiled_trainstep_file, or those of earlier runs.
 
-    `config` is of `resolve_growth`, `model_config` has `auto` resolved. Raises UserError if the
-    file is missing, unsigned, or for another configuration, program or machine, before executing
-    any of it.
+    `model_config` has `auto` resolved. Raises UserError if the file is missing, unsigned, or for
+    another configuration, program or machine, before executing any of it.
     """
-    path = config.run.compiled_trainstep_file
+    path = growth.config.run.compiled_trainstep_file
+    run = _fingerprint(growth, model_config, sharding, state)
     if not path:
-        return None
+        return _cached_steps(run, sharding, state)
     kept, executable = read_signed(path)
-    different = _differences(kept["run"], _fingerprint(config, model_config, sharding, state))
+    different = _differences(kept["run"], run)
     if different:
         more = len(different) - _SHOWN
         lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -154,39 +157,89 @@ def load_compiled(
             "the key."
         )
 
-    def step_for(batch: Any) -> Callable | None:
+    def load(batch: Any) -> Callable | None:
         if _describe(batch) != kept["batch"]:
             return None
-        out_tree = jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0)))
-        devices = list(sharding.mesh.devices.flat)
         try:
-            return serialize_executable.deserialize_and_load(
-                executable,
-                jax.tree.structure(((state, batch), {})),
-                out_tree,
-                backend=devices[0].client,
-                execution_devices=devices,
-            )
+            return _load(kept, executable, sharding, state, batch)
         except Exception as error:  # runtimes raise anything
+            kind = sharding.mesh.devices.flat[0].device_kind
             raise UserError(
-                f"compiled_trainstep_file={path}: the runtime of these devices "
-                f"({devices[0].device_kind}) rejects it: {str(error).splitlines()[0]}\n"
+                f"compiled_trainstep_file={path}: the runtime of these devices ({kind}) rejects "
+                f"it: {str(error).splitlines()[0]}\n"
                 "  What to do: compile it with the versions installed here, or remove the key."
             ) from error
 
-    return step_for
+    return SavedSteps(load, lambda batch, compiled: None, "file")
+
+
+def _cached_steps(run: dict[str, Any], sharding: ShardingPlan, state: Any) -> SavedSteps | None:
+    """Returns the steps of earlier CPU runs with the same code and options.
+
+    Not with parts of the user, whose code may import anything.
+    """
+    folder = compilation_cache.folder_in_use()
+    is_one_cpu = sharding.mesh.size == 1 and sharding.mesh.devices.flat[0].platform == "cpu"
+    if not folder or "://" in folder or not is_one_cpu or jax.process_count() > 1:
+        return None
+    if not all(part.is_built_in for part in registrations()):
+        return None
+    names = ("flax", "numpy", "optax", "qwix")
+    run |= {
+        "packages": {name: importlib.metadata.version(name) for name in names},
+        "options of jax": {name: repr(value) for name, value in jax.config.values.items()},
+        "all sources": {"hash": _hash_of_sources(("**/*.py",))},
+    }
+
+    def path(batch: Any) -> str:
+        named = json.dumps([run["configuration"], run["state"], _describe(batch)])
+        return f"{folder}/train_step-{hashlib.sha256(named.encode()).hexdigest()[:32]}"
+
+    def load(batch: Any) -> Callable | None:
+        # Any failure means compiling, which rewrites the file.
+        with contextlib.suppress(Exception):
+            kept, executable = read_signed(path(batch))
+            if kept["run"] == run and kept["batch"] == _describe(batch):
+                return _load(kept, executable, sharding, state, batch)
+        return None
+
+    def save(batch: Any, compiled: jax.stages.Compiled) -> None:
+        with contextlib.suppress(Exception):
+            _save(path(batch), run, batch, compiled)
+
+    return SavedSteps(load, save, "cache")
+
+
+def _save(path: str, run: dict[str, Any], batch: Any, compiled: jax.stages.Compiled) -> str:
+    executable, _, out_tree = serialize_executable.serialize(compiled)
+    _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    kept = {"run": run, "batch": _describe(batch), "metrics": sorted(metrics)}
+    return write_signed(path, kept, executable)
+
+
+def _load(
+    kept: Mapping[str, Any], executable: bytes, sharding: ShardingPlan, state: Any, batch: Any
+) -> Callable:
+    devices = list(sharding.mesh.devices.flat)
+    return serialize_executable.deserialize_and_load(
+        executable,
+        jax.tree.structure(((state, batch), {})),
+        jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0))),
+        backend=devices[0].client,
+        execution_devices=devices,
+    )
 
 
 def _fingerprint(
-    config: Config, model_config: ModelConfig, sharding: ShardingPlan, state: Any
+    growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> dict[str, Any]:
     """Returns JSON values, equal for runs with the same step.
 
-    `config` is of `resolve_growth`; `model_config` has `auto` resolved, which may differ
-    without cuDNN.
+    `model_config` has `auto` resolved, which may differ without cuDNN.
     """
     device = sharding.mesh.devices.flat[0]
-    values = flatten(config.model_copy(update={"model": model_config}))
+    values = flatten(growth.config.model_copy(update={"model": model_config}))
+    is_scaled = growth.existing_slots and growth.existing_slots_lr_scale != 1
     names = [
         key.name for section, keys in keys_by_section().items() for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS
@@ -200,13 +253,18 @@ def _fingerprint(
         "configuration": {name: to_yaml(values[name]) for name in names},
         "environment": flags,
         "versions": {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
-        "sources of the step": {"hash": _hash_of_sources()},
+        "sources of the step": {"hash": _hash_of_sources(_SOURCES)},
+        "pre-existing slots": {
+            "scaled": f"{growth.existing_slots} x {growth.existing_slots_lr_scale:g}"
+            if is_scaled
+            else "none"
+        },
         "devices": {
             "kind": device.device_kind,
             "number": sharding.mesh.size,
             "mesh": str(dict(sharding.mesh.shape)),
             # CPU programs use the instructions of this processor.
-            "processor": cpu_fingerprint() if device.platform == "cpu" else "",
+            "processor": compilation_cache.cpu_fingerprint() if device.platform == "cpu" else "",
         },
         "state": _describe(state),
     }
@@ -230,10 +288,10 @@ def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[
     ]
 
 
-def _hash_of_sources() -> str:
+def _hash_of_sources(patterns: Iterable[str]) -> str:
     package = pathlib.Path(MaxText.__file__).parent
     digest = hashlib.sha256()
-    for file in (file for pattern in _SOURCES for file in sorted(package.glob(pattern))):
+    for file in (file for pattern in patterns for file in sorted(package.glob(pattern))):
         digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -184,7 +184,9 @@ class ShardingPlan:
 
         return jax.jit(traced, **options)
 
-    def compile_step(self, train_step: Callable, *arguments: Any) -> tuple[Callable, float]:
+    def compile_step(
+        self, train_step: Callable, *arguments: Any
+    ) -> tuple[jax.stages.Compiled, float]:
         """Compiles the step of `lower_step`; returns the seconds, too."""
         began = time.perf_counter()
         return self.lower_step(train_step, *arguments).compile(), time.perf_counter() - began

@@ -2,11 +2,19 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from MaxText.runtime import compilation_cache
+
+
+class SavedSteps(NamedTuple):
+    """Compiled steps in files, by the shapes of their batch."""
+
+    load: Callable[[Any], Callable | None]
+    save: Callable[[Any, jax.stages.Compiled], None]
+    source: Literal["file", "cache"]  # compiled ahead of time, or by an earlier run
 
 
 class ShapeSpecializedStep:
@@ -14,11 +22,11 @@ class ShapeSpecializedStep:
 
     def __init__(
         self,
-        compile_for: Callable[[Any], tuple[Callable, float]],
-        saved_for: Callable[[Any], Callable | None] | None = None,
+        compile_for: Callable[[Any], tuple[jax.stages.Compiled, float]],
+        saved: SavedSteps | None = None,
     ):
         self._compile_for = compile_for
-        self._saved_for = saved_for or (lambda shapes: None)
+        self._saved = saved
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
@@ -34,13 +42,15 @@ class ShapeSpecializedStep:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
         began = time.perf_counter()
-        step = self._saved_for(shapes)
-        if step is not None:
-            seconds, source = time.perf_counter() - began, "file"
+        step = self._saved and self._saved.load(shapes)
+        if self._saved and step is not None:
+            seconds, source = time.perf_counter() - began, self._saved.source
         else:
             hits = compilation_cache.thread_cache_hits()
             step, seconds = self._compile_for(shapes)
             source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
+            if self._saved and not source:  # JAX cannot serialize CPU programs of its cache
+                self._saved.save(shapes, step)
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
         shape = {"rows": rows, "length": length}

@@ -1,5 +1,6 @@
 """A step compiled ahead of time: its memory, and the run that takes it from a file."""
 
+import dataclasses
 import re
 import shutil
 
@@ -7,12 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from MaxText.config.registry import registrations
 from MaxText.config.schema import flatten, unflatten
 from MaxText.cost import ahead_of_time, saved_step, targets
 from MaxText.cost.hlo import HloModule
 from MaxText.cost.saved_step import compile_lowered, lower_train_step
 from MaxText.errors import UserError
 from MaxText.layers.batch import batch_shapes
+from MaxText.runtime import compilation_cache
 from tests.small_models import made_for_training, random_batch, tiny_config
 
 ROWS = 2
@@ -28,6 +31,15 @@ def compiled(planned):
     return compile_lowered(planned)[0]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def serialized(compiled):
+    """XLA serializes a CPU program only before it runs."""
+    serialized = saved_step.serialize_executable.serialize(compiled)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saved_step.serialize_executable, "serialize", lambda _: serialized)
+        yield
+
+
 @pytest.fixture(scope="module")
 def saved(planned, compiled, tmp_path_factory):
     path = str(tmp_path_factory.mktemp("saved") / "step")
@@ -37,14 +49,22 @@ def saved(planned, compiled, tmp_path_factory):
         yield path
 
 
-def open_with(planned, **keys):
+def steps_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    return saved_step.load_compiled(config, planned.model.config, planned.sharding, planned.state)
+    growth = dataclasses.replace(planned.growth, config=config)
+    return saved_step.saved_steps(growth, planned.model.config, planned.sharding, planned.state)
+
+
+def open_with(planned, **keys):
+    return steps_with(planned, **keys).load
 
 
 def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved):
     step_for = open_with(planned, compiled_trainstep_file=saved, run_name="another", steps=10)
-    loaded = step_for(planned.batch)
+    assert_same_steps(planned, compiled, step_for(planned.batch))
+
+
+def assert_same_steps(planned, compiled, loaded):
     section = planned.config
     *_, initialize = made_for_training(section, planned.model, section.guard)
     batch = planned.sharding.to_global_batch(
@@ -61,7 +81,6 @@ def test_the_saved_step_does_what_the_compiled_one_does(planned, compiled, saved
 
 
 def test_another_batch_is_left_to_the_compiler(planned, saved):
-    assert open_with(planned) is None
     step_for = open_with(planned, compiled_trainstep_file=saved)
     length = planned.plan.stages[-1].length
     assert step_for(planned.sharding.abstract_batch(batch_shapes(ROWS + 1, length, False))) is None
@@ -85,6 +104,58 @@ def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypa
     saved_step.write_signed(str(tmp_path / "step"), facts, content)
     with pytest.raises(UserError, match="sources of the step, hash: another in the file"):
         open_with(planned, compiled_trainstep_file=str(tmp_path / "step"))
+
+
+def test_the_step_of_another_scale_of_grown_slots_is_refused(planned, saved):
+    config = unflatten(flatten(planned.config) | {"compiled_trainstep_file": saved})
+    record = {"slots": {"a": (8, 16)}, "existing_slots_lr_scale": 0.1}
+    growth = dataclasses.replace(planned.growth, config=config, record=record)
+    with pytest.raises(UserError, match=r"scaled: none in the file, \{'a': 8\} x 0.1 in this run"):
+        saved_step.saved_steps(growth, planned.model.config, planned.sharding, planned.state)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(saved_step.KEY_VARIABLE, f"{tmp_path}/key")
+    monkeypatch.setattr(compilation_cache, "folder_in_use", lambda: f"{tmp_path}")
+    return tmp_path
+
+
+def test_a_later_run_loads_the_step_of_the_cache(planned, compiled, cache):
+    assert open_with(planned)(planned.batch) is None
+    steps_with(planned, run_name="first").save(planned.batch, compiled)
+    steps = steps_with(planned, run_name="second")
+    assert steps.source == "cache"
+    assert_same_steps(planned, compiled, steps.load(planned.batch))
+    assert open_with(planned, learning_rate=0.5)(planned.batch) is None
+
+
+@pytest.mark.parametrize("change", ["sources", "options", "damage", "key"])
+def test_a_step_of_other_code_is_compiled_and_replaced(
+    planned, compiled, cache, monkeypatch, change
+):
+    steps_with(planned).save(planned.batch, compiled)
+    (file,) = cache.glob("train_step-*")
+    if change == "sources":
+        monkeypatch.setattr(saved_step, "_hash_of_sources", lambda patterns: "other")
+    elif change == "options":
+        monkeypatch.setattr(jax._src.config.Config, "values", {"jax_enable_x64": True})
+    elif change == "damage":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        monkeypatch.setenv(saved_step.KEY_VARIABLE, f"{cache}/other_key")
+    monkeypatch.setattr(saved_step, "_load", lambda *_: "loaded")
+    steps = steps_with(planned)
+    assert steps.load(planned.batch) is None
+    steps.save(planned.batch, compiled)
+    assert steps.load(planned.batch) == "loaded"
+    assert list(cache.glob("train_step-*")) == [file]
+
+
+def test_only_programs_of_built_in_parts_are_cached(planned, cache, monkeypatch):
+    part = dataclasses.replace(registrations()[0], target=dict)
+    monkeypatch.setattr(saved_step, "registrations", lambda: [part])
+    assert steps_with(planned) is None
 
 
 def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):

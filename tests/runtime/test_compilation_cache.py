@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from MaxText.config.training_sections import RunConfig
 from MaxText.runtime import compilation_cache
-from MaxText.runtime.compiled_steps import ShapeSpecializedStep
+from MaxText.runtime.compiled_steps import SavedSteps, ShapeSpecializedStep
 
 
 @pytest.fixture
@@ -122,9 +122,13 @@ def test_each_shape_is_compiled_once_or_taken_from_a_file():
 
     saved = jax.jit(lambda state, batch: (state, {"loss": batch.sum()}))
     saved = saved.lower(jnp.zeros(8), jnp.ones((8, 8))).compile()
-    steps = ShapeSpecializedStep(
-        compile_for, lambda batch: saved if batch.shape == (8, 8) else None
+    kept = []
+    files = SavedSteps(
+        lambda batch: saved if batch.shape == (8, 8) else None,
+        lambda batch, step: kept.append(batch.shape),
+        "file",
     )
+    steps = ShapeSpecializedStep(compile_for, files)
     batch, other = jnp.ones((4, 16)), jnp.ones((8, 8))
     assert not steps.fits(batch)
     memory = (compilation := steps.prepare(batch)).pop("memory")
@@ -137,4 +141,4 @@ def test_each_shape_is_compiled_once_or_taken_from_a_file():
     assert memory["peak"] >= memory["arguments"] + memory["temporaries"]
     assert steps.prepare(other)["source"] == "file"
     assert float(steps(jnp.zeros(8), other)[1]["loss"]) == 64
-    assert compiled == [(4, 16)]
+    assert compiled == kept == [(4, 16)]
