@@ -1,4 +1,4 @@
-"""Device memory, compared with a lower bound of a step's before arrays are created."""
+"""Device memory, compared with a lower bound of what a step needs."""
 
 import contextlib
 import math

@@ -1,4 +1,4 @@
-"""Compiles steps for given devices, saves them, and loads them for matching runs.
+"""Compiles steps, saves them, and loads them for matching runs.
 
 train_compile.py writes compiled_trainstep_file. A run on one CPU also keeps its steps next to the
 compilation cache: the next start need not trace them, which takes longer than loading them.
