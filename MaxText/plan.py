@@ -47,12 +47,11 @@ def main() -> int:
 def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> bool:
     """Prints the plan; returns whether it fits."""
     from MaxText.cost import hardware, plan_report
-    from MaxText.cost.job_plan import find_fitting_plans, make_plan, peak_of
+    from MaxText.cost.job_plan import find_fitting_plans, make_plan
 
     target = hardware.find_hardware(options.hardware)
-    peak = peak_of(target)
     try:
-        plan = make_plan(config, target, peak)
+        plan = make_plan(config, target)
     except UserError:
         if not options.fit:
             raise
@@ -63,7 +62,7 @@ def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> boo
         print(plan_report.describe(plan, tokens, options.price_per_chip_hour, not options.fit))
     if not options.fit:
         return plan is None or plan.fits
-    plans = find_fitting_plans(config, target, peak)
+    plans = find_fitting_plans(config, target)
     tokens = tokens or config.run.steps * plans[0].program.tokens_per_update
     price = options.price_per_chip_hour
     print(f"\n{plan_report.format_proposals(plans, config, arguments, tokens, price)}")

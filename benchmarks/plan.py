@@ -117,15 +117,15 @@ def configured(keys: str) -> Any:
 def speed() -> None:
     """Prints predicted and published MFU."""
     from MaxText.cost.hardware import find_hardware
-    from MaxText.cost.job_plan import make_plan, peak_of
+    from MaxText.cost.job_plan import make_plan
 
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")
     for name, hardware, keys, mfu in ROWS:
         place = find_hardware(hardware)
-        plan = make_plan(configured(keys), place, peak_of(place))
-        time, tokens = plan.time, plan.tokens_per_device
-        slow, fast, middle = (time.mfu(t, tokens) for t in (time.upper, time.lower, time.estimate))
+        plan = make_plan(configured(keys), place)
+        time = plan.time
+        slow, fast, middle = (time.mfu(t) for t in (time.upper, time.lower, time.estimate))
         print(
             f"| {name} | {hardware} | {mfu:.1%} | {slow:.1%} to {fast:.1%} | "
             f"{middle:.1%} | {mfu / middle - 1:+.0%} |",
@@ -138,7 +138,8 @@ def memory(begin: str) -> None:
     from jax.experimental import topologies
 
     from MaxText.cost.abstract_step import make_program
-    from MaxText.cost.lowering import compile_lowered, lower_train_step
+    from MaxText.cost.hardware import find_hardware
+    from MaxText.cost.saved_step import compile_lowered, lower_train_step
     from MaxText.cost.step_memory import estimate_memory
     from MaxText.runtime.compiled_steps import memory_stats
 
@@ -151,7 +152,8 @@ def memory(begin: str) -> None:
         target = topologies.get_topology_desc(platform="tpu", topology_name=topology)
         devices = target.devices[:chips]
         config = configured(keys if "attention=" in keys else f"{keys} attention=dot_product")
-        planned = estimate_memory(make_program(config, chips, "tpu", devices[0].device_kind))
+        hardware = f"v5e-{chips}" if topology.startswith("v5e") else f"v5p-{2 * chips}"
+        planned = estimate_memory(make_program(config, find_hardware(hardware)))
         found = memory_stats(compile_lowered(lower_train_step(config, devices))[0])
         given, temporaries = found["arguments"], found["temporaries"]
         print(

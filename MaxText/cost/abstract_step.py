@@ -19,13 +19,19 @@ from MaxText.config.layer_plan import LayerKinds, PipelineSchedule
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
+from MaxText.cost.hardware import Hardware
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.layers import flash_attention
-from MaxText.layers.batch import Batch, batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
 from MaxText.parallelism.logical_sharding import HIDDEN
-from MaxText.parallelism.mesh import ShardingPlan, check_lengths, global_batch_size, microbatch_size
+from MaxText.parallelism.mesh import (
+    ShardingPlan,
+    assert_params_sufficiently_sharded,
+    check_lengths,
+    global_batch_size,
+    microbatch_size,
+)
 from MaxText.training import backend_defaults
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
@@ -55,6 +61,7 @@ class Program:
     """The program compiled by train.py."""
 
     config: Config  # with `auto` in the model section resolved
+    hardware: Hardware
     auto_choices: tuple[str, ...]  # one line for each `auto`
     sharding: ShardingPlan  # mesh and sharding rules
     sizes: MeshSizes  # mesh sizes within and across slices
@@ -65,11 +72,7 @@ class Program:
 
     @property
     def platform(self) -> str:
-        return self.sharding.mesh.devices.flat[0].platform
-
-    @property
-    def num_devices(self) -> int:
-        return self.sharding.mesh.size
+        return self.hardware.chip.platform
 
     @property
     def num_microbatches(self) -> int:
@@ -80,21 +83,19 @@ class Program:
         return self.rows * self.num_microbatches * self.length
 
     @property
-    def optimizer(self) -> optax.GradientTransformation:
-        return self._optimizer_and_shapes[0]
+    def tokens_per_device(self) -> float:
+        return self.tokens_per_update / self.sharding.mesh.size
 
     @functools.cached_property
-    def abstract_state(self) -> Any:
-        """Shapes and shardings of the TrainState."""
-        return self.sharding.with_shardings(self._optimizer_and_shapes[1], self.model.parameters)
-
-    @property
-    def _optimizer_and_shapes(self) -> tuple[optax.GradientTransformation, Any]:
+    def optimizer_and_state(self) -> tuple[optax.GradientTransformation, Any]:
+        """The optimizer, and shapes and shardings of the TrainState."""
         config = self.config
         # Plans with other policies, which do not change weights, share the result.
         memory = config.model.memory.model_copy(update={"remat_policy": "none"})
         model_config = config.model.model_copy(update={"memory": memory})
-        return _optimizer_and_shapes(model_config, config.optimizer, config.schedule, config.guard)
+        sections = config.optimizer, config.schedule, config.guard
+        optimizer, shapes = _optimizer_and_shapes(model_config, *sections)
+        return optimizer, self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
     def local_model(self) -> Model:
@@ -148,8 +149,9 @@ class Program:
         width = np.dtype(model_config.numerics.dtype).itemsize
         return float(self.local_tokens * model_config.shape.dimensions.emb_dim * width)
 
-    def local_batch(self) -> Batch:
-        """Shapes of a microbatch on one device.
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Sequences and length of a microbatch on one device.
 
         Parts of many sequences cost as much as whole ones of equal tokens. With fewer sequences
         than parts, these are the first tokens; step_time.context_parallel_attention_flops adds
@@ -157,22 +159,21 @@ class Program:
         """
         parts = self.sharding.num_length_parts
         rows = math.gcd(self.local_batch_size, parts)
-        sizes = self.local_batch_size // rows, self.length * rows // parts
-        return batch_shapes(*sizes, with_documents=False)
+        return self.local_batch_size // rows, self.length * rows // parts
 
 
-def make_program(
-    config: Config, num_devices: int, platform: str, device_kind: str, num_slices: int = 1
-) -> Program:
+def make_program(config: Config, hardware: Hardware) -> Program:
     """Returns the program of a configuration; UserError if it does not fit."""
-    devices = _fake_devices(num_devices, platform, device_kind, num_slices)
+    devices = _fake_devices(hardware)
     sizes = mesh_sizes(config.mesh, devices)
     # Only sizes matter: device placement within a slice is not modeled.
     mesh = Mesh(np.array(devices).reshape(sizes.total), MESH_AXES)
     axis = "data" if config.mesh.shard_optimizer_over_data else ""
     # Absent devices have no memory kinds; step_memory.py accounts for host memory.
     sharding = ShardingPlan(mesh, config.mesh.logical_axis_rules, axis, config.model.pipeline)
-    model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
+    model_config, choices = backend_defaults.resolve_auto(
+        config.model, hardware.chip.platform, sharding
+    )
     assumes_cudnn = _assumes_cudnn(config.model, model_config, sharding)
     if assumes_cudnn:
         choices = [line for line in choices if not line.startswith("attention: ")]
@@ -184,7 +185,11 @@ def make_program(
     plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
     check_lengths(length, config.batch, sharding)
     model = abstract_model(model_config)
-    return Program(config, tuple(choices), sharding, sizes, model, rows, length, assumes_cudnn)
+    tolerance = config.mesh.sharding_tolerance
+    assert_params_sufficiently_sharded(model.parameters, sharding, tolerance)
+    return Program(
+        config, hardware, tuple(choices), sharding, sizes, model, rows, length, assumes_cudnn
+    )
 
 
 def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
@@ -197,12 +202,12 @@ def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: Sharding
 
 
 @cached
-def _fake_devices(
-    num_devices: int, platform: str, device_kind: str, num_slices: int
-) -> tuple[FakeDevice, ...]:
+def _fake_devices(hardware: Hardware) -> tuple[FakeDevice, ...]:
+    chip, number = hardware.chip, hardware.num_devices
+    slices = (device * hardware.num_slices // number for device in range(number))
     return tuple(
-        FakeDevice(number, platform, device_kind, slice_index=number * num_slices // num_devices)
-        for number in range(num_devices)
+        FakeDevice(device, chip.platform, chip.device_kind, slice_index=place)
+        for device, place in enumerate(slices)
     )
 
 

@@ -1,22 +1,27 @@
 """Compiles a train step ahead of time and reports its cost."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 
 import jax
 
 from MaxText.config.schema import Config
-from MaxText.cost import device_memory, saved_step, targets
+from MaxText.cost import targets
+from MaxText.cost.device_memory import GPU_FRACTION, bytes_on_device
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
-from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
+from MaxText.cost.saved_step import LoweredStep, compile_lowered, lower_train_step, save_compiled
+from MaxText.cost.targets import CompileTarget
+from MaxText.errors import UserError
+from MaxText.metrics.tables import format_table, share
+from MaxText.runtime.compiled_steps import memory_stats
 
-_MIB = 2**20
+_GIB, _MIB = 2**30, 2**20
+_LARGE_ARRAYS = 8  # number shown
 
 
-def train_compile(
-    config: Config, target: targets.CompileTarget, log: Callable[[str], None]
-) -> None:
+def train_compile(config: Config, target: CompileTarget, log: Callable[[str], None]) -> None:
     """Compiles a train step for a machine, prints its cost, and saves it.
 
     Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
@@ -37,15 +42,15 @@ def train_compile(
         _, is_exhausted, what = str(error).partition("RESOURCE_EXHAUSTED: ")
         if not is_exhausted:
             raise
-        raise device_memory.out_of_memory(target, what) from error
+        raise out_of_memory(target, what) from error
     log(f"compiled in {seconds:.1f} s")
     program = _program(compiled, log)
-    needed = device_memory.memory_breakdown(planned, compiled)
-    device_memory.check_fits(target, needed, program)
-    log("\n".join(["", *device_memory.describe_memory(target, needed, program)]))
+    needed = memory_breakdown(planned, compiled)
+    check_fits(target, needed, program)
+    log("\n".join(["", *describe_memory(target, needed, program)]))
     log("\n".join(cost_lines(planned, compiled, program)))
     if path := config.run.compiled_trainstep_file:
-        signature = saved_step.save_compiled(path, planned, compiled)
+        signature = save_compiled(path, planned, compiled)
         log(f"\nsaved: {path}, signature {signature[:16]}...")
         log(f"To use it: train.py with the same configuration and compiled_trainstep_file={path}")
 
@@ -58,6 +63,79 @@ def _program(compiled: jax.stages.Compiled, log: Callable[[str], None]) -> HloMo
         reason = str(error).splitlines()[0]
         log(f"the compiler cannot print this program, so its buffers are not listed: {reason}")
         return HloModule("")
+
+
+def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """Returns bytes on one device by cause."""
+    parameters = bytes_on_device(planned.state.params)
+    found = {
+        "parameters": parameters,
+        "optimizer state and counters": bytes_on_device(planned.state) - parameters,
+        "batch": bytes_on_device(planned.batch),
+    }
+    if stats := memory_stats(compiled):
+        analysis = compiled.memory_analysis()
+        found |= {
+            "padding of these": max(stats["arguments"] - sum(found.values()), 0),
+            "outputs besides the state": max(stats["outputs"] - stats["aliased"], 0),
+            "temporaries: gradients, activations": stats["temporaries"],
+            "program": 0 if analysis is None else analysis.generated_code_size_in_bytes,
+        }
+    return found
+
+
+def usable_bytes(target: CompileTarget) -> int:
+    """Returns the usable bytes of a device; 0 if unknown."""
+    if target.platform != "gpu":
+        return target.memory
+    fraction = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or GPU_FRACTION
+    return int(target.memory * float(fraction))
+
+
+def check_fits(target: CompileTarget, memory: Mapping[str, int], program: HloModule) -> None:
+    """Raises UserError if a compiled step exceeds the target's memory."""
+    limit = usable_bytes(target)
+    if limit and sum(memory.values()) > limit and target.platform != "tpu":  # their compiler checks
+        needed = f"{sum(memory.values()) / _GIB:.2f} GiB of {limit / _GIB:.2f} GiB "
+        needed += f"({limit / target.memory:.0%} of the device)"
+        raise out_of_memory(target, "\n".join([needed, *describe_memory(target, memory, program)]))
+
+
+def out_of_memory(target: CompileTarget, what: str) -> UserError:
+    """Returns an error with advice; `what` may end in the largest arrays."""
+    name = target.name if target.num_slices == 1 else f"{target.num_slices}x{target.name}"
+    return UserError(
+        f"{name} has too little memory: {what}\n"
+        "What to do, cheapest first:\n"
+        "    remat_policy=full scan_layers=true num_vocab_tiling=8: fewer activations at once\n"
+        "    half of per_device_batch_size, twice of gradient_accumulation_steps: the same batch\n"
+        "    ici_fsdp_parallelism=-1 shard_optimizer_over_data=true mu_dtype=bfloat16: less state\n"
+        f"    python MaxText/plan.py ... hardware={name} --fit: keys that fit"
+    )
+
+
+def describe_memory(
+    target: CompileTarget, memory: Mapping[str, int], program: HloModule
+) -> list[str]:
+    total = sum(memory.values())
+    rows = [
+        [cause, f"{size / _MIB:,.2f}", share(size, total)] for cause, size in memory.items() if size
+    ]
+    header = ["memory per device", "MiB", "share"]
+    lines = [
+        format_table(header, rows, ["peak", f"{total / _MIB:,.2f}", ""]),
+        # Of the same shapes and dtypes as the parameters.
+        f"all gradients, part of the temporaries: {memory['parameters'] / _MIB:,.2f} MiB",
+        "",
+        "largest arrays (per device, not all live at once), MiB:",
+    ]
+    for row in program.largest_arrays(_LARGE_ARRAYS):
+        times = f"  x {row.count}" if row.count > 1 else ""
+        lines.append(f"{row.num_bytes / _MIB:12,.2f}  {row.shape}  {row.made_by}{times}")
+    if limit := usable_bytes(target):
+        free = (limit - total) / _GIB
+        lines.append(f"\nusable memory: {limit / _GIB:,.1f} GiB, free: {free:,.1f} GiB")
+    return lines
 
 
 def cost_lines(

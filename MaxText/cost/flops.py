@@ -49,8 +49,7 @@ from MaxText.layers.block_variants import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.layers.moe import expert_capacity
-from MaxText.layers.part import Flops
-from MaxText.layers.part import Part as LayerPart
+from MaxText.layers.part import Flops, Part
 from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, format_table, share
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -202,7 +201,7 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
 
 
 def _declared(
-    owner: str, part: type[LayerPart] | None, layer: LayerConfig, length: int
+    owner: str, part: type[Part] | None, layer: LayerConfig, length: int
 ) -> Iterator[_WeightFlops]:
     if part is None:
         return

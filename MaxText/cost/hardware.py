@@ -145,7 +145,14 @@ def find_hardware(name: str) -> Hardware:
         kind, number = f"{kind}-{number}", None
     chip = _BY_NAME.get(ALIASES.get(kind, kind))
     if chip is None:
-        raise _unknown(name)
+        words = [*CHIPS, *ALIASES]
+        close = close_matches(re.sub(r"^\d+x|-\d+$", "", name), words)
+        meant = f" Nearest: {', '.join(close)}." if close else ""
+        raise UserError(
+            f"hardware={name}: unknown.{meant}\n"
+            "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a "
+            f"number of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
+        )
     times, number = int(count or 1), None if number is None else int(number)
     if 0 in (times, number):
         raise UserError(f"hardware={name}: numbers start at 1.")
@@ -163,14 +170,3 @@ def find_hardware(name: str) -> Hardware:
         )
     times *= number or 1
     return Hardware(name, chip, times, 1 if chip is CPU else -(-times // chip.num_linked))
-
-
-def _unknown(name: str) -> UserError:
-    words = [*CHIPS, *ALIASES]
-    close = close_matches(re.sub(r"^\d+x|-\d+$", "", name), words)
-    meant = f" Nearest: {', '.join(close)}." if close else ""
-    return UserError(
-        f"hardware={name}: unknown.{meant}\n"
-        "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a number "
-        f"of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
-    )

@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES, broken_letters
@@ -23,11 +21,9 @@ from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import Program, abstract_model, make_program
 from MaxText.cost.hardware import Hardware
-from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, measure_peak
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
 from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
 from MaxText.errors import UserError
-from MaxText.parallelism.mesh import assert_params_sufficiently_sharded
 from MaxText.training import backend_defaults
 
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
@@ -51,50 +47,27 @@ class JobPlan:
     """Requirements of a run, per step."""
 
     program: Program
-    hardware: Hardware
     memory: MemoryEstimate
-    communication: tuple[CommCost, ...]
+    communication: list[CommCost]
     time: StepTime
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= USABLE_SHARE * self.hardware.memory
-
-    @property
-    def tokens_per_device(self) -> float:
-        return self.program.tokens_per_update / self.program.num_devices
+        return self.memory.total <= USABLE_SHARE * self.program.hardware.memory
 
 
-def _make_program(config: Config, hardware: Hardware) -> Program:
+def make_plan(config: Config, hardware: Hardware) -> JobPlan:
+    """Returns a configuration's plan; UserError if the program does not fit."""
     try:
-        kind = hardware.chip.platform, hardware.chip.device_kind
-        program = make_program(config, hardware.num_devices, *kind, hardware.num_slices)
-        assert_params_sufficiently_sharded(
-            program.model.parameters, program.sharding, config.mesh.sharding_tolerance
-        )
+        program = make_program(config, hardware)
     except UserError as error:
         raise UserError(f"on {hardware.describe()}: {error}") from error
-    return program
+    return _plan_of(program)
 
 
-def make_plan(config: Config, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    """Returns a configuration's plan; UserError if the program does not fit."""
-    return _plan_of(_make_program(config, hardware), hardware, peak)
-
-
-def _plan_of(program: Program, hardware: Hardware, peak: PeakFlops) -> JobPlan:
-    memory = estimate_memory(program)
-    communication = communication_costs(program, hardware)
-    time = step_time(program, hardware, memory, communication, peak)
-    return JobPlan(program, hardware, memory, tuple(communication), time)
-
-
-def peak_of(hardware: Hardware) -> PeakFlops:
-    """Returns a device's peak: by data sheet, or measured on this CPU."""
-    if known := datasheet_peak(hardware.chip.device_kind):
-        return known
-    measured = measure_peak(jax.devices("cpu")[0])
-    return measured._replace(tflops=measured.tflops / hardware.num_chips)
+def _plan_of(program: Program) -> JobPlan:
+    memory, communication = estimate_memory(program), communication_costs(program)
+    return JobPlan(program, memory, communication, step_time(program, memory, communication))
 
 
 class _Mesh(NamedTuple):
@@ -103,9 +76,9 @@ class _Mesh(NamedTuple):
     batches: list[dict[str, Any]]  # of the batch, from the largest microbatch that divides
 
 
-def find_fitting_plans(config: Config, hardware: Hardware, peak: PeakFlops) -> list[JobPlan]:
+def find_fitting_plans(config: Config, hardware: Hardware) -> list[JobPlan]:
     """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
-    search = _PlanSearch(flatten(config), hardware, peak)
+    search = _PlanSearch(flatten(config), hardware)
     found: list[JobPlan] = []
     smallest: JobPlan | None = None
     for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
@@ -151,7 +124,6 @@ def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -
 class _PlanSearch:
     given: dict[str, Any]
     hardware: Hardware
-    peak: PeakFlops
 
     def meshes(self, config: Config) -> Iterator[_Mesh]:
         every = microbatches(config, self.hardware)
@@ -159,9 +131,7 @@ class _PlanSearch:
             for number, batch in enumerate(every):
                 program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
-                    communication = communication_costs(program, self.hardware)
-                    seconds = min_step_time(program, self.hardware, communication, self.peak)
-                    yield _Mesh(seconds, keys, every[number:])
+                    yield _Mesh(min_step_time(program), keys, every[number:])
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[JobPlan], JobPlan | None]:
@@ -175,7 +145,7 @@ class _PlanSearch:
         @functools.cache
         def plan_with(policy: str, number: int) -> JobPlan | None:
             program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
-            return None if program is None else _plan_of(program, self.hardware, self.peak)
+            return None if program is None else _plan_of(program)
 
         def fits(policy: str, number: int) -> bool:
             plan = plan_with(policy, number)
@@ -208,7 +178,7 @@ class _PlanSearch:
         if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
         try:
-            return _make_program(config, self.hardware)
+            return make_program(config, self.hardware)
         except UserError:
             return None
 
@@ -263,11 +233,15 @@ def sequences_of(config: Config, hardware: Hardware) -> int:
 
 
 def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
+    experts = config.model.mixture_of_experts
+    splits_experts = experts.num_experts > 1 and experts.capacity_factor > 0
+    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
+    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
     for expert, tensor, context, stage in itertools.product(
-        _experts(config),
+        [n for n in _powers(8 if splits_experts else 1) if experts.num_experts % n == 0],
         _powers(MAX_TENSOR),
         _contexts(config, hardware),
-        _stages(config, hardware, num_devices),
+        _powers(MAX_STAGES if needed > hardware.memory else 1),
     ):
         rest, left = divmod(num_devices, expert * tensor * context * stage)
         if left:
@@ -287,13 +261,6 @@ def _across(num_slices: int) -> Iterator[Keys]:
             yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
 
 
-def _experts(config: Config) -> list[int]:
-    experts = config.model.mixture_of_experts
-    if experts.num_experts == 1 or experts.capacity_factor <= 0:
-        return [1]
-    return [n for n in _powers(8) if experts.num_experts % n == 0]
-
-
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
     length = config.model.shape.max_target_length
     most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
@@ -301,12 +268,6 @@ def _contexts(config: Config, hardware: Hardware) -> list[int]:
     if waiting > 1:
         most = max(most, 2 ** (waiting - 1).bit_length())
     return [n for n in _powers(most) if length % n == 0]
-
-
-def _stages(config: Config, hardware: Hardware, num_devices: int) -> list[int]:
-    model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
-    return _powers(MAX_STAGES if needed > hardware.memory else 1)
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:

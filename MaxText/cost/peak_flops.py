@@ -1,6 +1,7 @@
 """Peak FLOP/s of a device: the denominator of MFU."""
 
 import contextlib
+import functools
 import json
 import platform
 import re
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from MaxText.cost.hardware import PEAK_TFLOPS
+from MaxText.cost.hardware import PEAK_TFLOPS, Hardware
 from MaxText.runtime.cores import num_cores
 
 _MEASURED_SIZE = 2048
@@ -69,6 +70,15 @@ def datasheet_peak(device_kind: str) -> PeakFlops | None:
         if re.search(pattern, device_kind, re.IGNORECASE):
             return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
     return None
+
+
+@functools.cache
+def peak_of(hardware: Hardware) -> PeakFlops:
+    """Returns a device's peak: by data sheet, or measured on this CPU."""
+    if known := datasheet_peak(hardware.chip.device_kind):
+        return known
+    measured = measure_peak(jax.devices("cpu")[0])
+    return measured._replace(tflops=measured.tflops / hardware.num_chips)
 
 
 def measure_peak(device: Any) -> PeakFlops:

@@ -21,10 +21,10 @@ def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool
 
     Without notes on the times, the screen has room for proposals.
     """
-    program = plan.program
+    program, hardware = plan.program, plan.program.hardware
     memory = program.config.model.memory
     lines = [
-        f"hardware: {plan.hardware.describe()}, {plan.hardware.memory / _GB:.1f} GB per device, "
+        f"hardware: {hardware.describe()}, {hardware.memory / _GB:.1f} GB per device, "
         f"{plan.time.peak.tflops:.3g} TFLOP/s ({plan.time.peak.source})",
         f"model: {program.model.num_parameters:,} parameters; mesh: {program.sharding.mesh_sizes}; "
         f"remat_policy={memory.remat_policy}, scan_layers={memory.scan_layers}",
@@ -67,7 +67,7 @@ def _memory(plan: JobPlan) -> str:
     ]
     if memory.update:
         rows.append(("temporaries of the optimizer", memory.update, ""))
-    share = memory.total / plan.hardware.memory
+    share = memory.total / plan.program.hardware.memory
     result = "fits" if plan.fits else "does not fit, try --fit"
     table = format_table(
         ["memory per device", "GB", "largest"],
@@ -77,7 +77,7 @@ def _memory(plan: JobPlan) -> str:
         max_width=_WIDTH,
     )
     notes = f"Fits up to {USABLE_SHARE:.0%}. Accuracy: docs/explanation/memory_model.md."
-    if plan.fits and plan.hardware.chip.platform == "gpu" and share > GPU_FRACTION:
+    if plan.fits and plan.program.hardware.chip.platform == "gpu" and share > GPU_FRACTION:
         notes += (
             f" JAX takes {GPU_FRACTION:.0%} of a GPU by default: set "
             f"XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE_SHARE}."
@@ -107,12 +107,11 @@ def _communication(plan: JobPlan) -> str:
 
 
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
-    time, per_device = plan.time, plan.tokens_per_device
-    steps = tokens / plan.program.tokens_per_update
+    time, steps = plan.time, tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
-        mfu, speed = time.mfu(seconds, per_device), per_device / seconds
-        cells = [name, short_time(seconds), f"{mfu:.1%}", f"{speed:,.0f}"]
+        speed = plan.program.tokens_per_device / seconds
+        cells = [name, short_time(seconds), f"{time.mfu(seconds):.1%}", f"{speed:,.0f}"]
         return cells + _time_and_cost(plan, seconds, tokens, price)
 
     table = format_table(
@@ -124,7 +123,7 @@ def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -
     if not with_notes:
         return table
     low, high = time.compute_seconds
-    source = plan.hardware.chip.efficiency_source
+    source = plan.program.hardware.chip.efficiency_source
     money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
         f"run: {short_count(tokens)} tokens, {steps:,.0f} steps. Compute takes {short_time(low)} "
@@ -139,8 +138,8 @@ def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -
 
 def _time_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | None) -> list[str]:
     whole = tokens / plan.program.tokens_per_update * seconds
-    money = [] if price is None else [f"{price * plan.hardware.num_chips * whole / 3600:,.0f}"]
-    return [short_time(whole), *money]
+    chips = plan.program.hardware.num_chips
+    return [short_time(whole)] + ([] if price is None else [f"{price * chips * whole / 3600:,.0f}"])
 
 
 def _interval(low: float, high: float) -> str:
@@ -174,7 +173,7 @@ def format_proposals(
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
             _interval(plan.time.lower, plan.time.upper),
-            f"{plan.time.mfu(plan.time.estimate, plan.tokens_per_device):.1%}",
+            f"{plan.time.mfu(plan.time.estimate):.1%}",
             *_time_and_cost(plan, plan.time.estimate, tokens, price),
         ]
         for plan in plans

@@ -24,7 +24,7 @@ from MaxText.config.model_sections import ModelConfig
 from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
 from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, tiled_size, traced
 from MaxText.layers.batch import batch_shapes
-from MaxText.parallelism.logical_sharding import Rules, axis_rules
+from MaxText.parallelism.logical_sharding import Rules, axis_rules, split_axes
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.objective import loss_sums, num_tokens
 
@@ -90,10 +90,8 @@ class MemoryEstimate:
 
 def estimate_memory(program: Program) -> MemoryEstimate:
     size_of = _size_of(program.platform)
-    state = program.abstract_state
-    gradients = parameters = _bytes(state.params, size_of)
-    if program.num_microbatches > 1:
-        gradients *= 2
+    _, state = program.optimizer_and_state
+    parameters = _bytes(state.params, size_of)
     in_host = program.config.mesh.optimizer_memory_host_offload
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
     fetched = _bytes(moments, size_of)
@@ -103,7 +101,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
-        gradients=gradients,
+        gradients=parameters * min(program.num_microbatches, 2),
         peak=peak_memory(trace(program, all_stages=True), kept, _converted_bytes(program)),
         update=_update_bytes(program),
     )
@@ -111,15 +109,13 @@ def estimate_memory(program: Program) -> MemoryEstimate:
 
 def min_memory(program: Program) -> float:
     """Returns a lower bound without tracing: state, and gradients or inputs."""
-    config, state = program.config.model, program.abstract_state
+    _, state = program.optimizer_and_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
     given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
-    d = config.shape.dimensions
-    layers = d.num_layers // program.sharding.mesh.shape["stage"]
-    width = np.dtype(config.numerics.dtype).itemsize
-    hidden = layers * program.local_tokens * d.emb_dim * width / program.num_hidden_parts
-    return given + max(params, hidden)
+    stages = program.sharding.mesh.shape["stage"]
+    layers = program.config.model.shape.dimensions.num_layers // stages
+    return given + max(params, layers * program.state_bytes / program.num_hidden_parts)
 
 
 def _size_of(platform: str) -> SizeOf:
@@ -139,7 +135,7 @@ def trace(program: Program, all_stages: bool = False) -> Traced:
     Of a pipeline, the layers of a stage read all sequences at once; with `all_stages`, stages run
     turn by turn, and a device has a share of every array.
     """
-    model, size = program.local_model, program.local_batch().tokens_BT.shape
+    model, size = program.local_model, program.local_shape
     num_stages = program.sharding.mesh.shape["stage"] if all_stages else 1
     if num_stages > 1:
         model = program.model_of_all_stages
@@ -198,10 +194,9 @@ def _gathered(program: Program, name: str) -> float:
     axes = program.model.parameters[name].logical_axes
     if "exp" not in axes:
         return 1.0
-    spec = program.sharding.parameter_shardings(program.model.parameters)[name].spec
-    found = spec[axes.index("exp")] or ()
-    split = (found,) if isinstance(found, str) else found
-    return 1 / math.prod(program.sharding.mesh.shape[axis] for axis in split)
+    sharding = program.sharding.named_sharding(axes, program.model.parameters[name].shape)
+    split = split_axes(sharding, axes.index("exp"))
+    return 1 / math.prod(sharding.mesh.shape[axis] for axis in split)
 
 
 def _converted_bytes(program: Program) -> float:
@@ -218,7 +213,7 @@ def _converted_bytes(program: Program) -> float:
 
 
 def _update_bytes(program: Program) -> float:
-    state, sharding = program.abstract_state, program.sharding
+    (optimizer, state), sharding = program.optimizer_and_state, program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
         state, program.model.parameters
@@ -229,7 +224,7 @@ def _update_bytes(program: Program) -> float:
         (named.shard_shape(leaf.shape), leaf.dtype)
         for leaf, named in zip(leaves, shardings, strict=True)
     )
-    return _bytes_of_update(program.optimizer, structure, shards, program.platform)
+    return _bytes_of_update(optimizer, structure, shards, program.platform)
 
 
 @cached

@@ -32,10 +32,9 @@ import numpy as np
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
-from MaxText.cost.flops import FlopCount, count_flops
-from MaxText.cost.hardware import Hardware
+from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
-from MaxText.cost.peak_flops import PeakFlops
+from MaxText.cost.peak_flops import PeakFlops, peak_of
 from MaxText.cost.step_memory import MemoryEstimate, trace
 from MaxText.layers.attention_core import softmax_layers
 from MaxText.layers.attention_flops import average_keys_computed
@@ -80,7 +79,7 @@ class StepTime:
     compute_seconds: tuple[float, float]  # seconds at best and at worst
     comm_seconds: float  # seconds without overlap
     operations: float  # executed matmul FLOPs of a device
-    count: FlopCount  # by the MFU rule
+    tflops: float  # of a device, by the MFU rule
     peak: PeakFlops
 
     @property
@@ -88,22 +87,24 @@ class StepTime:
         """Geometric mean of the interval."""
         return math.sqrt(self.lower * self.upper)
 
-    def mfu(self, seconds: float, tokens_per_device: float) -> float:
-        return self.count.tflops(tokens_per_device) / (seconds * self.peak.tflops)
+    def mfu(self, seconds: float) -> float:
+        return self.tflops / (seconds * self.peak.tflops)
 
 
-def min_step_time(
-    program: Program, hardware: Hardware, communication: Sequence[CommCost], peak: PeakFlops
-) -> float:
+def min_step_time(program: Program) -> float:
     """Returns a lower bound of StepTime.estimate, without tracing.
 
-    `communication` must be that without recomputation, with the fewest microbatches.
+    `program` must be without recomputation, with the fewest microbatches.
     """
-    count = count_flops(program.model, program.length)
-    executed = count.tflops(program.tokens_per_update / program.num_devices) / (1 - program.bubble)
-    slow, fast = (executed / (share * peak.tflops) for share in hardware.chip.efficiency)
-    comm_seconds = sum(one.seconds for one in communication)
+    executed = _tflops(program) / (1 - program.bubble)
+    tflops = peak_of(program.hardware).tflops
+    slow, fast = (executed / (share * tflops) for share in program.hardware.chip.efficiency)
+    comm_seconds = sum(one.seconds for one in communication_costs(program))
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
+
+
+def _tflops(program: Program) -> float:
+    return count_flops(program.model, program.length).tflops(program.tokens_per_device)
 
 
 def list_ops(program: Traced, *, splash_keys: float = 0.0, times: int = 1) -> Iterator[OpCost]:
@@ -140,7 +141,7 @@ def operations(node: Node, splash_keys: float) -> float:
 
 def _splash_keys(program: Program) -> float:
     config = program.local_model.config
-    _, length = program.local_batch().tokens_BT.shape
+    _, length = program.local_shape
     keys = total = 0.0
     for window, (own, d) in softmax_layers(config):
         weight = d.num_query_heads * d.head_dim
@@ -160,7 +161,7 @@ def context_parallel_attention_flops(program: Program) -> float:
         return 0.0
     config = program.local_model.config
     attention = config.attention
-    _, traced_length = program.local_batch().tokens_BT.shape
+    _, traced_length = program.local_shape
     ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
@@ -180,13 +181,9 @@ def context_parallel_attention_flops(program: Program) -> float:
 
 
 def step_time(
-    program: Program,
-    hardware: Hardware,
-    memory: MemoryEstimate,
-    communication: list[CommCost],
-    peak: PeakFlops,
+    program: Program, memory: MemoryEstimate, communication: Sequence[CommCost]
 ) -> StepTime:
-    chip = hardware.chip
+    chip, peak = program.hardware.chip, peak_of(program.hardware)
     work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
@@ -207,18 +204,13 @@ def step_time(
     least, most = chip.efficiency
     compute_seconds = seconds(most), seconds(least)
     comm_seconds = sum(one.seconds for one in communication)
-    return StepTime(
-        lower=max(compute_seconds[0], comm_seconds),
-        upper=compute_seconds[1] + comm_seconds,
-        compute_seconds=compute_seconds,
-        comm_seconds=comm_seconds,
-        operations=program.num_microbatches * sum(one.times * one.operations for one in work),
-        count=count_flops(program.model, program.length),
-        peak=peak,
-    )
+    lower, upper = max(compute_seconds[0], comm_seconds), compute_seconds[1] + comm_seconds
+    executed = program.num_microbatches * sum(one.times * one.operations for one in work)
+    tflops = _tflops(program)
+    return StepTime(lower, upper, compute_seconds, comm_seconds, executed, tflops, peak)
 
 
-def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
+def communication_costs(program: Program) -> list[CommCost]:
     mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -229,7 +221,7 @@ def communication_costs(program: Program, hardware: Hardware) -> list[CommCost]:
         if axis in bytes_of:
             bytes_of[axis] += amount(program) * program.num_microbatches
     return [
-        CommCost(axis, mesh.shape[axis], amount, _bandwidth(axis, program, hardware))
+        CommCost(axis, mesh.shape[axis], amount, _bandwidth(axis, program))
         for axis, amount in bytes_of.items()
     ]
 
@@ -297,8 +289,7 @@ def _tensor_bytes(program: Program) -> float:
 
 def _pipeline_bytes(program: Program) -> float:
     schedule = program.schedule
-    if schedule is None:
-        return 0.0
+    assert schedule is not None
     turns = schedule.num_turns / schedule.num_microbatches
     return 2 * (turns + 1) * program.state_bytes
 
@@ -329,20 +320,19 @@ def _context_bytes(program: Program) -> float:
     return part * others * (forward + 1)
 
 
-def _bandwidth(axis: str, program: Program, hardware: Hardware) -> float:
+def _bandwidth(axis: str, program: Program) -> float:
     """Returns the bytes per second received by a device over one axis.
 
     On a torus, a single axis uses the links of all dimensions; of several, the inner ones get one
     dimension each. Across slices, each device sends only its part of what its slice has reduced.
     """
-    chip = hardware.chip
+    chip = program.hardware.chip
     place = MESH_AXES.index(axis)
     within, across = program.sizes.ici[place], program.sizes.dcn[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
     links = chip.links / chip.devices
     if chip.torus and axis in several:
-        inside = len(several) - 1
-        dimensions = max(chip.torus - inside, 1) if axis == several[0] else 1
+        dimensions = max(chip.torus - len(several) + 1, 1) if axis == several[0] else 1
         links *= dimensions / chip.torus
     if across == 1:
         return links

@@ -74,11 +74,10 @@ def folder_in_use() -> str | None:
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
-def remove_truncated_entries(folder: str) -> list[str]:
-    """Removes truncated entries of a local folder; returns their names."""
+def remove_truncated_entries(folder: str) -> None:
+    """Removes truncated entries of a local folder."""
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
-    removed = []
     entries = [entry for entry in os.scandir(folder) if entry.name.endswith("-cache")]
     with open(marker, "w"):  # before reading, so that later changes are checked next time
         pass
@@ -88,8 +87,6 @@ def remove_truncated_entries(folder: str) -> list[str]:
             # Some file systems store whole seconds.
             if entry.stat().st_mtime >= since - 1.0 and not _is_whole(entry.path):
                 os.remove(entry.path)
-                removed.append(entry.name)
-    return removed
 
 
 def _is_whole(path: str) -> bool:

@@ -86,7 +86,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> "Watchdog":
-        """Starts watching until `close`; a `with` block does both."""
+        """Starts watching until `close`."""
         self.enter("startup")
         targets = [self._watch] if self._timeout > 0 else []
         if self._folder is not None:
@@ -96,11 +96,6 @@ class Watchdog:
             thread.start()
             self._threads.append(thread)
         return self
-
-    __enter__ = start
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.close(_ENDED if error is None else _failed(error))
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Reports progress by phase, such as startup, compile or step."""
@@ -128,7 +123,7 @@ class Watchdog:
 
     def fail(self, error: BaseException | None) -> None:
         """Writes an error (None: a peer died), and keeps watching."""
-        self._row["state"] = _LOST if error is None else _failed(error)
+        self._row["state"] = _LOST if error is None else f"{_FAILED}: {type(error).__name__}"
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
@@ -292,7 +287,3 @@ def _read(folder: epath.Path, process: int) -> dict[str, Any]:
     with contextlib.suppress(Exception):
         return json.loads((folder / f"{process}.json").read_text())
     return {"process": process}
-
-
-def _failed(error: BaseException) -> str:
-    return f"{_FAILED}: {type(error).__name__}"

@@ -10,9 +10,9 @@ import pytest
 
 from MaxText.config.registry import registrations
 from MaxText.config.schema import flatten, unflatten
-from MaxText.cost import ahead_of_time, device_memory, saved_step, targets
+from MaxText.cost import ahead_of_time, saved_step, targets
 from MaxText.cost.hlo import HloModule
-from MaxText.cost.lowering import compile_lowered, lower_train_step
+from MaxText.cost.saved_step import compile_lowered, lower_train_step
 from MaxText.errors import UserError
 from MaxText.layers.batch import batch_shapes
 from MaxText.runtime import compilation_cache
@@ -170,7 +170,7 @@ def test_what_the_runtime_refuses_is_a_message(planned, saved, monkeypatch):
 
 
 def test_memory_adds_up(planned, compiled):
-    found = device_memory.memory_breakdown(planned, compiled)
+    found = ahead_of_time.memory_breakdown(planned, compiled)
     assert found["parameters"] == 4 * planned.model.num_parameters
     assert found["optimizer state and counters"] > 2 * found["parameters"]  # two moments
     assert found["batch"] == 3 * 4 * ROWS * planned.plan.stages[-1].length
@@ -180,9 +180,9 @@ def test_memory_adds_up(planned, compiled):
 def test_the_report_names_all_costs(planned, compiled):
     program = HloModule(compiled.as_text())
     target = targets.find_target("v5e-1")
-    found = device_memory.memory_breakdown(planned, compiled)
+    found = ahead_of_time.memory_breakdown(planned, compiled)
     text = "\n".join(
-        device_memory.describe_memory(target, found, program)
+        ahead_of_time.describe_memory(target, found, program)
         + ahead_of_time.cost_lines(planned, compiled, program)
     )
     # Layers are scanned, and on one device nothing is sent.
@@ -194,13 +194,13 @@ def test_the_report_names_all_costs(planned, compiled):
 def test_too_much_memory_is_a_message_with_remedies(planned, compiled, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
     program = HloModule(compiled.as_text())
-    found = device_memory.memory_breakdown(planned, compiled)
+    found = ahead_of_time.memory_breakdown(planned, compiled)
     target = targets.find_target("h100-1")._replace(memory=found["parameters"])
     with pytest.raises(UserError) as caught:
-        device_memory.check_fits(target, found, program)
+        ahead_of_time.check_fits(target, found, program)
     for words in ("h100-1", "remat_policy=full", "hardware=h100-1 --fit", "f32["):
         assert words in str(caught.value)
-    device_memory.check_fits(targets.find_target("h100-1"), found, program)
+    ahead_of_time.check_fits(targets.find_target("h100-1"), found, program)
 
 
 def test_the_compilers_own_list_of_arrays_is_shown(planned, monkeypatch):
@@ -218,6 +218,6 @@ def test_the_compilers_own_list_of_arrays_is_shown(planned, monkeypatch):
 def test_gpus_are_not_given_whole(monkeypatch):
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     target = targets.find_target("h100-8")
-    assert device_memory.usable_bytes(target) == int(0.75 * target.memory)
+    assert ahead_of_time.usable_bytes(target) == int(0.75 * target.memory)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
-    assert device_memory.usable_bytes(target) == int(0.9 * target.memory)
+    assert ahead_of_time.usable_bytes(target) == int(0.9 * target.memory)

@@ -9,8 +9,8 @@ import pytest
 from MaxText.config.loading import load
 from MaxText.cost import job_plan
 from MaxText.cost.hardware import find_hardware
-from MaxText.cost.job_plan import candidate_meshes, peak_of
-from MaxText.cost.lowering import lower_train_step
+from MaxText.cost.job_plan import candidate_meshes
+from MaxText.cost.saved_step import lower_train_step
 from tests.small_models import TINY, made_for_training, random_batch
 
 pytestmark = pytest.mark.multi_device
@@ -53,7 +53,7 @@ def proposed(words, hardware, sizes, monkeypatch):
     # Of many proposals one is run; tiny models fit under any policy.
     monkeypatch.setattr(job_plan, "MAX_PROPOSALS", 1)
     monkeypatch.setattr(job_plan, "POLICIES", ("minimal", "full"))
-    plan = job_plan.find_fitting_plans(config, hardware, peak_of(hardware))[0]
+    plan = job_plan.find_fitting_plans(config, hardware)[0]
     assert plan.program.tokens_per_update == 8 * 16 * config.batch.per_device_batch_size
     return job_plan.command_with_plan(words, plan, config)
 

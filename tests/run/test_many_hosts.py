@@ -58,7 +58,7 @@ def requests_of(folder, index: int, count: int, monkeypatch) -> int:
     ]
     _requests = []
     run_folder = create_run_folder(str(folder / "run"))
-    with Watchdog(run_folder, 600, index, count):
+    with contextlib.closing(Watchdog(run_folder, 600, index, count).start()):
         checkpoints = CheckpointManager(run_folder / "checkpoints", CheckpointingConfig())
         assert [checkpoints.stored(step).metadata.values for step in checkpoints.steps_to_resume()]
         peak_flops(mock.Mock(device_kind="TPU v5"))

@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +22,8 @@ STUCK_IN_DATA = """
     def a_read_that_hangs():
         time.sleep(60)
 
-    with Watchdog(sys.argv[1], 0.1, 0, 2) as watchdog:
-        watchdog.enter("data", 7)
-        a_read_that_hangs()
+    Watchdog(sys.argv[1], 0.1, 0, 2).start().enter("data", 7)
+    a_read_that_hangs()
 """
 
 
@@ -89,7 +89,7 @@ def exits(monkeypatch):
 def watching(*arguments):
     """A watchdog that stops watching once it has said that there is no progress."""
     watchdog = Watchdog(*arguments, say=lambda line: watchdog.close("stuck"))
-    return watchdog
+    return closing(watchdog.start())
 
 
 @pytest.mark.parametrize(
@@ -204,20 +204,20 @@ def test_files_are_read_at_once_and_those_that_hang_are_skipped(tmp_path, monkey
 
 
 def test_an_exception_is_left_for_the_others(tmp_path):
-    with pytest.raises(ValueError, match="no"), Watchdog(tmp_path, 0, 0, 2):
-        raise ValueError("no")
-    assert left_by(tmp_path)["state"] == "failed: ValueError"
-    with Watchdog(tmp_path, 5.0, 0, 2) as watchdog:
+    with closing(Watchdog(tmp_path, 0, 0, 2).start()) as watchdog:
+        watchdog.fail(ValueError("no"))
+        assert left_by(tmp_path)["state"] == "failed: ValueError"
+    with closing(Watchdog(tmp_path, 5.0, 0, 2).start()) as watchdog:
         watchdog.enter("evaluation", 3)
     expected = {"process": 0, "phase": "evaluation", "state": "ended"}
     assert left_by(tmp_path).items() >= expected.items()
 
 
 def test_what_is_not_written_delays_no_process(tmp_path):
-    with Watchdog(tmp_path, 5.0) as watchdog:  # of a run of one process
+    with closing(Watchdog(tmp_path, 5.0).start()) as watchdog:  # of a run of one process
         assert watchdog.describe_all() == ""
     assert not list(tmp_path.iterdir())
     (tmp_path / "file").write_text("")
-    with Watchdog(tmp_path / "file", 5.0, 0, 2) as watchdog:
+    with closing(Watchdog(tmp_path / "file", 5.0, 0, 2).start()) as watchdog:
         watchdog.enter("step", 1)
         assert "1  no status file" in watchdog.describe_all()

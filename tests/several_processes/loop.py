@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 from MaxText import exit_codes
@@ -44,7 +45,7 @@ def main() -> int:
         jax.sharding.Mesh(np.array(devices), ("data",)), jax.sharding.PartitionSpec("data")
     )
     update = jax.jit(lambda x: x.sum())
-    with Watchdog(folder, float(timeout), us, jax.process_count()) as watchdog:
+    with closing(Watchdog(folder, float(timeout), us, jax.process_count()).start()) as watchdog:
         try:
             watchdog.enter("compile")
             multihost_utils.sync_global_devices("compiled")
