@@ -235,7 +235,7 @@ def make_record(
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    record: Record | None = _parent(metadata).get("growth")
+    record: Record | None = parent(metadata).get("growth")
     earlier = {"old_slots_learning_rate": "existing_slots_lr_scale"}  # read for one release
     return {earlier.get(name, name): one for name, one in record.items()} if record else None
 
@@ -246,12 +246,8 @@ def existing_slots(record: Record | None) -> dict[str, int]:
     return {name: old for name, (old, new) in slots.items() if old < new}
 
 
-def parent_folder(metadata: Mapping[str, Any]) -> str:
-    """Returns the source folder of a checkpoint's run; empty if unknown."""
-    return _parent(metadata).get("folder", "")
-
-
-def _parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the newest of a run's ancestors (run/restore.py), or {}."""
     return (metadata.get("lineage") or [{}])[-1]
 
 
@@ -264,8 +260,7 @@ def sizes(record: Record) -> dict[str, str]:
     return found
 
 
-def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
-    """Returns the fields of a `growth` event; `grown` is convert.py's result."""
-    begun = {"from": folder, "through": grown} if grown else {"from": folder}
+def event_fields(record: Record) -> dict[str, Any]:
+    """Returns the fields of a `growth` event, besides its folders."""
     others = {name: record[name] for name in ("moments", "data", "existing_slots_lr_scale")}
-    return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}
+    return {"mode": record["mode"], **sizes(record), **record["zoom"], **others}

@@ -38,7 +38,7 @@ class ResolvedGrowth:
     config: Config  # to build a model of
     growth: PendingGrowth | None = None  # to be done at the start of this run
     # How the run's parameters grew, now or at its first start, or None. Saved with each checkpoint
-    # (run/lineage.py), as the source may be gone by then.
+    # (run/restore.py), as the source may be gone by then.
     record: Record | None = None
     lines: Sequence[str] = ()  # messages for the user
 

@@ -23,7 +23,7 @@ from MaxText.growth.growth_plan import grow_shard
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
 from MaxText.growth.source import KEY, open_source
 from MaxText.inference import checkpoint_config
-from MaxText.run.lineage import ancestors_of
+from MaxText.run.restore import ancestors_of
 
 Log = Callable[[str], None]
 

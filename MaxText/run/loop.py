@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from etils import epath
@@ -30,27 +30,6 @@ from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
-
-
-class Actions(NamedTuple):
-    """The actions after a step, all decided before the first of them."""
-
-    report: bool  # report this step's metrics now: no row before a checkpoint may be missing
-    evaluation_due: bool
-    evaluate: bool  # a stopping run leaves a due evaluation to the run that resumes it
-    save: bool
-    stop: bool
-
-
-def actions_after(
-    step: int, last_step: int, *, eval_interval: int, checkpoint_due: bool, stop_requested: bool
-) -> Actions:
-    """Decides the actions after a step; `eval_interval` <= 0 never evaluates."""
-    is_last = step == last_step
-    stop = stop_requested and not is_last  # the last step ends the run anyway
-    save = checkpoint_due or stop
-    due = eval_interval > 0 and ((step + 1) % eval_interval == 0 or is_last)
-    return Actions(save or is_last, due, due and not stop, save, stop)
 
 
 @dataclasses.dataclass
@@ -93,25 +72,24 @@ class Loop:
                     self.save(step - 1)
                 return PREEMPTED
             self.update(batch)
-            actions = actions_after(
-                step,
-                self.last_step,
-                eval_interval=self.config.evaluation.eval_interval,
-                checkpoint_due=self.checkpoints.should_save(step, self.last_step),
-                stop_requested=self.preemption.requested(step),
-            )
-            if actions.report:
+            is_last, interval = step == self.last_step, self.config.evaluation.eval_interval
+            evaluation_due = interval > 0 and ((step + 1) % interval == 0 or is_last)
+            save = self.checkpoints.should_save(step, self.last_step)
+            # The last step ends the run anyway.
+            stopping = self.preemption.requested(step) and not is_last
+            if save or stopping or is_last:  # no row before a checkpoint may be missing
                 self.metric_logger.complete()
             if self.rollback.trigger:
                 self.roll_back()
                 continue
             self.rollback.snapshot(step, self.state, self.batches.get_state())
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
-            stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
+            # One that stops leaves it to the run that resumes.
+            stopping = stopping or (evaluation_due and not self.evaluate(step))
             target = self.config.evaluation.target_eval_loss
             reached = self.eval_loss is not None and self.eval_loss < target
-            if actions.save or stopping or reached:
-                self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
+            if save or stopping or reached:
+                self.save(step, evaluation_is_due=evaluation_due and stopping)
             if stopping or reached:
                 reason = PREEMPTED if stopping else TARGET_REACHED
                 self.run_logger.terminal.line(f"Stopping after step {step}: {reason}")
@@ -173,7 +151,8 @@ class Loop:
     def save(self, step: int, **fields: Any) -> None:
         self.watchdog.enter("checkpoint", step)
         run_logger, events = self.run_logger, self.run_logger.events
-        with self.metric_logger.exclude_time(complete=True):
+        self.metric_logger.complete()
+        with self.metric_logger.exclude_time():
             events.flush()
             kept = {**self.metadata, **run_logger.lineage.metadata(step), **fields}
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}

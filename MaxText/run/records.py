@@ -18,7 +18,7 @@ from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.flops import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import TrainingDivergedError
-from MaxText.growth.growth_plan import event_fields, parent_folder, sizes
+from MaxText.growth.growth_plan import event_fields, parent, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -28,8 +28,7 @@ from MaxText.metrics.profiler import StepProfiler, memory_row
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.sinks.terminal import Terminal
 from MaxText.metrics.step_line import step_row
-from MaxText.run.lineage import Lineage
-from MaxText.run.restore import RestoreResult
+from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
@@ -99,16 +98,14 @@ def open_run_logger(
         log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
-    is_due = (
-        bool(restored.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
-    )
+    is_due = restored.metadata.get("evaluation_is_due") and config.evaluation.eval_interval > 0
     events = open_stream(
         run_folder,
         monitoring,
         run.run_name,
         flatten(config),
         first_step=first_step,
-        first_evaluation=first_step - is_due,
+        first_evaluation=first_step - bool(is_due),
         terminal=terminal,
         callbacks=callbacks,
     )
@@ -159,15 +156,13 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    grown: dict[str, Any] = {}
-    if restored.how == "growth" and restored.growth:
-        grown = event_fields(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
-    if restored.how == "parameters" and restored.growth and sizes(restored.growth):
-        grown = event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
-    if grown:
-        events.emit("growth", step=restored.first_step, **grown)
+    record, places = restored.growth, {"from": restored.folder}
+    if restored.how == "parameters":
+        places = {"from": parent(restored.metadata).get("folder", ""), "through": restored.folder}
+    if record and restored.how in ("growth", "parameters") and sizes(record):
+        events.emit("growth", step=restored.first_step, **places, **event_fields(record))
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
@@ -306,13 +301,11 @@ class MetricLogger:
             self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def exclude_time(self, *, complete: bool = False) -> Iterator[None]:
+    def exclude_time(self) -> Iterator[None]:
         """Reports a pending step, then excludes the time inside.
 
         Waits for the newest step first, or its computation would count as part of the pause.
         """
-        if complete:
-            self.complete()
         self.flush()
         jax.block_until_ready(self._newest)
         began = time.perf_counter()

@@ -86,11 +86,8 @@ class RollbackController:
     @property
     def is_healthy(self) -> bool:
         """Whether the last `healthy_after_steps` steps were all applied."""
-        if self.trigger is not None:
-            return False
-        return self._last_skipped < 0 or (
-            self._seen - self._last_skipped >= self._config.healthy_after_steps
-        )
+        applied = self._seen - self._last_skipped >= self._config.healthy_after_steps
+        return self.trigger is None and (self._last_skipped < 0 or applied)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Processes the metrics of a report, of all steps since the last one.

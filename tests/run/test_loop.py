@@ -1,20 +1,26 @@
 """What follows a step."""
 
+from unittest.mock import MagicMock
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from MaxText.run.loop import actions_after
+from MaxText.run.loop import Loop
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(-1, 9), st.booleans(), st.booleans())
 def test_actions_after_a_step(step, later, interval, checkpoint_due, stop_requested):
-    last_step = step + later
-    keys = {"eval_interval": interval, "checkpoint_due": checkpoint_due}
-    actions = actions_after(step, last_step, stop_requested=stop_requested, **keys)
+    loop = MagicMock(step=step, last_step=step + later, eval_loss=None)
+    loop.config.evaluation.eval_interval, loop.rollback.trigger = interval, None
+    loop.checkpoints.should_save.return_value = checkpoint_due
+    loop.preemption.requested.return_value = stop_requested
+    loop.next_batch.side_effect, loop.metric_logger.newest_step = ["batch", None], None
+    Loop.run(loop, evaluation_due=False)
     # The last step ends the run as if no signal had asked it to stop.
-    assert actions.stop == (stop_requested and step < last_step)
-    assert actions.save == (checkpoint_due or actions.stop)
-    assert actions.evaluation_due == (interval > 0 and (not later or (step + 1) % interval == 0))
-    assert actions.evaluate == (actions.evaluation_due and not actions.stop)
+    stop = stop_requested and later > 0
+    due = interval > 0 and (not later or (step + 1) % interval == 0)
+    assert loop.evaluate.called == (due and not stop)
+    saved = [call.kwargs["evaluation_is_due"] for call in loop.save.call_args_list]
+    assert saved == [due and stop] * (checkpoint_due or stop)
     # No checkpoint and no end of a run without the rows of all steps before it.
-    assert actions.report == (actions.save or step == last_step)
+    assert loop.metric_logger.complete.called == (bool(saved) or not later)

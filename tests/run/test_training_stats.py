@@ -7,8 +7,7 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from MaxText.layers.model import Model
-from MaxText.run.lineage import Lineage
-from MaxText.run.restore import RestoreResult
+from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 
