@@ -353,12 +353,14 @@ class PattentionConfig(Section):
         base = emb_dim if self.slot_num == -1 else self.slot_num
         return 4 * base if place == "ffn" else base
 
-    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
-        """Replacement of n in sqrt(n) at a place; by default the slots there."""
+    def fixed_zoom(self, place: SlotPlace) -> float:
+        """Replacement of n in sqrt(n) at a place; 0 is the slots there."""
         own: float = getattr(self.zoom_dims, place)
-        if own == -1:
-            own = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
-        return own or self.num_slots(place, emb_dim)
+        default = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
+        return default if own == -1 else own
+
+    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
+        return self.fixed_zoom(place) or self.num_slots(place, emb_dim)
 
 
 _DENSE = {"dense_conn": True}

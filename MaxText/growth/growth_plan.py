@@ -10,14 +10,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from MaxText.checkpointing.compatibility import ArraySpec, mismatches
-from MaxText.config.training_sections import CheckpointingConfig
+from MaxText.config.training_sections import CheckpointingConfig, GrowthMode
 from MaxText.layers.pattention import slots_by_place
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 SLOTS = "slots"
 LAYERS = "layers"
 
-Mode = Literal["function_preserving", "random", "zero"]
 Role = Literal["key", "value", "bias"]
 Record = Mapping[str, Any]  # of `make_record`
 
@@ -43,7 +42,7 @@ class ParamGrowth(NamedTuple):
     layers: AxisResize | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
-    def takes_fresh(self, mode: Mode) -> bool:
+    def takes_fresh(self, mode: GrowthMode) -> bool:
         """Returns whether new slots are freshly initialized instead of zero."""
         if self.slots is None or self.slots.new <= self.slots.old:
             return False
@@ -193,17 +192,13 @@ def grow_shard(
     shape = leaf.new.shape
     index = (slice(None),) * len(shape) if index is None else index
     spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
-    part = np.empty([stop - start for start, stop in spans], leaf.new.dtype)
-    source: list[slice] = [slice(*span) for span in spans]
-    place: list[slice] = [slice(None)] * len(shape)
+    part = np.full([stop - start for start, stop in spans], fresh, leaf.new.dtype)
+    source, place = [slice(*span) for span in spans], [slice(None)] * len(shape)
     if leaf.slots:
-        start, stop = spans[leaf.slots.axis]
-        count = max(0, min(stop, leaf.slots.old) - start)
-        source[leaf.slots.axis] = slice(start, start + count)
-        place[leaf.slots.axis] = slice(count)
-        behind = list(place)
-        behind[leaf.slots.axis] = slice(count, None)
-        part[tuple(behind)] = fresh[tuple(behind)] if isinstance(fresh, np.ndarray) else fresh
+        axis, old, _ = leaf.slots
+        start, stop = spans[axis]
+        count = max(0, min(stop, old) - start)
+        source[axis], place[axis] = slice(start, start + count), slice(count)
     if leaf.layers and leaf.layers.differ:
         axis, old, new = leaf.layers
         layers = [layer * old // new for layer in range(*spans[axis])]
