@@ -31,8 +31,7 @@ class TokenRecords(Options):
     """Token records of other programs."""
 
     field: str = key("", "Record field with the token ids. Empty: input_ids, text or tokens.")
-    eos_id: int = key(-1, ge=-1)
-    """Id appended to each record that is a document without one; -1 appends none."""
+    eos_id: int = key(-1, "Id appended to records that are documents without one; -1: none.", ge=-1)
 
 
 class MegatronOptions(Options):
@@ -42,8 +41,7 @@ class MegatronOptions(Options):
     """Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample index
     that GPT-NeoX builds from data_shuffle_seed)."""
     split: str = key("")
-    """Shares of training, validation and test documents in the order gpt_neox: 969,30,1. Empty: all
-    train."""
+    """Shares of train, validation, test documents in order gpt_neox: 969,30,1. Empty: all train."""
 
 
 class BadRecordOptions(Options):
@@ -61,8 +59,7 @@ class DataRetryOptions(Options):
     """Retries of failed data reads."""
 
     attempts: Natural = key(5)
-    """Retries of a failed data read (a missing file, an I/O error, a hanging read) before the run
-    stops."""
+    """Retries of a failed data read (missing file, I/O error, hanging read) before a run stops."""
     delay: NonNegative = key(1.0, unit="seconds")
     """Delay before the first retry, doubled for each further one up to 60 s."""
     timeout: NonNegative = key(60.0, unit="seconds")
@@ -102,17 +99,14 @@ class DataConfig(Section):
     eval_split: str = key("validation")
     """Split to evaluate on; of plain record files, those with this word in their name."""
     token_records: TokenRecords = options(TokenRecords)
-    enable_data_shuffling: bool = key(True)
-    """Visit sequences in a random order, a new one each epoch."""
-    data_shuffle_seed: Natural = key(0, only_if={})
-    """Seed of the shuffle order (and of synthetic tokens)."""
+    enable_data_shuffling: bool = key(True, "Visit sequences in random order, a new one per epoch.")
+    data_shuffle_seed: Natural = key(0, "Seed of shuffling and of synthetic tokens.", only_if={})
     iter_file_nums: Natural = key(0)
     """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
     megatron: MegatronOptions = options(MegatronOptions)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
     packing: bool = key(True)
-    """Pack several documents into a sequence; false starts each document in a new padded
-    sequence."""
+    """Pack several documents into a sequence; false starts each one in a new padded sequence."""
     grain_packing_type: PackingType = key("concat_then_split", only_if="packing")
     """concat_then_split: concatenate documents and split every max_target_length tokens. first_fit,
     best_fit: keep documents whole if they fit."""
@@ -120,15 +114,13 @@ class DataConfig(Section):
     """Truncate documents that are longer than a sequence instead of splitting them."""
     cross_document_attention: bool = key(False)
     """Let attention, positions and loss cross document boundaries within a sequence."""
-    zero_loss: bool = key(True)
-    """Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."""
+    zero_loss: bool = key(True, "Count targets of id 0 in the loss; false masks them (MUDDFormer).")
     bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
     data_retry: DataRetryOptions = options(DataRetryOptions)
     excluded_samples: tuple[tuple[int, int], ...] = key((), only_if={})
     """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
     later samples move up."""
-    grain_worker_count: Natural = key(0)
-    """Reader processes; 0 reads in a thread of the main process."""
+    grain_worker_count: Natural = key(0, "Reader processes; 0 is a thread of the main process.")
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
 
     @property
@@ -147,12 +139,10 @@ class MaskedTokens(Options):
     """Masked tokens."""
 
     mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
-    cls_token_id: int = key(-1, ge=-1)
-    """Id prepended to each sequence and never masked; -1 prepends none."""
+    cls_token_id: int = key(-1, "Id prepended to each sequence and never masked; -1: none.", ge=-1)
     mask_prob: float = key(0.15, "Fraction of tokens that are predicted.", gt=0, le=1)
     same_token_prob: Share = key(0.1, "Fraction of predicted tokens that stay unchanged.")
-    random_token_prob: Share = key(0.1)
-    """Fraction of predicted tokens that are replaced by a random token."""
+    random_token_prob: Share = key(0.1, "Fraction of predicted tokens replaced by a random token.")
     mask_ignore_ids: tuple[int, ...] = key(())
     """Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."""
 
@@ -162,8 +152,7 @@ class MaskingConfig(Section):
 
     ONLY_IF = _MASKED
 
-    mlm_training: bool = key(False)
-    """Predict masked tokens from both sides instead of the next token."""
+    mlm_training: bool = key(False, "Predict masked tokens from both sides, not the next token.")
     mlm: MaskedTokens = options(MaskedTokens)
 
 
@@ -189,8 +178,7 @@ class ExportedRecords(Options):
     num_shards: Natural = key(0, "Number of record files; 0 is one per 256 MB of text.")
     name: str = key("", "Prefix of record file names. Empty: the split's name.")
     min_length: Count = key(128, "Shortest strided window, BOS and EOS included.", unit="tokens")
-    max_length: int = key(256, unit="tokens", ge=3)
-    """Tokens of a strided window, BOS and EOS included."""
+    max_length: int = key(256, "Tokens of a strided window, with BOS and EOS.", unit="tokens", ge=3)
     stride: Count = key(128, "Tokens between the starts of strided windows.", unit="tokens")
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
@@ -212,16 +200,14 @@ class PreparationConfig(Section):
     tokenizer_path: str = key("")
     """Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes for
     one id per byte. Empty: train a BPE."""
-    tokenizer_type: TokenizerType = key("auto")
-    """Type of tokenizer_path; auto detects it by the file."""
+    tokenizer_type: TokenizerType = key("auto", "Type of tokenizer_path; auto detects it by file.")
     tokenizer_vocab_size: int = key(4096, only_if=_TRAINED, ge=257)
     """Vocabulary size of the byte-level BPE trained on the text."""
     tokenizer_special_tokens: tuple[str, ...] = key(("<|endoftext|>",), only_if=_TRAINED)
     """Special tokens of the trained BPE, with ids from 0; the first ends documents."""
     add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
     add_eos: bool = key(True, "End each document with the end-of-text id.")
-    validation_fraction: Fraction = key(0.01)
-    """Fraction of documents held out as the validation split."""
+    validation_fraction: Fraction = key(0.01, "Fraction of documents in the validation split.")
     prepare_seed: Natural = key(0, "Seed of the choice of held-out documents.")
     prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenizing.")
     prepare_minimum_tokens: Natural = key(0, unit="tokens")

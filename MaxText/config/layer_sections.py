@@ -54,8 +54,7 @@ class BlockConfig(Section):
     """Layer structure: mixer, norms and residual arrangement."""
 
     mixer: Annotated[str, Name("mixer")] = key("attention")
-    """Token mixer of a layer, by the name of a registered part. attention_types and layer_kinds set
-    it per layer."""
+    """Token mixer, a registered part. attention_types and layer_kinds set it per layer."""
     layer_pattern: str = key("")
     """One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and a
     suffix ("DD(EE*)D"). Empty: all layers are alike."""
@@ -66,8 +65,7 @@ class BlockConfig(Section):
     """sequential: x + attn(norm(x)), then x + mlp(norm(x)). parallel: x + attn(norm1(x)) +
     mlp(norm2(x)), as GPT-NeoX."""
     parallel_residual_shared_norm: bool = key(False, only_if={"block_arrangement": "parallel"})
-    """Share one norm between both branches of a parallel layer (GPT-J, fused residuals of
-    fattorib/transformer)."""
+    """Share one norm between parallel branches (GPT-J, fused residuals of fattorib/transformer)."""
     normalization_type: Annotated[str, Name("norm")] = key("rms_norm")
     """Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar 2019).
     scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's scalenorm)."""
@@ -75,14 +73,11 @@ class BlockConfig(Section):
     """Whether LayerNorm has a bias."""
     normalization_layer_epsilon: Positive = key(1e-5, "Epsilon added to the variance in norms.")
     normalization_zero_centered: bool = key(False)
-    """Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay pulls
-    them to 1."""
+    """Store norm scales minus 1 (Gemma): they start at 0, and weight decay pulls them to 1."""
     block_norm_parametric: bool = key(True, only_if={"use_rezero": False})
-    """Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has
-    them."""
+    """Give norms of layers scale and bias (TokenFormer: false). The final norm always has them."""
     use_rezero: bool = key(False)
-    """ReZero: multiply each branch by a learned scalar that starts at 0, without norms before
-    branches."""
+    """ReZero: multiply each branch by a learned scalar that starts at 0; no norms before them."""
     use_macaron: bool = key(False, only_if={"block_arrangement": "sequential"})
     """Macaron: half a feed-forward before attention and half after it."""
     macaron_prenorm: bool = key(True, only_if="use_macaron")
@@ -90,8 +85,7 @@ class BlockConfig(Section):
     connection_type: Annotated[str, Name("connection", "auto")] = key("auto")
     """Input of a layer. residual: the previous output. dense: sums of all previous outputs. auto:
     dense if dense_conn=true, else residual."""
-    share_layer_params: bool = key(False)
-    """Share one set of parameters between all layers (ALBERT)."""
+    share_layer_params: bool = key(False, "Share parameters between all layers (ALBERT).")
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -162,14 +156,12 @@ class AttentionConfig(Section):
     """The attention mixer."""
 
     attention_projections: Annotated[str, Name("projection")] = key("dense")
-    """Projections to queries, keys, values and output: dense matrices, or Pattention over slots
-    (TokenFormer)."""
+    """Query, key, value and output projections: dense, or Pattention over slots (TokenFormer)."""
     attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key("autoselected")
     """Attention backend. blocked: causal in blocks of query rows, half the FLOPs of dot_product.
     flash: a kernel that keeps scores out of memory, splash attention on TPU, cuDNN on GPU.
     autoselected: flash if supported, else blocked."""
-    attention_block_size: Count = key(128, unit="tokens", only_if=_BLOCKED)
-    """Query rows per block."""
+    attention_block_size: Count = key(128, "Query rows per block.", unit="tokens", only_if=_BLOCKED)
     context_parallel_strategy: Literal["all_gather", "ring"] = key("all_gather")
     """How queries meet keys of other devices where *_context_parallelism splits sequences.
     all_gather: every device gathers all keys and values of its sequences. ring: they go from device
@@ -181,8 +173,7 @@ class AttentionConfig(Section):
     qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
     proj_bias: bool = key(False, "Bias of the attention output projection.")
     use_qk_norm: bool = key(False, "RMSNorm with scale on each head of q and k, before rotary.")
-    attn_logits_soft_cap: NonNegative = key(0.0)
-    """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
+    attn_logits_soft_cap: NonNegative = key(0.0, "Soft cap c: c * tanh(score / c); 0 disables.")
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
@@ -191,11 +182,9 @@ class AttentionConfig(Section):
     (except with causal=false and several documents). none: a feed-forward alone. Empty: all
     global."""
     sliding_window_size: Count = key(256, unit="tokens")
-    """Tokens that a query of a local layer sees, itself included; without a causal mask also as
-    many after it."""
+    """Tokens that a local query sees, with itself; without a causal mask also as many after it."""
     linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
-    num_mem_kv: Natural = key(0)
-    """Learned keys and values that every token of a global layer also attends to."""
+    num_mem_kv: Natural = key(0, "Learned keys and values to which global layers also attend.")
     gpt_neo_none_attention_bug: bool = key(False)
     """Double the residual stream in layers of kind none, as a bug of GPT-Neo does."""
     static_sgu: bool = key(False)
@@ -221,12 +210,10 @@ class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key("mlp")
-    """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name of a
-    registered part."""
+    """mlp: plain or gated. pattention: over slots (TokenFormer). Or a registered part."""
     mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
-    """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
-    tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and proottanh have
-    learned scalars."""
+    """One name is a plain MLP, more are gated: ["silu", "linear"] is SwiGLU. gelu is the tanh
+    approximation, gelu_erf exact. aria, prelu, parcsinh, psoftplus, proottanh learn scalars."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(False, only_if=_MLP)
     """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the
@@ -269,19 +256,16 @@ class MoEConfig(Section):
 
     num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
-    moe_layers: tuple[int, ...] | None = key(None)
-    """Layers with experts, counted from 0; null is all."""
+    moe_layers: tuple[int, ...] | None = key(None, "Layers with experts (from 0); null is all.")
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(None)
     """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
     capacity_factor: float = key(-1.0, ge=-1)
-    """Expert capacity in training: this factor times tokens / experts of a group; -1 is
-    dropless."""
+    """Expert capacity in training: factor of tokens / experts of a group; -1 is dropless."""
     eval_capacity_factor: float = key(-1.0, ge=-1)
     """Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens."""
     moe_group_size: CountOrAuto = key(-1, unit="tokens")
-    """Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole
-    sequence."""
+    """Tokens of a group that share expert capacity, part of a sequence; -1 is a whole one."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
@@ -302,12 +286,9 @@ SlotPlace = Literal["qkv", "proj", "ffn"]
 class ZoomDims(Options):
     """zoom_dim of single places."""
 
-    qkv: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
-    """zoom_dim of query, key and value; -1 is zoom_dim."""
-    proj: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
-    """zoom_dim of the output projection; -1 is zoom_dim."""
-    ffn: float = key(-1.0, only_if=_FEED_FORWARD, ge=-1)
-    """zoom_dim of the feed-forward; -1 is 4 * zoom_dim."""
+    qkv: float = key(-1.0, "Query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1)
+    proj: float = key(-1.0, "Output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1)
+    ffn: float = key(-1.0, "Feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD, ge=-1)
 
 
 class ScaleFactors(Options):
@@ -322,8 +303,7 @@ class PattentionConfig(Section):
     """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
     slot_num: CountOrAuto = key(-1, only_if_any=_ANYWHERE)
-    """Slots of each query, key, value and output projection; the feed-forward has 4 times as many.
-    -1 is emb_dim."""
+    """Slots of each attention projection; the feed-forward has 4 times as many. -1 is emb_dim."""
     qkv_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
     """Slots of each query, key and value projection; -1 is slot_num."""
     proj_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
@@ -334,8 +314,7 @@ class PattentionConfig(Section):
     """Theta over the n slots. l2_norm_gelu: gelu(sqrt(n) a / (|a| + eps)). gelu_l2_norm: gelu
     first. l2_norm: no gelu. softmax: n times softmax. gelu_layer_norm: LayerNorm of gelu."""
     gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
-    """Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch
-    code)."""
+    """Tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch code)."""
     score_norm_epsilon: float | None = key(None, only_if=_L2, only_if_any=_ANYWHERE, ge=0)
     """Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with l2_norm_gelu,
     else 1e-8. TokenFormer's PyTorch code has 0."""
@@ -376,8 +355,7 @@ class DenseSelection(Options):
     window: Count = key(8, unit="layers", only_if={"dense_sparsity": "window"})
     """Number of summed outputs besides the embedding."""
     outputs: tuple[int, ...] = key((), only_if={"dense_sparsity": "list"})
-    """Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later layers
-    are skipped."""
+    """Summed outputs: 0 is the embedding, n that of layer n. Those of later layers are skipped."""
 
 
 class DenseConfig(Section):
@@ -401,8 +379,7 @@ class DenseConfig(Section):
     """Outputs that are summed besides the last one. dilated: every dilation-th, counted back from
     it. window: the last outputs and the embedding. list: those of dense_selection."""
     dense_selection: DenseSelection = options(DenseSelection)
-    dense_period: Count = key(1, unit="layers")
-    """Layers from one sum to the next; other layers read the last output."""
+    dense_period: Count = key(1, "Layers per sum; others read the last output.", unit="layers")
     dense_target_layers: tuple[int, ...] | None = key(None, only_if={"dense_period": 1})
     """Layers, counted from 1, that are followed by a sum; null follows dense_period."""
     mudd_prenorm: bool = key(False)

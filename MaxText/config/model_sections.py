@@ -56,8 +56,7 @@ class ShapeConfig(Section):
     # Upper bounds are far beyond any model: they catch typos before shapes exhaust memory.
     global_parameter_scale: int = key(1, ge=1, le=2**20)
     """Power of two that scales the base_* sizes to multiply the parameters."""
-    base_emb_dim: int = key(2048, ge=1, le=1_000_000)
-    """Width of the residual stream before scaling."""
+    base_emb_dim: int = key(2048, "Residual stream width before scaling.", ge=1, le=1_000_000)
     base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1, le=100_000)
     base_num_kv_heads: int = key(16, ge=1, le=100_000)
     """Key/value heads before scaling; fewer than query heads is grouped-query attention."""
@@ -65,8 +64,7 @@ class ShapeConfig(Section):
     """Hidden width of the feed-forward before scaling."""
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
     head_dim: CountOrAuto = key(128, "Width of a head; -1 is emb_dim / query heads.", le=1_000_000)
-    vocab_size: int = key(32_000, ge=1, le=2**31 - 1)
-    """Rows of the token table, including padding rows."""
+    vocab_size: int = key(32_000, "Rows of the token table, with padding rows.", ge=1, le=2**31 - 1)
     max_target_length: int = key(2048, unit="tokens", ge=1, le=2**31 - 1)
     """Sequence length in training."""
 
@@ -95,8 +93,7 @@ class EmbeddingConfig(Section):
     """Token embedding."""
 
     scale_embedding: bool = key(False)
-    """Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with
-    it."""
+    """Scale token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with it."""
 
 
 _TIED = "logits_via_embedding"
@@ -108,8 +105,7 @@ class HeadConfig(Section):
     head_type: Annotated[str, Name("head", "auto")] = key("auto")
     """linear: a matrix or the tied token table. auto: linear, or head_qk if head_qk=true."""
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
-    logits_bias: bool = key(False, only_if={"logits_via_embedding": False})
-    """Bias of an untied output head."""
+    logits_bias: bool = key(False, "Output head bias.", only_if={"logits_via_embedding": False})
     final_norm: bool = key(True, "Norm after the last layer.")
     final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
         "auto", only_if="final_norm"
@@ -120,15 +116,12 @@ class HeadConfig(Section):
     with that id (fattorib/transformer)."""
     head_qk_dim: Count = key(256, only_if_any={"head_qk": [True], "head_type": ["head_qk"]})
     """Width of the queries and keys of Head-QK."""
-    normalize_embedding_logits: bool = key(True, only_if=_TIED)
-    """Divide tied logits by sqrt(emb_dim)."""
+    normalize_embedding_logits: bool = key(True, "Divide logits by sqrt(emb_dim).", only_if=_TIED)
     logits_embedding_dtype: Literal["auto", "bfloat16"] = key("auto", only_if=_TIED)
     """Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches
     TokenFormer's JAX program, whatever dtype is."""
-    logits_dot_in_fp32: bool = key(False)
-    """Compute the head's matmul in float32, whatever dtype is."""
-    final_logits_soft_cap: NonNegative = key(0.0)
-    """Soft cap c of logits: c * tanh(logit / c); 0 disables."""
+    logits_dot_in_fp32: bool = key(False, "Head matmul in float32, whatever dtype is.")
+    final_logits_soft_cap: NonNegative = key(0.0, "Soft cap c: c * tanh(logit / c); 0 disables.")
 
     @property
     def name(self) -> str:
@@ -149,8 +142,7 @@ class ObjectiveConfig(Section):
     """Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section 5).
     Entmax has no normalizer."""
     num_vocab_tiling: Count = key(1)
-    """Sequence chunks in which logits and loss are computed, so that [B,T,V] is never
-    materialized."""
+    """Sequence chunks for logits and loss, so that [B,T,V] is never materialized."""
     parts: ObjectiveParts = ObjectiveParts()
 
 
@@ -161,12 +153,10 @@ DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 class DropoutRates(Options):
     """Dropout rates of single places."""
 
-    embedding: float | None = key(None, ge=0, lt=1)
-    """Dropout rate of the embedding output; null is dropout_rate."""
-    attention: float | None = key(None, ge=0, lt=1)
-    """Dropout rate of attention probabilities; null is dropout_rate."""
+    embedding: float | None = key(None, "Embedding output; null: dropout_rate.", ge=0, lt=1)
+    attention: float | None = key(None, "Attention probabilities; null: dropout_rate.", ge=0, lt=1)
     residual: float | None = key(None, ge=0, lt=1)
-    """Dropout rate of branch outputs before the residual addition; null is dropout_rate."""
+    """Branch outputs before the residual addition; null: dropout_rate."""
 
 
 class DropoutConfig(Section):
@@ -175,8 +165,7 @@ class DropoutConfig(Section):
     enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
     dropout_rate: Fraction = key(0.0, "Default dropout rate.")
     dropout_rates: DropoutRates = options(DropoutRates)
-    drop_path: Fraction = key(0.0)
-    """Probability that a sequence skips a branch of a layer (stochastic depth)."""
+    drop_path: Fraction = key(0.0, "Probability that a sequence skips a branch (stochastic depth).")
     drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
     """linear: increase from 0 in the first layer to drop_path in the last."""
 
@@ -194,10 +183,8 @@ class InitScale(Options):
     """Divisors of the standard deviation."""
 
     depth: bool = key(False)
-    """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward
-    only)."""
-    fan_in: bool = key(False)
-    """Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only)."""
+    """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, feed-forward only)."""
+    fan_in: bool = key(False, "Also by sqrt(fan_in) (GPT-Neo: scale_by_in, feed-forward only).")
 
 
 class InitConfig(Section):
@@ -229,9 +216,8 @@ class NumericsConfig(Section):
     matmul_precision: Literal["default", "high", "highest"] = key("default")
     """Precision of matmuls with float32 inputs on accelerators."""
     quantization: Quantization = key("")
-    """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with compute
-    capability 8.9 or newer). Embeddings, head, attention scores, norms and expert routers are not
-    quantized."""
+    """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU of compute
+    capability 8.9+), but not embeddings, head, attention scores, norms and expert routers."""
     quantization_rules: tuple[tuple[str, Quantization], ...] = key(())
     """Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a
     layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins, and
