@@ -20,11 +20,10 @@ FileType = Literal[
     "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
     "text",
 ]  # fmt: skip
-PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
 _STORED = {"dataset_type": "grain"}
+PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
-_MASKED = {"mlm_training": True}
 
 
 class TokenRecords(Options):
@@ -82,8 +81,9 @@ class DataConfig(Section):
     records are tokenized with tokenizer_path."""
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
-    grain_file_type: FileType = key("auto", only_if=_STORED)
-    """Format of the files; auto detects it from their names."""
+    grain_file_type: FileType = key(
+        "auto", "Format of the files; auto detects it from their names."
+    )
     data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
     weight], where sampling is chunks, documents_random or documents_fixed."""
@@ -150,7 +150,7 @@ class MaskedTokens(Options):
 class MaskingConfig(Section):
     """Masked language modeling (BERT)."""
 
-    ONLY_IF = _MASKED
+    ONLY_IF = "mlm_training"
 
     mlm_training: bool = key(False, "Predict masked tokens from both sides, not the next token.")
     mlm: MaskedTokens = options(MaskedTokens)

@@ -193,16 +193,15 @@ class AttentionConfig(Section):
     static_sgu_kernel: Natural = key(128, unit="tokens", only_if="static_sgu")
     """Largest distance of the static SGU sum."""
 
-    def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
-        if not self.attention_types:
-            return ("global",) * num_layers
+    def kinds(self, num_layers: int) -> list[AttentionKind]:
         kinds: list[AttentionKind] = []
         for pattern, times in self.attention_types:
             count = min(times * len(pattern), num_layers - len(kinds))
             kinds.extend(pattern[i % len(pattern)] for i in range(count))
-        return tuple(kinds)
+        return kinds
 
 
+_SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 _MLP = {"feed_forward_type": "mlp"}
 
 
@@ -221,11 +220,6 @@ class FeedForwardConfig(Section):
     mlp_dim_multiple: Count = key(128, only_if="dynamic_mlp_dim")
     """Multiple to which widths of dynamic_mlp_dim are rounded."""
 
-    @property
-    def is_random(self) -> bool:
-        """Whether its activations draw random numbers in training."""
-        return self.feed_forward_type == "mlp" and "rrelu" in self.mlp_activations
-
     def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
         """Returns the hidden width F of each layer's MLP."""
         num_layers, width = dimensions.num_layers, dimensions.mlp_dim
@@ -234,9 +228,6 @@ class FeedForwardConfig(Section):
         step = self.mlp_dim_multiple
         last = max(num_layers - 1, 1)
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
-
-
-_SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
 class SecondExpert(Options):
@@ -327,10 +318,9 @@ class PattentionConfig(Section):
     def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
         """Slots of one Pattention at a place, every -1 replaced."""
         own: int = getattr(self, f"{place}_slot_num")
-        if own != -1:
-            return own
         base = emb_dim if self.slot_num == -1 else self.slot_num
-        return 4 * base if place == "ffn" else base
+        default = 4 * base if place == "ffn" else base
+        return default if own == -1 else own
 
     def fixed_zoom(self, place: SlotPlace) -> float:
         """Replacement of n in sqrt(n) at a place; 0 is the slots there."""
@@ -418,11 +408,9 @@ class DenseConfig(Section):
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
-        if not self.dense_conn:
-            return False
         if self.dense_target_layers is not None:
-            return depth in self.dense_target_layers
-        return depth % self.dense_period == 0
+            return self.dense_conn and depth in self.dense_target_layers
+        return self.dense_conn and depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
         """Returns the sources after `depth` layers: 0 is the embedding."""

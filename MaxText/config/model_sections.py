@@ -125,9 +125,8 @@ class HeadConfig(Section):
 
     @property
     def name(self) -> str:
-        if self.head_type != "auto":
-            return self.head_type
-        return "head_qk" if self.head_qk else "linear"
+        name = "head_qk" if self.head_qk else "linear"
+        return name if self.head_type == "auto" else self.head_type
 
 
 class ObjectiveConfig(Section):
@@ -285,7 +284,7 @@ class ModelConfig(Section):
     def layer_overrides(self) -> tuple[Overrides, ...]:
         """Keys of each layer, replacing the model's own."""
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
-        kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
+        kinds = self.attention.kinds(num_layers)
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         kinds_by_letter = dict(self.block.layer_kinds)
@@ -343,10 +342,8 @@ class ModelConfig(Section):
 
     @property
     def connection(self) -> str:
-        name = self.block.connection_type
-        if name == "auto":
-            return "dense" if self.dense_connections.dense_conn else "residual"
-        return name
+        name = "dense" if self.dense_connections.dense_conn else "residual"
+        return name if self.block.connection_type == "auto" else self.block.connection_type
 
     @property
     def layer_plan(self) -> LayerPlan:
@@ -369,17 +366,22 @@ class ModelConfig(Section):
 
     @property
     def _draws(self) -> bool:
-        routing = self.mixture_of_experts
+        routing, part = self.mixture_of_experts, self.feed_forward
         draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
         return (
-            self.feed_forward.is_random
+            (part.feed_forward_type == "mlp" and "rrelu" in part.mlp_activations)
             or any(map(self.dropout.rate, DROPOUT_PLACES))
             or (draws_experts and routing.moe_second.policy == "random")
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
-        if unlike := self._unfit_for_stages():
+        unlike = self.scan_unsupported_reason
+        if self.block.share_layer_params:
+            unlike = "share_layer_params=true: there is one layer, and nothing to split into stages"
+        elif not unlike and not self.layer_plan.is_whole:
+            unlike = "layers are not repeats of one pattern, so stages cannot run the same program"
+        if unlike:
             raise ValueError(f"{unlike}\n{NO_STAGES}")
         period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
@@ -408,15 +410,6 @@ class ModelConfig(Section):
                 f"num_pipeline_microbatches={num_stages}, or more\nnum_pipeline_repeats=1"
             )
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
-
-    def _unfit_for_stages(self) -> str:
-        if self.block.share_layer_params:
-            return "share_layer_params=true: there is one layer, and nothing to split into stages"
-        if self.scan_unsupported_reason is not None:
-            return self.scan_unsupported_reason
-        if not self.layer_plan.is_whole:
-            return "layers are not repeats of one pattern, so stages cannot run the same program"
-        return ""
 
     @property
     def scan_unsupported_reason(self) -> str | None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
-from MaxText.config.model_rules import undivided
+from MaxText.config.model_rules import RULES, rule, undivided
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
-from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
 
 __all__ = ["RULES", "broken_letters"]
@@ -134,10 +133,8 @@ def _mixture(data_mixture_weights, num_epoch):
     for part in data_mixture_weights:
         location, stitch, sampling, weight = mix_part(part)
         if sampling not in SAMPLINGS:
-            known = ", ".join(SAMPLINGS)
-            return (
-                f"data_mixture_weights: sampling {sampling!r} of {location} is not one of {known}"
-            )
+            what = f"data_mixture_weights: sampling {sampling!r} of {location}"
+            return f"{what} is not one of {', '.join(SAMPLINGS)}"
         if stitch < 1:
             return f"data_mixture_weights: {location} has stitch {stitch}, which must be 1 or more"
         if weight <= 0:
@@ -350,10 +347,7 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
 @rule("mlm_training", programs="decode")
 def _generates(causal):
     if not causal:
-        return (
-            "causal=false (which mlm_training=true implies): a bidirectional model cannot generate "
-            "text token by token"
-        )
+        return "causal=false (which mlm_training=true implies) cannot generate text token by token"
 
 
 # ---- The run
@@ -362,10 +356,7 @@ def _generates(causal):
 @rule(finds_unused=True)
 def _profile(profiler, profiler_window, steps):
     if profiler and 0 < steps <= profiler_window.skip:
-        return (
-            f"the profiler waits {profiler_window.skip} steps (profiler_window.skip), but the run "
-            f"has {steps=}"
-        )
+        return f"the profiler waits for {profiler_window.skip=} steps, but the run has {steps=}"
 
 
 @rule(finds_unused=True)

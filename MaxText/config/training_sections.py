@@ -153,9 +153,8 @@ class ScheduleConfig(Section):
 
     @property
     def num_warmup_steps(self) -> int:
-        if self.warmup_steps != -1:
-            return self.warmup_steps
-        return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
+        default = int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
+        return default if self.warmup_steps == -1 else self.warmup_steps
 
 
 # Base rules: logical name -> mesh axes. Earlier rules assign their mesh axes first; a later rule of
