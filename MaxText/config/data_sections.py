@@ -101,12 +101,10 @@ class DataConfig(Section):
     token_records: TokenRecords = options(TokenRecords)
     enable_data_shuffling: bool = key(True, "Visit sequences in random order, a new one per epoch.")
     data_shuffle_seed: Natural = key(0, "Seed of shuffling and of synthetic tokens.", only_if={})
-    iter_file_nums: Natural = key(0)
-    """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
+    iter_file_nums: Natural = key(0, "Shuffle in groups of this many files, in order; 0 globally.")
     megatron: MegatronOptions = options(MegatronOptions)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
-    packing: bool = key(True)
-    """Pack several documents into a sequence; false starts each one in a new padded sequence."""
+    packing: bool = key(True, "Pack documents into sequences; false starts each in a padded one.")
     grain_packing_type: PackingType = key("concat_then_split", only_if="packing")
     """concat_then_split: concatenate documents and split every max_target_length tokens. first_fit,
     best_fit: keep documents whole if they fit."""
@@ -210,8 +208,7 @@ class PreparationConfig(Section):
     validation_fraction: Fraction = key(0.01, "Fraction of documents in the validation split.")
     prepare_seed: Natural = key(0, "Seed of the choice of held-out documents.")
     prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenizing.")
-    prepare_minimum_tokens: Natural = key(0, unit="tokens")
-    """Skip documents with fewer tokens (they are counted)."""
+    prepare_minimum_tokens: Natural = key(0, "Skip shorter documents (counted).", unit="tokens")
     prepare_num_workers: Natural = key(0, "Tokenizer processes; 0 is one per core.")
     prepare_output_format: OutputFormat = key("bin")
     """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token

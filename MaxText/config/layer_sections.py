@@ -123,8 +123,7 @@ class PositionConfig(Section):
     rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key("default", only_if=_ROTARY)
     """Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:
     divide low frequencies. yarn: the same with another transition, and scaled scores."""
-    rope_factor: float = key(8.0, only_if=_SCALED, ge=1)
-    """Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32)."""
+    rope_factor: float = key(8.0, "Divisor (Llama 3.1: 8, 3.2: 32).", only_if=_SCALED, ge=1)
     original_max_position_embeddings: Count = key(8192, unit="tokens", only_if=_EXTENDED)
     """Context length before frequencies were scaled."""
     low_freq_factor: Positive = key(1.0, only_if=_LLAMA)
@@ -177,10 +176,9 @@ class AttentionConfig(Section):
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
-    """Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24
-    alternating layers. local: the last sliding_window_size tokens. linear: constant cost per token
-    (except with causal=false and several documents). none: a feed-forward alone. Empty: all
-    global."""
+    """Attention kinds per layer, patterns with counts: [[[global, local], 12]] is 24 alternating
+    layers. local: the last sliding_window_size tokens. linear: constant cost per token (except with
+    causal=false and several documents). none: a feed-forward alone. Empty: all global."""
     sliding_window_size: Count = key(256, unit="tokens")
     """Tokens that a local query sees, with itself; without a causal mask also as many after it."""
     linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
@@ -297,10 +295,8 @@ class PattentionConfig(Section):
     """Slots of each attention projection; the feed-forward has 4 times as many. -1 is emb_dim."""
     qkv_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
     """Slots of each query, key and value projection; -1 is slot_num."""
-    proj_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
-    """Slots of the output projection; -1 is slot_num."""
-    ffn_slot_num: CountOrAuto = key(-1, only_if=_FEED_FORWARD)
-    """Slots of the feed-forward; -1 is 4 * slot_num."""
+    proj_slot_num: CountOrAuto = key(-1, "Output slots; -1 is slot_num.", only_if=_QKV_AND_OUTPUT)
+    ffn_slot_num: CountOrAuto = key(-1, "FFN slots; -1 is 4 * slot_num.", only_if=_FEED_FORWARD)
     normalize_type: SlotNormalization = key("l2_norm_gelu", only_if_any=_ANYWHERE)
     """Theta over the n slots. l2_norm_gelu: gelu(sqrt(n) a / (|a| + eps)). gelu_l2_norm: gelu
     first. l2_norm: no gelu. softmax: n times softmax. gelu_layer_norm: LayerNorm of gelu."""

@@ -94,11 +94,8 @@ def _rotary(rotary_pct, model, dimensions):
 
 @rule("position_embedding", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
 def _rotary_bands(rope_type, model, **bands):
-    pairs = {
-        "llama3.1": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_slow", "beta_fast"),
-    }
-    low, high = pairs.get(rope_type, ("", ""))
+    ends = {"llama3.1": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    low, high = ends.get(rope_type, ("", ""))
     if low and model.position.position_embedding == "rotary" and bands[low] >= bands[high]:
         return (
             f"{low}={bands[low]:g} must be below {high}={bands[high]:g}: "
@@ -224,10 +221,7 @@ def _parts(model):
                 return f"{KINDS[kind]}={name}: {found}"
             mixes = config.dense_connections.mixes_attention_inputs
             if kind == "mixer" and mixes and not part.has_separate_inputs:
-                return (
-                    f"mixer={name} has one input, and dense_conn=true makes several\n"
-                    "dense_streams=[r]"
-                )
+                return f"mixer={name} has one input, dense_conn=true several\ndense_streams=[r]"
 
 
 @rule("dense_conn")
@@ -333,8 +327,7 @@ def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, mod
     else:
         return None
     return (
-        f"{what}, but dense_conn=true gives queries, keys and values inputs of their own\n"
-        "dense_streams=[r]"
+        f"{what}, but dense_conn=true gives queries, keys and values own inputs\ndense_streams=[r]"
     )
 
 
@@ -403,10 +396,7 @@ def _experts(feed_forward_type, mlp_activations, config, dimensions):
         return "moe_layers: the list is empty, so no layer has experts\nnum_experts=1"
     if section.moe_activations is None:
         for name in set(mlp_activations) & set(get_args(NotElementwise)):
-            return (
-                f"mlp_activations: {name} is not elementwise, as experts require\n"
-                "moe_activations=[gelu]"
-            )
+            return f"mlp_activations: experts need elementwise, not {name}\nmoe_activations=[gelu]"
     if feed_forward_type == "pattention":
         return "num_experts: experts are MLPs; with feed_forward_type=pattention there is none"
 

@@ -140,8 +140,7 @@ class ObjectiveConfig(Section):
     z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": "cross_entropy"})
     """Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section 5).
     Entmax has no normalizer."""
-    num_vocab_tiling: Count = key(1)
-    """Sequence chunks for logits and loss, so that [B,T,V] is never materialized."""
+    num_vocab_tiling: Count = key(1, "Sequence chunks for logits and loss; avoids a whole [B,T,V].")
     parts: ObjectiveParts = ObjectiveParts()
 
 

@@ -183,10 +183,7 @@ def _strided(records, prepare_output_format):
         )
     for name in ("min_length", "stride"):
         if (number := getattr(records, name)) > records.max_length:
-            return (
-                f"records.{name}={number} above records.max_length={records.max_length} would "
-                "leave tokens out"
-            )
+            return f"records.{name}={number} above {records.max_length=} would leave tokens out"
 
 
 @rule()
@@ -339,8 +336,7 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
         return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
     if decode_sampling_strategy == "nucleus" and decode_sampling_nucleus_p == 1:
         return (
-            "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
-            "probability to keep"
+            "decode_sampling_strategy=nucleus keeps the probability decode_sampling_nucleus_p < 1"
         )
 
 

@@ -140,13 +140,11 @@ class ScheduleConfig(Section):
     learning_rate: Positive = key(3e-5, "Peak learning rate.")
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key("cosine")
     """Learning rate schedule after warm-up; wsd is warm-up, stable, decay."""
-    learning_rate_schedule_steps: CountOrAuto = key(-1, unit="steps")
-    """Length of the schedule; -1 is `steps`."""
+    learning_rate_schedule_steps: CountOrAuto = key(-1, "Length; -1 is `steps`.", unit="steps")
     warmup_steps_fraction: Share = key(0.1, only_if={"warmup_steps": -1})
     """Fraction of the schedule spent on warm-up."""
     warmup_steps: int = key(-1, "Warm-up steps; -1: warmup_steps_fraction.", unit="steps", ge=-1)
-    learning_rate_final_fraction: Share = key(0.1, only_if=_DECAYING)
-    """Final learning rate as a fraction of the peak."""
+    learning_rate_final_fraction: Share = key(0.1, "Final fraction of the peak.", only_if=_DECAYING)
     learning_rate_decay: LearningRateDecay = options(LearningRateDecay, only_if=_DECAYING)
     wsd_decay_steps_fraction: Share = key(0.1, only_if={"lr_schedule_type": "wsd"})
     """Fraction of the schedule spent on decay."""
@@ -210,8 +208,7 @@ class MeshConfig(Section):
     false rejects such sizes."""
     ici_data_parallelism: CountOrAuto = key(1, "Copies of the model inside a slice. -1 fills.")
     ici_pipeline_parallelism: Count = key(1, "Pipeline stages inside a slice that split layers.")
-    ici_fsdp_parallelism: CountOrAuto = key(-1)
-    """Devices of a slice over which weights and batch are split. -1 fills."""
+    ici_fsdp_parallelism: CountOrAuto = key(-1, "Devices that split weights and batch. -1 fills.")
     ici_fsdp_transpose_parallelism: CountOrAuto = key(1)
     """Devices of a slice that split the batch and the other dimension of MLP weights. -1 fills."""
     ici_context_parallelism: CountOrAuto = key(1)
@@ -262,8 +259,7 @@ class GrowthOptions(Options):
     """Restart the data, or continue at the position of the smaller model."""
     stored_slot_num: CountOrAuto = key(-1, only_if=_GROWS)
     """Expected slots of the stored model, which are read from the checkpoint; -1: no check."""
-    allow_truncation: bool = key(False, only_if=_GROWS)
-    """Allow a model with fewer slots or layers, and drop the rest."""
+    allow_truncation: bool = key(False, "Allow dropping stored slots or layers.", only_if=_GROWS)
 
 
 class CheckpointStorage(Options):
@@ -293,8 +289,7 @@ class CheckpointingConfig(Section):
     save_checkpoint_on_completion: bool = key(True, "Save after the last step.")
     max_to_keep: int | None = key(None, ge=1)
     """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as well."""
-    keep_period: int | None = key(None, unit="steps", ge=1)
-    """Checkpoints at multiples of this step are never deleted."""
+    keep_period: int | None = key(None, "Never delete multiples of this step.", unit="steps", ge=1)
     load_parameters_path: str = key("", only_if={})
     """Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging
     Face). Those of a model with fewer slots or layers grow
@@ -366,8 +361,7 @@ class RollbackOptions(Options):
     on_rise: NonNegative = key(0.25)
     """Roll back when the median loss of the last skip_step_interval accepted steps is this fraction
     of its minimum (or of 1 nat, if that is more) above it; 0 disables."""
-    margin: Natural = key(8, unit="updates")
-    """Steps before the first suspicious one whose data are excluded as well."""
+    margin: Natural = key(8, "Excluded steps before the first suspicious one.", unit="updates")
     snapshot_period: Natural = key(0, unit="updates")
     """Steps between snapshots in host memory; 0 rolls back to the last healthy checkpoint."""
     maximum: Natural = key(3, "Maximum rollbacks; the next one stops the run with exit code 1.")

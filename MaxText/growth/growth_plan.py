@@ -74,10 +74,6 @@ class GrowthPlan(NamedTuple):
         return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
 
     @property
-    def changes(self) -> bool:
-        return bool(self.slots or self.layers)
-
-    @property
     def adds_slots(self) -> bool:
         return any(new > old for old, new in self.slots.values())
 

@@ -59,20 +59,15 @@ def resolve_growth(
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
     """
-    checkpoint = config.checkpoint
     if own:
         return _as_recorded(config, own, is_resumed=True)
-    if checkpoint.load_full_state_path:
-        stored = checkpoint_files.resolve_checkpoint(
-            checkpoint.load_full_state_path, "load_full_state_path"
-        )
+    if path := config.checkpoint.load_full_state_path:
+        stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
         return _as_recorded(config, [stored], is_resumed=False)
-    if not checkpoint.load_parameters_path:
-        _refuse_rate(config, "a run without load_parameters_path")
-        return ResolvedGrowth(config)
-    return resolve_growth_from(
-        config, open_source(checkpoint.load_parameters_path, flatten(config))
-    )
+    if path := config.checkpoint.load_parameters_path:
+        return resolve_growth_from(config, open_source(path, flatten(config)))
+    _refuse_rate(config, "a run without load_parameters_path")
+    return ResolvedGrowth(config)
 
 
 def _as_recorded(
@@ -121,16 +116,16 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
 
     checkpoint = config.checkpoint
     growth = source.plan(abstract_model(config).parameters, flatten(config))
+    mode, changes = checkpoint.growth.mode, growth.slots or growth.layers
     _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
-    mode = checkpoint.growth.mode
-    if growth.changes:
+    if changes:
         _check_possible(config, growth, source)
     keys = _zoom_keys(config, growth, source)
     lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
     if keys and growth.slots and mode != "function_preserving":
         names = " and ".join(keys)
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
-    if not growth.changes:
+    if not changes:
         return _resolve_without_change(config, source, keys, lines)
     record = growth_plan.make_record(growth, checkpoint, keys)
     position = None

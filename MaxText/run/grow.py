@@ -84,9 +84,8 @@ def grow(request: ConvertArgs, log: Log) -> None:
     # The new parameters themselves own cost.
     metadata = {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
     with imported_run.atomic_target(request.target) as partial:
-        imported_run.write_run(
-            partial, weights, model_keys(flatten(resolved.config)), comment, metadata
-        )
+        keys = model_keys(flatten(resolved.config))
+        imported_run.write_run(partial, weights, keys, comment, metadata)
         # The smaller model's tokenizer; a dataset keeps its own.
         folder = Path(source.folder)
         if source.stored is not None:

@@ -196,21 +196,18 @@ class MetricLogger:
         self._period = config.monitoring.step_log_period
         self._last_step = last_step
         self._observe = observe
-        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
-        self._newest: Mapping[str, Any] | None = None
-        self.newest_step: int | None = None  # the last dispatched step
-        self._waiting = False  # whether the newest step is unreported
-        self._reported_step = -1
         self._has_reported = False
-        self._since = 0.0
         self._data_seconds = 0.0
+        self.start(0)
 
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
             self._run_logger.trend.roll_back()
-        self._losses = []
-        self._newest, self.newest_step, self._waiting = None, None, False
+        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
+        self._newest: Mapping[str, Any] | None = None
+        self.newest_step: int | None = None  # the last dispatched step
+        self._waiting = False  # whether the newest step is unreported
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
 
@@ -233,9 +230,8 @@ class MetricLogger:
         if not self._waiting or step is None:
             return
         self._waiting = False
-        metrics = {
-            name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
-        }
+        newest = jax.device_get(self._newest)
+        metrics = {name: np.asarray(value).item() for name, value in newest.items()}
         shown = metrics | self._mean_losses()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step

@@ -141,10 +141,8 @@ def _resume(
         if restored is not None:
             state, position, metadata = restored
             checkpoints.resume_from(step)
-            source, folder = f"checkpoint of step {step}", str(checkpoints.stored(step))
-            return RestoreResult(
-                state, step + 1, position, source, "resume", metadata, folder, step
-            )
+            source, place = f"checkpoint of step {step}", str(checkpoints.stored(step))
+            return RestoreResult(state, step + 1, position, source, "resume", metadata, place, step)
         failures.append(f"step {step}: {reason}")
         log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
@@ -248,10 +246,8 @@ class Lineage:
             stored = metadata.get("spent")
             spent = TrainingCost(**stored) if stored else cls(stats).spent_before(first)
             return cls(stats, metadata.get("lineage", ()), first, spent)
-        folder, step = restored.folder, restored.stored_step
-        return cls(
-            stats, ancestors_of(metadata, folder, step, restored.how, restored.growth), first
-        )
+        folder, step, how = restored.folder, restored.stored_step, restored.how
+        return cls(stats, ancestors_of(metadata, folder, step, how, restored.growth), first)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns this run's usage before a step, without its ancestors."""
