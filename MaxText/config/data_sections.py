@@ -37,8 +37,7 @@ class MegatronOptions(Options):
     """Order and split of Megatron data."""
 
     order: Literal["stored", "gpt_neox"] = key("stored")
-    """Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample index
-    that GPT-NeoX builds from data_shuffle_seed)."""
+    """Samples as stored (Pythia: shuffled), or in gpt_neox's index built from data_shuffle_seed."""
     split: str = key("")
     """Shares of train, validation, test documents in order gpt_neox: 969,30,1. Empty: all train."""
 
@@ -47,8 +46,7 @@ class BadRecordOptions(Options):
     """Handling of unreadable records."""
 
     action: Literal["fail", "skip"] = key("fail")
-    """Action on a record with a wrong checksum during import: fail the run, or skip the record.
-    Corrupted text always fails."""
+    """On a wrong checksum of an imported record: fail, or skip it. Corrupted text always fails."""
     maximum: Natural = key(100)
     """Unreadable records after which a run with bad_records.action=skip fails too; also the rows
     and files of text that preparation skips because they cannot be read, 0 for none."""
@@ -116,8 +114,7 @@ class DataConfig(Section):
     bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
     data_retry: DataRetryOptions = options(DataRetryOptions)
     excluded_samples: tuple[tuple[int, int], ...] = key((), only_if={})
-    """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
-    later samples move up."""
+    """Pairs [first, end] of training samples to exclude, as rollbacks do; later ones move up."""
     grain_worker_count: Natural = key(0, "Reader processes; 0 is a thread of the main process.")
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
 

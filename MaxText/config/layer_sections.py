@@ -113,8 +113,7 @@ class PositionConfig(Section):
     """rotary rotates queries and keys; learned adds a table to the embedding, axial the mean of two
     smaller tables; alibi penalizes scores by distance."""
     axial_pos_shape: tuple[int, ...] = key((), only_if={"position_embedding": "axial"})
-    """Rows (a, b) of the two tables; position p uses row p // b of the first and p % b of the
-    second (GPT-Neo: axial_pos_emb)."""
+    """Rows (a, b) of both tables; position p: rows p // b and p % b (GPT-Neo: axial_pos_emb)."""
     alibi_max_bias: Positive = key(8.0, only_if={"position_embedding": "alibi"})
     """ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022)."""
     trainable_position_size: int = key(-1, unit="tokens", only_if=_LEARNED, ge=-1)
@@ -137,8 +136,7 @@ class PositionConfig(Section):
     rotary_pct: float = key(1.0, only_if=_ROTARY, gt=0, le=1)
     """Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25)."""
     rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", only_if=_ROTARY)
-    """Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with
-    bfloat16, MUDDPythia with float16."""
+    """Dtype of sines and cosines. Released: MUDDFormer with bfloat16, MUDDPythia with float16."""
 
 
 _BLOCKED = {"attention": ["autoselected", "blocked"]}
@@ -232,8 +230,7 @@ class SecondExpert(Options):
     """A token's second expert."""
 
     policy: Literal["all", "none", "threshold", "random"] = key("all")
-    """Its use in training. threshold: if its gate exceeds the threshold. random: with probability
-    gate / threshold (GPT-Neo)."""
+    """Use in training; threshold: gate above it, random: probability gate / threshold (GPT-Neo)."""
     policy_eval: Literal["all", "none", "threshold"] = key("all", "As policy, outside training.")
     threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
@@ -303,8 +300,7 @@ class PattentionConfig(Section):
     gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
     """Tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch code)."""
     score_norm_epsilon: float | None = key(None, only_if=_L2, only_if_any=_ANYWHERE, ge=0)
-    """Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with l2_norm_gelu,
-    else 1e-8. TokenFormer's PyTorch code has 0."""
+    """Epsilon outside Theta's root; null: 1e-5 (l2_norm_gelu) or 1e-8. TokenFormer's PyTorch: 0."""
     zoom_dim: NonNegative = key(0.0, only_if=_L2, only_if_any=_ANYWHERE)
     """Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 times
     as much in the feed-forward. 0 is the number of slots."""
@@ -357,8 +353,7 @@ class DenseConfig(Section):
     """Dense connections (MUDDFormer): layers read weighted sums of the embedding and all previous
     layer outputs instead of the last output alone."""
     dense_streams: tuple[Way, ...] = key(("q", "k", "v", "r"))
-    """Streams with their own depth-wise sum: any of q, k, v, r. A missing stream uses the sum of r,
-    or the last output if r is missing."""
+    """Streams q, k, v, r with own depth-wise sums; others use that of r, or the last output."""
     dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")
     dense_sparsity: Literal["all", "dilated", "window", "list"] = key("all")
@@ -374,8 +369,7 @@ class DenseConfig(Section):
     """Add a normalized sum, with a learned scale that starts at 0.001, to the last output: on
     stream r only (MUDDFormer's JAX code) or on all streams (its paper)."""
     dynamic_dense_act_cls: Activation = key("gelu", only_if=_DYNAMIC)
-    """Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's JAX
-    code; gelu_erf as in the released models."""
+    """Activation for dynamic weights. gelu: MUDDFormer's JAX code, gelu_erf: released models."""
     dynamic_dense_hidden_round: Literal["none", "ceil", "reference"] = key(
         "reference", only_if=_DYNAMIC
     )

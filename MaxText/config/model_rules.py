@@ -82,10 +82,9 @@ def _head_dim(head_dim, dimensions):
 
 @rule("head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
 def _rotary(rotary_pct, model, dimensions):
-    if model.position.position_embedding != "rotary" or dimensions.head_dim < 1:
-        return None
     turned = int(dimensions.head_dim * rotary_pct)
-    if turned < 2 or turned % 2:
+    is_rotary = model.position.position_embedding == "rotary" and dimensions.head_dim > 0
+    if is_rotary and (turned < 2 or turned % 2):
         return (
             f"rotary rotates pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
             f"{rotary_pct:g} gives {turned}, not an even number from 2"
@@ -296,9 +295,7 @@ def _axial(axial_pos_shape, position_embedding, max_target_length):
         )
     rows, columns = axial_pos_shape
     if rows * columns < max_target_length:
-        return (
-            f"axial_pos_shape: {rows} * {columns} = {rows * columns} is below {max_target_length=}"
-        )
+        return f"axial_pos_shape: {rows} * {columns} = {rows * columns} < {max_target_length=}"
 
 
 @rule(finds_unused=True)
@@ -318,17 +315,13 @@ def _rezero(use_rezero, parallel_residual_shared_norm, model):
 def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, model):
     if not model.dense_connections.mixes_attention_inputs:
         return None
+    own = "dense_conn=true gives queries, keys and values inputs of their own\ndense_streams=[r]"
     if use_macaron:
-        what = "use_macaron=true puts a feed-forward before attention"
-    elif model.block.block_arrangement == "parallel" and parallel_residual_shared_norm:
-        what = "parallel_residual_shared_norm=true has one norm before attention"
-    elif static_sgu:
-        what = "static_sgu=true splits the one input of attention"
-    else:
-        return None
-    return (
-        f"{what}, but dense_conn=true gives queries, keys and values own inputs\ndense_streams=[r]"
-    )
+        return f"use_macaron=true puts a feed-forward before attention, but {own}"
+    if model.block.block_arrangement == "parallel" and parallel_residual_shared_norm:
+        return f"parallel_residual_shared_norm=true has one norm before attention, but {own}"
+    if static_sgu:
+        return f"static_sgu=true splits the one input of attention, but {own}"
 
 
 @rule("decoder_block")

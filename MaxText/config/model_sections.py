@@ -112,8 +112,7 @@ class HeadConfig(Section):
     )
     """Type of the final norm; auto is normalization_type."""
     head_qk: bool = key(False, only_if={"head_type": ["auto", "head_qk"]})
-    """Head-QK: add to the logit of each id the scores between the current token and earlier tokens
-    with that id (fattorib/transformer)."""
+    """Head-QK: add scores with earlier tokens of an id to its logit (fattorib/transformer)."""
     head_qk_dim: Count = key(256, only_if_any={"head_qk": [True], "head_type": ["head_qk"]})
     """Width of the queries and keys of Head-QK."""
     normalize_embedding_logits: bool = key(True, "Divide logits by sqrt(emb_dim).", only_if=_TIED)
@@ -197,8 +196,7 @@ class InitConfig(Section):
     """Standard deviation of the initial weights."""
     init_scale_by: InitScale = options(InitScale, only_if={"weight_init": ["normal", "gpt_neo"]})
     embedding_init_std: float | None = key(None, gt=0)
-    """Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and xavier,
-    else that of weight_init."""
+    """std of token and position tables; null: 1 (fan_in, tokenformer, xavier) or weight_init's."""
     init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
@@ -217,9 +215,8 @@ class NumericsConfig(Section):
     """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU of compute
     capability 8.9+), but not embeddings, head, attention scores, norms and expert routers."""
     quantization_rules: tuple[tuple[str, Quantization], ...] = key(())
-    """Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a
-    layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins, and
-    the others follow `quantization`."""
+    """Pairs [regex, int8 | fp8 | ''] of quantization by module path in a layer, such as [['mlp/wo',
+    ''], ['self_attention/.*', 'int8']]; the first full match wins, else `quantization`."""
 
     def quantization_of(self, path: str) -> Quantization:
         for pattern, kind in self.quantization_rules:

@@ -39,9 +39,8 @@ def _length(steps, learning_rate_schedule_steps):
 @rule()
 def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
     length, warmup = config.schedule.learning_rate_schedule_steps, config.schedule.num_warmup_steps
-    if config.schedule.lr_schedule_type != "wsd" or length == -1:
-        return None
-    if warmup + int(length * wsd_decay_steps_fraction) > length:
+    is_wsd = config.schedule.lr_schedule_type == "wsd" and length != -1
+    if is_wsd and warmup + int(length * wsd_decay_steps_fraction) > length:
         given = f"{warmup_steps_fraction=:g}" if warmup_steps == -1 else f"{warmup_steps=}"
         return (
             f"{given} and {wsd_decay_steps_fraction=:g} are more than the {length} steps of the "
@@ -163,9 +162,8 @@ def _needs_dataset(dataset_path, grain_train_files, data_mixture_weights, datase
 
 @rule(programs="train")
 def _evaluates_on_something(eval_interval, grain_eval_files, grain_train_files, config):
-    if config.data.dataset_type != "grain" or eval_interval == -1:
-        return None
-    if grain_train_files and not (grain_eval_files or config.data.dataset_path):
+    evaluates = config.data.dataset_type == "grain" and eval_interval != -1
+    if evaluates and grain_train_files and not (grain_eval_files or config.data.dataset_path):
         return (
             "eval_interval asks for evaluation, and grain_train_files names no records for it\n"
             "grain_eval_files=PATTERN\neval_interval=-1 (no evaluation)"
@@ -230,17 +228,13 @@ def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatr
             f"{eval_stride=} is above {max_target_length=}: the tokens between two windows would "
             f"not be scored\neval_stride={max_target_length} or less"
         )
-    if eval_stride == -1:
-        return None
-    if mlm_training:
-        what, remedy = "slides a window over the text of a causal model", "mlm_training=false"
-    elif use_truncation:
-        what, remedy = "scores every token", "use_truncation=false"
-    elif megatron.order != "stored":
-        what, remedy = "reads documents in stored order", "megatron.order=stored"
-    else:
-        return None
-    return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
+    for is_set, what, remedy in (
+        (mlm_training, "slides a window over the text of a causal model", "mlm_training=false"),
+        (use_truncation, "scores every token", "use_truncation=false"),
+        (megatron.order != "stored", "reads documents in stored order", "megatron.order=stored"),
+    ):
+        if is_set and eval_stride != -1:
+            return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
 
 
 @rule("mlm_training", programs="eval")
@@ -335,9 +329,7 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
     if decode_sampling_strategy == "topk" and not decode_sampling_top_k:
         return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
     if decode_sampling_strategy == "nucleus" and decode_sampling_nucleus_p == 1:
-        return (
-            "decode_sampling_strategy=nucleus keeps the probability decode_sampling_nucleus_p < 1"
-        )
+        return "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1"
 
 
 @rule("mlm_training", programs="decode")

@@ -23,9 +23,8 @@ class RunConfig(Section):
     """Name, folder and length of the run."""
 
     run_name: str = key("")
-    """Run folder under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else
-    model_name or config name with date and time. May be a full path: /folder/run or
-    gs://bucket/run."""
+    """Run folder in base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else
+    model_name or config name with date and time. Or a full path: /folder/run, gs://bucket/run."""
     base_output_directory: str = key("", "Output root, folder or gs://. Empty: ./maxtext_output.")
     model_name: str = key("default", "Preset of configs/models/, applied over the config file.")
     import_modules: tuple[str, ...] = key(())
@@ -65,9 +64,8 @@ class BatchConfig(Section):
     global_rampup_samples: Count = key(500, unit="sequences", only_if=_RAMPS)
     """Sequences of the whole ramp-up, divided evenly between its stages."""
     sequence_length_stages: tuple[tuple[int, int], ...] = key(())
-    """Pairs [first step, length] of shorter sequences at the start, for example
-    [[0,256],[400,512],[800,1024]]; sequences are split, so that every step has the same number of
-    tokens. Empty: max_target_length throughout."""
+    """Pairs [first step, length] of shorter sequences at the start: [[0,256],[400,512],[800,1024]];
+    sequences are split, with equal tokens in every step. Empty: max_target_length."""
 
 
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
@@ -204,8 +202,7 @@ class MeshConfig(Section):
     """
 
     allow_split_physical_axes: bool = key(True)
-    """Split an axis of the TPU network over several mesh axes if no mesh keeps all of them whole.
-    false rejects such sizes."""
+    """Split TPU network axes over mesh axes if no mesh keeps all whole; false rejects that."""
     ici_data_parallelism: CountOrAuto = key(1, "Copies of the model inside a slice. -1 fills.")
     ici_pipeline_parallelism: Count = key(1, "Pipeline stages inside a slice that split layers.")
     ici_fsdp_parallelism: CountOrAuto = key(-1, "Devices that split weights and batch. -1 fills.")
@@ -291,9 +288,8 @@ class CheckpointingConfig(Section):
     """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as well."""
     keep_period: int | None = key(None, "Never delete multiples of this step.", unit="steps", ge=1)
     load_parameters_path: str = key("", only_if={})
-    """Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging
-    Face). Those of a model with fewer slots or layers grow
-    (docs/how-to/train_and_grow_tokenformer.md)."""
+    """Start from these parameters only: a run, step folder, its items/ or hf:FOLDER (Hugging Face).
+    Those with fewer slots or layers grow (docs/how-to/train_and_grow_tokenformer.md)."""
     load_full_state_path: str = key("", only_if={})
     """Start from the parameters, optimizer state and step of another run."""
     growth: GrowthOptions = options(GrowthOptions, only_if={})
@@ -317,8 +313,7 @@ class WandbOptions(Options):
     project: str = key("maxtext", "W&B project of the run.")
     entity: str = key("", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.")
     mode: Literal["online", "offline", "disabled"] = key("online")
-    """offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing.
-    $WANDB_MODE is not read."""
+    """offline: all in <run>/wandb for `wandb sync`; disabled: nothing. $WANDB_MODE is not read."""
 
 
 class ProfilerWindow(Options):
@@ -385,9 +380,8 @@ class GuardConfig(Section):
     abort_on_nan_loss: bool = key(True)
     """Exit with code 1 when a logged loss is not finite and its step was not skipped."""
     heartbeat_timeout: NonNegative = key(600.0, unit="seconds")
-    """Seconds without progress, in this process or another one of the run, after which it prints
-    the stack of every thread and exits with code 76; 0 waits forever. Starting, compiling and
-    finishing have six times as long."""
+    """Seconds without progress, in any process of the run, until it prints each thread's stack and
+    exits with code 76; 0 waits forever. Six times as long to start, compile and finish."""
 
 
 Strategy = Literal["composite", "greedy", "weighted", "nucleus", "topk"]
@@ -458,8 +452,7 @@ class ScoringConfig(Section):
     """Evaluation by eval.py, in addition to the keys of evaluation."""
 
     eval_stride: CountOrAuto = key(-1, unit="tokens")
-    """Targets per window that earlier windows have not scored; the rest is context. -1:
-    non-overlapping windows, as in train.py."""
+    """New targets per window; the rest is context. -1: non-overlapping windows, as in train.py."""
     eval_output: str = key("")
     """Output file for results (JSON). Empty: eval/<step>.json in the run, or the terminal only."""
     eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key((), "Tasks to score (task_files).")
