@@ -19,9 +19,8 @@ from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import grow_shard
+from MaxText.growth.growth_plan import KEY, grow_shard, open_source
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
-from MaxText.growth.source import KEY, open_source
 from MaxText.inference import checkpoint_config
 from MaxText.run.restore import ancestors_of
 

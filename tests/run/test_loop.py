@@ -16,11 +16,10 @@ def test_actions_after_a_step(step, later, interval, checkpoint_due, stop_reques
     loop.preemption.requested.return_value = stop_requested
     loop.next_batch.side_effect, loop.metric_logger.newest_step = ["batch", None], None
     Loop.run(loop, evaluation_due=False)
-    # The last step ends the run as if no signal had asked it to stop.
-    stop = stop_requested and later > 0
+    stop = stop_requested and later > 0  # the last step ends the run anyway
     due = interval > 0 and (not later or (step + 1) % interval == 0)
-    assert loop.evaluate.called == (due and not stop)
     saved = [call.kwargs["evaluation_is_due"] for call in loop.save.call_args_list]
+    assert loop.evaluate.called == (due and not stop)
     assert saved == [due and stop] * (checkpoint_due or stop)
     # No checkpoint and no end of a run without the rows of all steps before it.
     assert loop.metric_logger.complete.called == (bool(saved) or not later)
