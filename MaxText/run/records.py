@@ -176,26 +176,21 @@ def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> 
         keep_tokenizer(tokenizer, run_folder)
 
 
+@dataclasses.dataclass
 class MetricLogger:
     """Converts the scalars of train steps to events, one step late.
 
     Reading metrics blocks on the device, so they are read after the next step was dispatched. Those
-    in _AVERAGED are means since the last report; other metrics are of the newest step.
+    in _AVERAGED are means since the last report; other metrics are of the newest step. `observe`
+    gets step and scalars of each report.
     """
 
-    def __init__(
-        self,
-        run_logger: RunLogger,
-        config: Config,
-        last_step: int,
-        observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
-    ):
-        """Reports every step_log_period steps; `observe` gets step and scalars."""
-        self._run_logger = run_logger
-        self._guard = config.guard
-        self._period = config.monitoring.step_log_period
-        self._last_step = last_step
-        self._observe = observe
+    run_logger: RunLogger
+    config: Config
+    last_step: int
+    observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+
+    def __post_init__(self) -> None:
         self._has_reported = False
         self._data_seconds = 0.0
         self.start(0)
@@ -203,7 +198,7 @@ class MetricLogger:
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
-            self._run_logger.trend.roll_back()
+            self.run_logger.trend.roll_back()
         self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
         self._newest: Mapping[str, Any] | None = None
         self.newest_step: int | None = None  # the last dispatched step
@@ -217,7 +212,7 @@ class MetricLogger:
         names = (*_AVERAGED, "skipped")
         self._losses.append({name: metrics[name] for name in names if name in metrics})
         self._newest, self.newest_step = metrics, step
-        self._waiting = step % self._period == 0 or step == self._last_step
+        self._waiting = step % self.config.monitoring.step_log_period == 0 or step == self.last_step
 
     @property
     def idle_seconds(self) -> float:
@@ -236,7 +231,7 @@ class MetricLogger:
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
         self._since, self._reported_step = now, step
-        stats = self._run_logger.stats
+        stats = self.run_logger.stats
         tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
         row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
@@ -244,7 +239,7 @@ class MetricLogger:
         if not self._has_reported:
             self._has_reported = True
             fields["seconds_since_launch"] = round(time.time() - program_start.launch_time(), 3)
-        self._run_logger.events.emit(
+        self.run_logger.events.emit(
             "step",
             step=step,
             seconds=elapsed,
@@ -252,18 +247,18 @@ class MetricLogger:
             data_seconds=round(data_seconds, 6),
             **row,
             **memory_row(),
-            **self._run_logger.lineage.progress(step),
+            **self.run_logger.lineage.progress(step),
             **fields,
         )
         if not metrics.get("skipped"):
-            self._run_logger.trend.add(row["learning/lm_loss"])
-            if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
+            self.run_logger.trend.add(row["learning/lm_loss"])
+            if not math.isfinite(shown["loss"]) and self.config.guard.abort_on_nan_loss:
                 raise TrainingDivergedError(
                     f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
                     "the command to resume from the last checkpoint, or set "
                     "abort_on_nan_loss=false to continue training."
                 )
-        self._observe(step, metrics)
+        self.observe(step, metrics)
 
     def _mean_losses(self) -> dict[str, float]:
         """Blocks for the means since the last report, and resets.
