@@ -164,8 +164,7 @@ class AttentionConfig(Section):
     all_gather: every device gathers all keys and values of its sequences. ring: they go from device
     to device, and each keeps one part at a time (docs/how-to/shard_a_model.md)."""
     context_parallel_load_balance: bool = key(True, only_if={"context_parallel_strategy": "ring"})
-    """Give each device of the ring tokens from both ends of the sequence, which halves the time of
-    causal attention. Does not change the result."""
+    """Give ring devices tokens from both ends. Halves the time of causal attention. Same result."""
     causal: bool = key(True, "Mask later tokens. mlm_training=true turns it off.")
     qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
     proj_bias: bool = key(False, "Bias of the attention output projection.")
@@ -326,7 +325,6 @@ class PattentionConfig(Section):
 
 _DENSE = {"dense_conn": True}
 _DYNAMIC = _DENSE | {"dense_dynamic": True}
-Way = Literal["q", "k", "v", "r"]
 
 
 class DenseSelection(Options):
@@ -350,9 +348,8 @@ class DenseConfig(Section):
     ONLY_IF = _DENSE
 
     dense_conn: bool = key(False)
-    """Dense connections (MUDDFormer): layers read weighted sums of the embedding and all previous
-    layer outputs instead of the last output alone."""
-    dense_streams: tuple[Way, ...] = key(("q", "k", "v", "r"))
+    """MUDDFormer: layers read weighted sums of embedding and earlier outputs, not just the last."""
+    dense_streams: tuple[Literal["q", "k", "v", "r"], ...] = key(("q", "k", "v", "r"))
     """Streams q, k, v, r with own depth-wise sums; others use that of r, or the last output."""
     dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")

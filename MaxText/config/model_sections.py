@@ -41,9 +41,6 @@ WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
 ]  # fmt: skip
 
-# (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
-Overrides = tuple[tuple[str, Any], ...]
-
 # Remedy in messages about layers that cannot be split into stages.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 
@@ -168,12 +165,9 @@ class DropoutConfig(Section):
 
     def rate(self, place: str) -> float:
         """Returns the rate at one of DROPOUT_PLACES; 0 if dropout is disabled."""
-        if not self.enable_dropout:
-            return 0.0
-        if place == "path":
-            return self.drop_path
-        own: float | None = getattr(self.dropout_rates, place)
-        return self.dropout_rate if own is None else own
+        own = self.drop_path if place == "path" else getattr(self.dropout_rates, place)
+        rate = self.dropout_rate if own is None else own
+        return rate if self.enable_dropout else 0.0
 
 
 class InitScale(Options):
@@ -249,8 +243,7 @@ class PipelineConfig(Section):
     """Passes of a sequence through all stages (circular schedule); -1: derived from
     num_layers_per_pipeline_stage. More of them shrink the pipeline bubble."""
     num_layers_per_pipeline_stage: CountOrAuto = key(-1, only_if_any=_STAGES)
-    """Layers that a stage computes before the next stage; -1: derived from num_pipeline_repeats, or
-    one cycle of layer kinds if that is -1 too."""
+    """Layers of a stage in a turn; -1: by num_pipeline_repeats, or a cycle if that is -1."""
 
     def microbatches(self, num_stages: int) -> int:
         given = self.num_pipeline_microbatches
@@ -277,8 +270,8 @@ class ModelConfig(Section):
     parts: Parts = Parts()
 
     @property
-    def layer_overrides(self) -> tuple[Overrides, ...]:
-        """Keys of each layer, replacing the model's own."""
+    def layer_overrides(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
+        """Pairs (key or key.entry, value) of each layer's own; also mlp_dim."""
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
         kinds = self.attention.kinds(num_layers)
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)

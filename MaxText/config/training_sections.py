@@ -337,8 +337,7 @@ class MonitoringConfig(Section):
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbOptions = options(WandbOptions, only_if="enable_wandb")
     metrics_file: str = key("")
-    """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
-    file; a repeated step then appears twice."""
+    """JSON lines of metrics. Empty: <run>/metrics.jsonl. Shared local files may repeat steps."""
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a profile of some steps for TensorBoard.")
     profiler_window: ProfilerWindow = options(ProfilerWindow, only_if={"profiler": "xplane"})
@@ -375,8 +374,7 @@ class GuardConfig(Section):
     deviation, at least 3 % of the median loss (or 1 nat, if more) or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
     healthy_after_steps: Natural = key(10, unit="updates")
-    """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last
-    confirmed checkpoint, which is never deleted."""
+    """Healthy steps in a row that confirm a checkpoint. The last is kept and rolled back to."""
     abort_on_nan_loss: bool = key(True)
     """Exit with code 1 when a logged loss is not finite and its step was not skipped."""
     heartbeat_timeout: NonNegative = key(600.0, unit="seconds")
