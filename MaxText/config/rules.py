@@ -10,8 +10,6 @@ from MaxText.config.model_rules import RULES, rule, undivided
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.schema import Config
 
-__all__ = ["RULES", "broken_letters"]
-
 _STAGES = tuple(size_key("stage", network) for network in NETWORKS)
 _CONTEXT = tuple(size_key("context", network) for network in NETWORKS)
 

@@ -4,7 +4,6 @@ Theta multiplies scores by sqrt(n), the zoom. A larger n changes the function ev
 is zero, unless zoom_dim (model.pattention in the configuration) keeps the n of training.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ class PendingGrowth(NamedTuple):
     position: dict[str, Any] | None  # data position to continue at; None to restart
 
 
-@dataclasses.dataclass(frozen=True)
-class ResolvedGrowth:
+class ResolvedGrowth(NamedTuple):
     """A configuration with a fixed zoom, and its growth."""
 
     config: Config  # to build a model of

@@ -76,7 +76,6 @@ def open_run_logger(
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
-    log: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
@@ -92,10 +91,10 @@ def open_run_logger(
     if jax.process_index() == 0:
         text = "\n".join([*details, summary, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    log(f"{summary}\nDetails: {run_folder / START_FILE}")
+    print(f"{summary}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        print(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
     is_due = restored.metadata.get("evaluation_is_due") and config.evaluation.eval_interval > 0
@@ -232,7 +231,8 @@ class MetricLogger:
         elapsed, updates = now - self._since, step - self._reported_step
         self._since, self._reported_step = now, step
         stats = self.run_logger.stats
-        tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
+        tokens = stats.tokens_per_device(step)
+        tflops = stats.flops(step).tflops(tokens)
         row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         fields: dict[str, Any] = {}

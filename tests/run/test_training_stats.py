@@ -31,7 +31,7 @@ def test_sums_over_steps():
         assert run_stats.flops_before(step) == flops
         per_token = count_flops(run_stats.model, STAGES.at(step).length).per_token
         assert (
-            run_stats.tflops_per_device(step)
+            run_stats.flops(step).tflops(run_stats.tokens_per_device(step))
             == per_token * run_stats.tokens_per_device(step) / 1e12
         )
         flops += run_stats.tokens(step) * per_token
