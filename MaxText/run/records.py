@@ -76,6 +76,7 @@ def open_run_logger(
     peak: PeakFlops,
     details: Sequence[str] = (),
     callbacks: Sequence[Callable[[Mapping[str, Any]], None]] = (),
+    log: Callable[[str], None] = print,
 ) -> RunLogger:
     """Opens the records of a run, and records this start.
 
@@ -91,10 +92,10 @@ def open_run_logger(
     if jax.process_index() == 0:
         text = "\n".join([*details, summary, stats.describe(), cost.describe()])
         (run_folder / START_FILE).write_text(f"{text}\n")
-    print(f"{summary}\nDetails: {run_folder / START_FILE}")
+    log(f"{summary}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
-        print(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
+        log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
     is_due = restored.metadata.get("evaluation_is_due") and config.evaluation.eval_interval > 0
