@@ -8,7 +8,7 @@ from hypothesis import given
 from MaxText.run.loop import Loop
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(-1, 9), st.booleans(), st.booleans())
+@given(st.integers(0, 40), st.integers(0, 2), st.integers(-1, 9), st.booleans(), st.booleans())
 def test_actions_after_a_step(step, later, interval, is_saved, stop_requested):
     loop = MagicMock(step=step, last_step=step + later, eval_loss=None)
     loop.config.evaluation.eval_interval, loop.rollback.trigger = interval, None
