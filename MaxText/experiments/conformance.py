@@ -23,9 +23,9 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_graph import traced
 from MaxText.cost.step_time import list_ops
 from MaxText.errors import UserError
+from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
-from MaxText.growth.source import SourceCheckpoint
 from MaxText.layers.batch import Batch
 from MaxText.layers.kv_cache import resize
 from MaxText.layers.model import Model, Parameters

@@ -1,23 +1,30 @@
 """Plans a change of slots or depth, parameter by parameter.
 
 Only the logical axes decide what may change: `slots`, the parameter tokens of Pattention (Wang et
-al. 2024), and `layers`; every other size must agree.
+al. 2024), and `layers`; every other size must agree. Stored arrays are read one at a time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from MaxText.checkpointing.compatibility import ArraySpec, mismatches
-from MaxText.config.training_sections import CheckpointingConfig
+from MaxText.checkpointing import checkpoint_files
+from MaxText.checkpointing.compatibility import (
+    ArraySpec,
+    ConfigDiff,
+    format_mismatches,
+    mismatches,
+)
+from MaxText.config.training_sections import CheckpointingConfig, GrowthMode
+from MaxText.errors import UserError
 from MaxText.layers.pattention import slots_by_place
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 SLOTS = "slots"
 LAYERS = "layers"
+KEY = "load_parameters_path"
 
-Mode = Literal["function_preserving", "random", "zero"]
 Role = Literal["key", "value", "bias"]
 Record = Mapping[str, Any]  # of `make_record`
 
@@ -29,10 +36,6 @@ class AxisResize(NamedTuple):
     old: int
     new: int
 
-    @property
-    def differ(self) -> bool:
-        return self.old != self.new
-
 
 class ParamGrowth(NamedTuple):
     """The change of one parameter."""
@@ -43,11 +46,11 @@ class ParamGrowth(NamedTuple):
     layers: AxisResize | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
-    def takes_fresh(self, mode: Mode) -> bool:
+    def takes_fresh(self, mode: GrowthMode) -> bool:
         """Returns whether new slots are freshly initialized instead of zero."""
-        if self.slots is None or self.slots.new <= self.slots.old:
-            return False
-        return mode == "random" or (mode == "function_preserving" and self.role == "value")
+        grows = self.slots is not None and self.slots.new > self.slots.old
+        values_grow = mode == "function_preserving" and self.role == "value"
+        return grows and (mode == "random" or values_grow)
 
 
 class GrowthPlan(NamedTuple):
@@ -58,11 +61,8 @@ class GrowthPlan(NamedTuple):
     @property
     def slots(self) -> dict[str, tuple[int, int]]:
         """Parameter name -> (stored slots, new slots), if different."""
-        return {
-            name: (leaf.slots.old, leaf.slots.new)
-            for name, leaf in self.leaves.items()
-            if leaf.slots and leaf.slots.differ
-        }
+        sizes = {name: leaf.slots for name, leaf in self.leaves.items() if leaf.slots}
+        return {name: (old, new) for name, (_, old, new) in sizes.items() if old != new}
 
     @property
     def stored_slots(self) -> dict[str, int]:
@@ -72,11 +72,7 @@ class GrowthPlan(NamedTuple):
     def layers(self) -> tuple[int, int] | None:
         """(stored layers, new layers) if they differ, else None."""
         stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
-        return next(((sizes.old, sizes.new) for sizes in stacked if sizes.differ), None)
-
-    @property
-    def changes(self) -> bool:
-        return bool(self.slots or self.layers)
+        return next(((old, new) for _, old, new in stacked if old != new), None)
 
     @property
     def adds_slots(self) -> bool:
@@ -92,48 +88,101 @@ class GrowthPlan(NamedTuple):
         return words
 
 
-def misfits(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
-    """Describes obstacles to growing stored parameters into a model's."""
-    if reason := _fixed_depth(stored, wanted):
-        return [reason]
-    specs = {name: _spec(spec) for name, spec in wanted.items()}
-    return mismatches(stored, specs, lambda name: _forbidden_change(stored[name], wanted[name]))
+class SourceCheckpoint(NamedTuple):
+    """Stored parameters, not yet read."""
 
+    folder: str
+    step: int | None  # step at which they were saved, if known
+    metadata: Mapping[str, Any]  # as of compatibility.checkpoint_metadata; empty if there is none
+    parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
+    read: Callable[[str], np.ndarray]  # returns a parameter by name
+    stored: checkpoint_files.StoredCheckpoint | None = None  # None for a Hugging Face checkpoint
+    others: Mapping[str, ArraySpec] = {}  # by path: the whole train state, with moments
+    read_other: Callable[[str], np.ndarray] | None = None  # returns one of them by path
 
-def plan(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> GrowthPlan:
-    """Returns the changes of stored parameters without `misfits`."""
-    return GrowthPlan(
-        {
-            name: ParamGrowth(
-                stored[name],
-                _spec(spec),
-                _resize(SLOTS, stored[name], spec),
-                _resize(LAYERS, stored[name], spec),
-                _role(spec),
+    def plan(self, wanted: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]) -> GrowthPlan:
+        """Returns the plan for a model; raises UserError with all misfits."""
+        stored = self.parameters
+        specs = {name: ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for name, x in wanted.items()}
+        problems = _fixed_depth(stored, wanted) or mismatches(
+            stored, specs, lambda name: _forbidden_change(stored[name], wanted[name])
+        )
+        if problems:
+            hint = ConfigDiff(self.metadata.get("config"), config_flat)
+            lines = [f"{self.folder}: {format_mismatches(problems, hint)}"]
+            if self.stored is None:
+                command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
+                lines.append(f"  {command} writes a config.yml with these keys.")
+            raise UserError("\n".join(lines))
+        leaves = {}
+        for name, spec in wanted.items():
+            old = stored[name]
+            sizes = _resize(SLOTS, old, spec), _resize(LAYERS, old, spec)
+            leaves[name] = ParamGrowth(old, specs[name], *sizes, _role(spec))
+        return GrowthPlan(leaves)
+
+    def position(self) -> dict[str, Any]:
+        """Returns the data position; raises UserError if it is not stored."""
+        position = None
+        if self.stored and (self.stored.folder / checkpoint_files.POSITION).exists():
+            position = self.stored.position()
+        if not position:
+            raise UserError(
+                f"growth.data=continue: {self.folder} has no data position. Name a checkpoint of a "
+                "run, or restart the data with growth.data=restart."
             )
-            for name, spec in wanted.items()
+        return position
+
+
+def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
+    """Opens load_parameters_path without reading arrays.
+
+    `path` is a run, a step folder, its items/, hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+    """
+    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
+
+    if is_hf_checkpoint(path):
+        from MaxText.conversion.hf_import import open_weights
+
+        weights, source_config = open_weights(path, KEY, config_flat)
+        parameters = {
+            name: ArraySpec(tuple(spec.shape), weights.formats[name])
+            for name, spec in weights.model.parameters.items()
         }
+        return SourceCheckpoint(
+            str(weights.folder), None, {"config": source_config}, parameters, weights.read
+        )
+    from MaxText.conversion.weight_source import PARAMS, LazyCheckpointReader
+
+    stored = checkpoint_files.resolve_checkpoint(path, KEY)
+    arrays = LazyCheckpointReader(stored.items)
+    return SourceCheckpoint(
+        folder=str(stored),
+        step=stored.step,
+        metadata=stored.try_metadata(),
+        parameters=arrays.params,
+        read=lambda name: arrays.read(PARAMS + name),
+        stored=stored,
+        others=arrays.leaves,
+        read_other=arrays.read,
     )
 
 
-def _spec(spec: ParamSpec) -> ArraySpec:
-    return ArraySpec(tuple(spec.shape), np.dtype(spec.dtype))
-
-
-def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> str | None:
+def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
+    """Returns why the depth cannot change, if it has to."""
     old, new = _layers(stored), _layers(wanted)
     depths = sum(old.values()), sum(new.values())
     if depths[0] == depths[1]:
-        return None
+        return []
     connected = any(name.startswith("connections/") for name in wanted)
     if not connected and {*filter(str.isdigit, old)} == {*filter(str.isdigit, new)}:
-        return None  # any number of repeats of a cycle has the same shapes
+        return []  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
     has_slots = any(SLOTS in spec.logical_axes for spec in wanted.values())
     only_slots = "; only slots can grow" if has_slots else ""
-    return "layers {} -> {}: {}{}".format(*depths, reason, only_slots)
+    return ["layers {} -> {}: {}{}".format(*depths, reason, only_slots)]
 
 
 def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
@@ -193,18 +242,14 @@ def grow_shard(
     shape = leaf.new.shape
     index = (slice(None),) * len(shape) if index is None else index
     spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
-    part = np.empty([stop - start for start, stop in spans], leaf.new.dtype)
-    source: list[slice] = [slice(*span) for span in spans]
-    place: list[slice] = [slice(None)] * len(shape)
+    part = np.full([stop - start for start, stop in spans], fresh, leaf.new.dtype)
+    source, place = [slice(*span) for span in spans], [slice(None)] * len(shape)
     if leaf.slots:
-        start, stop = spans[leaf.slots.axis]
-        count = max(0, min(stop, leaf.slots.old) - start)
-        source[leaf.slots.axis] = slice(start, start + count)
-        place[leaf.slots.axis] = slice(count)
-        behind = list(place)
-        behind[leaf.slots.axis] = slice(count, None)
-        part[tuple(behind)] = fresh[tuple(behind)] if isinstance(fresh, np.ndarray) else fresh
-    if leaf.layers and leaf.layers.differ:
+        axis, old, _ = leaf.slots
+        start, stop = spans[axis]
+        count = max(0, min(stop, old) - start)
+        source[axis], place[axis] = slice(start, start + count), slice(count)
+    if leaf.layers and leaf.layers.old != leaf.layers.new:
         axis, old, new = leaf.layers
         layers = [layer * old // new for layer in range(*spans[axis])]
         source[axis] = slice(None)
@@ -235,7 +280,7 @@ def make_record(
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    record: Record | None = _parent(metadata).get("growth")
+    record: Record | None = parent(metadata).get("growth")
     earlier = {"old_slots_learning_rate": "existing_slots_lr_scale"}  # read for one release
     return {earlier.get(name, name): one for name, one in record.items()} if record else None
 
@@ -246,12 +291,8 @@ def existing_slots(record: Record | None) -> dict[str, int]:
     return {name: old for name, (old, new) in slots.items() if old < new}
 
 
-def parent_folder(metadata: Mapping[str, Any]) -> str:
-    """Returns the source folder of a checkpoint's run; empty if unknown."""
-    return _parent(metadata).get("folder", "")
-
-
-def _parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+def parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the newest of a run's ancestors (run/restore.py), or {}."""
     return (metadata.get("lineage") or [{}])[-1]
 
 
@@ -264,8 +305,7 @@ def sizes(record: Record) -> dict[str, str]:
     return found
 
 
-def event_fields(record: Record, folder: str, grown: str = "") -> dict[str, Any]:
-    """Returns the fields of a `growth` event; `grown` is convert.py's result."""
-    begun = {"from": folder, "through": grown} if grown else {"from": folder}
+def event_fields(record: Record) -> dict[str, Any]:
+    """Returns the fields of a `growth` event, besides its folders."""
     others = {name: record[name] for name in ("moments", "data", "existing_slots_lr_scale")}
-    return {**begun, "mode": record["mode"], **sizes(record), **record["zoom"], **others}
+    return {"mode": record["mode"], **sizes(record), **record["zoom"], **others}

@@ -109,18 +109,14 @@ def _placed(
 ) -> jax.Array:
     """Returns one grown array when complete: its inputs may be deleted."""
     sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shards: dict[tuple[tuple[int, int], ...], Any] = {}
-    if isinstance(drawn, jax.Array):
-        shards = {_span(shard.index, leaf): shard.data for shard in drawn.addressable_shards}
 
     def part(index: Index | None) -> np.ndarray:
         assert index is not None  # jax passes one for each device
-        if shards:
-            return grow_shard(leaf, stored, index, np.asarray(shards[_span(index, leaf)]))
-        return grow_shard(leaf, stored, index, 0.0 if drawn is None else np.asarray(drawn[index]))
+        fresh: Any = 0.0
+        if isinstance(drawn, jax.Array):
+            fresh = next(one.data for one in drawn.addressable_shards if one.index == index)
+        elif drawn is not None:
+            fresh = drawn[index]
+        return grow_shard(leaf, stored, index, np.asarray(fresh))
 
     return jax.block_until_ready(jax.make_array_from_callback(wanted.shape, sharding, part))
-
-
-def _span(index: Index, leaf: ParamGrowth) -> tuple[tuple[int, int], ...]:
-    return tuple(piece.indices(size)[:2] for piece, size in zip(index, leaf.new.shape, strict=True))

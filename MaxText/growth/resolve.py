@@ -4,7 +4,6 @@ Theta multiplies scores by sqrt(n), the zoom. A larger n changes the function ev
 is zero, unless zoom_dim (model.pattention in the configuration) keeps the n of training.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.config.serialization import renamed
+from MaxText.config.training_sections import GrowthMode
 from MaxText.errors import UserError
 from MaxText.growth import growth_plan
-from MaxText.growth.growth_plan import GrowthPlan, Mode, Record
-from MaxText.growth.source import SourceCheckpoint, open_source
+from MaxText.growth.growth_plan import GrowthPlan, Record, SourceCheckpoint, open_source
 from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
 
 _RATE = "growth.existing_slots_lr_scale"
@@ -26,19 +25,18 @@ class PendingGrowth(NamedTuple):
 
     source: SourceCheckpoint  # the smaller model
     plan: GrowthPlan
-    mode: Mode  # initialization of new slots
+    mode: GrowthMode  # initialization of new slots
     opt_state: str  # "zeroed", "reused" or "warmed"
     position: dict[str, Any] | None  # data position to continue at; None to restart
 
 
-@dataclasses.dataclass(frozen=True)
-class ResolvedGrowth:
+class ResolvedGrowth(NamedTuple):
     """A configuration with a fixed zoom, and its growth."""
 
     config: Config  # to build a model of
     growth: PendingGrowth | None = None  # to be done at the start of this run
     # How the run's parameters grew, now or at its first start, or None. Saved with each checkpoint
-    # (run/lineage.py), as the source may be gone by then.
+    # (run/restore.py), as the source may be gone by then.
     record: Record | None = None
     lines: Sequence[str] = ()  # messages for the user
 
@@ -58,60 +56,45 @@ def resolve_growth(
 
     `own` are checkpoints of this run, oldest first; the newest readable one decides.
     """
-    checkpoint = config.checkpoint
     if own:
         return _as_recorded(config, own, is_resumed=True)
-    if checkpoint.load_full_state_path:
-        stored = checkpoint_files.resolve_checkpoint(
-            checkpoint.load_full_state_path, "load_full_state_path"
-        )
+    if path := config.checkpoint.load_full_state_path:
+        stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
         return _as_recorded(config, [stored], is_resumed=False)
-    if not checkpoint.load_parameters_path:
-        _refuse_rate(config, "a run without load_parameters_path")
-        return ResolvedGrowth(config)
-    return resolve_growth_from(
-        config, open_source(checkpoint.load_parameters_path, flatten(config))
-    )
+    if path := config.checkpoint.load_parameters_path:
+        return resolve_growth_from(config, open_source(path, flatten(config)))
+    _refuse_rate(config, "a run without load_parameters_path")
+    return ResolvedGrowth(config)
 
 
 def _as_recorded(
     config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint], *, is_resumed: bool
 ) -> ResolvedGrowth:
     """Resolves a run with a restored full state, its own or another's."""
-    newest_first = (stored.try_metadata() for stored in reversed(checkpoints))
-    metadata = next(filter(None, newest_first), {})
+    newest_first = (each.try_metadata() for each in reversed(checkpoints))
+    metadata, stored = next(filter(None, newest_first), {}), checkpoints[-1]
     record = growth_plan.from_metadata(metadata)
     # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
     keys = inherited_zoom(stored_config(metadata), config)
-    # Otherwise there is no run to resume, which restoring reports.
-    if not metadata.get(checkpoint_files.PARAMETERS_ONLY):
-        record, rate = _recorded_rate(config, record, checkpoints[-1], is_resumed)
-        keys |= rate
-    lines = [f"{_words(keys)}, with which {checkpoints[-1]} was trained"] if keys else []
-    return ResolvedGrowth(_with(config, keys), None, record, lines)
-
-
-def _recorded_rate(
-    config: Config,
-    record: Record | None,
-    stored: checkpoint_files.StoredCheckpoint,
-    is_resumed: bool,
-) -> tuple[Record | None, dict[str, float]]:
     asked = config.checkpoint.growth.existing_slots_lr_scale
-    if record is None or not growth_plan.existing_slots(record):
+    if metadata.get(checkpoint_files.PARAMETERS_ONLY):
+        pass  # there is no run to resume, which restoring reports
+    elif not record or not growth_plan.existing_slots(record):
         _refuse_rate(config, f"the run of {stored}")
-        return record, {}
-    recorded = record["existing_slots_lr_scale"]
-    if asked is None:
-        return record, {_RATE: recorded} if recorded != 1 else {}
-    if is_resumed and asked != recorded:
+    elif asked is None:
+        recorded = record["existing_slots_lr_scale"]
+        keys |= {_RATE: recorded} if recorded != 1 else {}
+    elif is_resumed and asked != (recorded := record["existing_slots_lr_scale"]):
         raise UserError(
             f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove the "
             "key. To change the rate, start another run_name with "
             f"load_full_state_path={stored.folder.parent.parent}."
         )
-    return {**record, "existing_slots_lr_scale": asked}, {}
+    else:
+        record = {**record, "existing_slots_lr_scale": asked}
+    lines = [f"{_words(keys)}, with which {stored} was trained"] if keys else []
+    return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
 def _refuse_rate(config: Config, what: str) -> None:
@@ -130,16 +113,16 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
 
     checkpoint = config.checkpoint
     growth = source.plan(abstract_model(config).parameters, flatten(config))
+    mode, changes = checkpoint.growth.mode, growth.slots or growth.layers
     _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
-    mode = checkpoint.growth.mode
-    if growth.changes:
+    if changes:
         _check_possible(config, growth, source)
     keys = _zoom_keys(config, growth, source)
     lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
     if keys and growth.slots and mode != "function_preserving":
         names = " and ".join(keys)
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
-    if not growth.changes:
+    if not changes:
         return _resolve_without_change(config, source, keys, lines)
     record = growth_plan.make_record(growth, checkpoint, keys)
     position = None
@@ -173,10 +156,8 @@ def _resolve_without_change(
     if not growth_plan.existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
     if keys:
-        record = {
-            **(record or growth_plan.make_record(GrowthPlan({}), checkpoint, keys)),
-            "zoom": dict(keys),
-        }
+        empty = growth_plan.make_record(GrowthPlan({}), checkpoint, keys)
+        record = {**(record or empty), "zoom": dict(keys)}
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
@@ -190,9 +171,8 @@ def _words(keys: Mapping[str, float]) -> str:
 
 def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint) -> None:
     stored = growth.stored_slots
-    possible = {*stored.values()}
-    possible |= {slots / 4 for name, slots in stored.items() if slot_place(name) == "ffn"}
-    if number == -1 or number in possible:
+    quarters = {slots / 4 for name, slots in stored.items() if slot_place(name) == "ffn"}
+    if number in {-1, *stored.values(), *quarters}:
         return
     found = slots_by_place({name: str(slots) for name, slots in stored.items()}) or "0"
     raise UserError(
@@ -258,24 +238,16 @@ def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> 
 
 def _places(config: Config) -> list[SlotPlace]:
     """Returns the places of slots in a model."""
-    found: list[SlotPlace] = []
-    if config.model.attention.attention_projections == "pattention":
-        found.extend(("qkv", "proj"))
-    if config.model.feed_forward.feed_forward_type == "pattention":
-        found.append("ffn")
-    return found
+    projections = config.model.attention.attention_projections
+    parts: dict[SlotPlace, str] = {"qkv": projections, "proj": projections}
+    parts["ffn"] = config.model.feed_forward.feed_forward_type
+    return [place for place, part in parts.items() if part == "pattention"]
 
 
 def _fixed_zooms(config: Config) -> dict[SlotPlace, float]:
     """Returns place -> zoom where it does not follow the number of slots."""
-    pattention = config.model.pattention
-    zooms: dict[SlotPlace, float] = {}
-    for place in _places(config):
-        default = 4 * pattention.zoom_dim if place == "ffn" else pattention.zoom_dim
-        own = getattr(pattention.zoom_dims, place)
-        if zoom := default if own == -1 else own:
-            zooms[place] = zoom
-    return zooms
+    fixed = config.model.pattention.fixed_zoom
+    return {place: zoom for place in _places(config) if (zoom := fixed(place))}
 
 
 def inherited_zoom(

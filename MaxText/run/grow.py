@@ -19,11 +19,10 @@ from MaxText.conversion.hf_config import model_keys
 from MaxText.conversion.request import ConvertArgs
 from MaxText.conversion.weight_source import WeightSource
 from MaxText.errors import UserError
-from MaxText.growth.growth_plan import grow_shard
+from MaxText.growth.growth_plan import KEY, grow_shard, open_source
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
-from MaxText.growth.source import KEY, open_source
 from MaxText.inference import checkpoint_config
-from MaxText.run.lineage import ancestors_of
+from MaxText.run.restore import ancestors_of
 
 Log = Callable[[str], None]
 
@@ -84,9 +83,8 @@ def grow(request: ConvertArgs, log: Log) -> None:
     # The new parameters themselves own cost.
     metadata = {"lineage": lineage, "spent": {"tokens": 0, "flops": 0.0}}
     with imported_run.atomic_target(request.target) as partial:
-        imported_run.write_run(
-            partial, weights, model_keys(flatten(resolved.config)), comment, metadata
-        )
+        keys = model_keys(flatten(resolved.config))
+        imported_run.write_run(partial, weights, keys, comment, metadata)
         # The smaller model's tokenizer; a dataset keeps its own.
         folder = Path(source.folder)
         if source.stored is not None:

@@ -173,7 +173,8 @@ class Loop:
     def save(self, step: int, **fields: Any) -> None:
         self.watchdog.enter("checkpoint", step)
         run_logger, events = self.run_logger, self.run_logger.events
-        with self.metric_logger.exclude_time(complete=True):
+        self.metric_logger.complete()
+        with self.metric_logger.exclude_time():
             events.flush()
             kept = {**self.metadata, **run_logger.lineage.metadata(step), **fields}
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}

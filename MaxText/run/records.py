@@ -18,7 +18,7 @@ from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.flops import model_cost
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import TrainingDivergedError
-from MaxText.growth.growth_plan import event_fields, parent_folder, sizes
+from MaxText.growth.growth_plan import event_fields, parent, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -27,8 +27,7 @@ from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler, memory_row
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.step_line import Terminal, step_row
-from MaxText.run.lineage import Lineage
-from MaxText.run.restore import RestoreResult
+from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
@@ -98,16 +97,14 @@ def open_run_logger(
         log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
     terminal = Terminal(num_steps, step_line=monitoring.step_line)
     first_step = restored.first_step
-    is_due = (
-        bool(restored.metadata.get("evaluation_is_due")) and config.evaluation.eval_interval > 0
-    )
+    is_due = restored.metadata.get("evaluation_is_due") and config.evaluation.eval_interval > 0
     events = open_stream(
         run_folder,
         monitoring,
         run.run_name,
         flatten(config),
         first_step=first_step,
-        first_evaluation=first_step - is_due,
+        first_evaluation=first_step - bool(is_due),
         terminal=terminal,
         callbacks=callbacks,
     )
@@ -158,15 +155,13 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    grown: dict[str, Any] = {}
-    if restored.how == "growth" and restored.growth:
-        grown = event_fields(restored.growth, restored.folder)
     # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
     # does not count.
-    if restored.how == "parameters" and restored.growth and sizes(restored.growth):
-        grown = event_fields(restored.growth, parent_folder(restored.metadata), restored.folder)
-    if grown:
-        events.emit("growth", step=restored.first_step, **grown)
+    record, places = restored.growth, {"from": restored.folder}
+    if restored.how == "parameters":
+        places = {"from": parent(restored.metadata).get("folder", ""), "through": restored.folder}
+    if record and restored.how in ("growth", "parameters") and sizes(record):
+        events.emit("growth", step=restored.first_step, **places, **event_fields(record))
 
 
 def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> None:
@@ -180,41 +175,33 @@ def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> 
         keep_tokenizer(tokenizer, run_folder)
 
 
+@dataclasses.dataclass
 class MetricLogger:
     """Converts the scalars of train steps to events, one step late.
 
     Reading metrics blocks on the device, so they are read after the next step was dispatched. Those
-    in _AVERAGED are means since the last report; other metrics are of the newest step.
+    in _AVERAGED are means since the last report; other metrics are of the newest step. `observe`
+    gets step and scalars of each report.
     """
 
-    def __init__(
-        self,
-        run_logger: RunLogger,
-        config: Config,
-        last_step: int,
-        observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
-    ):
-        """Reports every step_log_period steps; `observe` gets step and scalars."""
-        self._run_logger = run_logger
-        self._guard = config.guard
-        self._period = config.monitoring.step_log_period
-        self._last_step = last_step
-        self._observe = observe
-        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
-        self._newest: Mapping[str, Any] | None = None
-        self.newest_step: int | None = None  # the last dispatched step
-        self._waiting = False  # whether the newest step is unreported
-        self._reported_step = -1
+    run_logger: RunLogger
+    config: Config
+    last_step: int
+    observe: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None
+
+    def __post_init__(self) -> None:
         self._has_reported = False
-        self._since = 0.0
         self._data_seconds = 0.0
+        self.start(0)
 
     def start(self, first_step: int) -> None:
         """Starts the clock before the first step or after a rollback."""
         if self._has_reported:
-            self._run_logger.trend.roll_back()
-        self._losses = []
-        self._newest, self.newest_step, self._waiting = None, None, False
+            self.run_logger.trend.roll_back()
+        self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
+        self._newest: Mapping[str, Any] | None = None
+        self.newest_step: int | None = None  # the last dispatched step
+        self._waiting = False  # whether the newest step is unreported
         self._reported_step = first_step - 1
         self._since = time.perf_counter()
 
@@ -224,7 +211,7 @@ class MetricLogger:
         names = (*_AVERAGED, "skipped")
         self._losses.append({name: metrics[name] for name in names if name in metrics})
         self._newest, self.newest_step = metrics, step
-        self._waiting = step % self._period == 0 or step == self._last_step
+        self._waiting = step % self.config.monitoring.step_log_period == 0 or step == self.last_step
 
     @property
     def idle_seconds(self) -> float:
@@ -237,22 +224,22 @@ class MetricLogger:
         if not self._waiting or step is None:
             return
         self._waiting = False
-        metrics = {
-            name: np.asarray(value).item() for name, value in jax.device_get(self._newest).items()
-        }
+        newest = jax.device_get(self._newest)
+        metrics = {name: np.asarray(value).item() for name, value in newest.items()}
         shown = metrics | self._mean_losses()
         now = time.perf_counter()
         elapsed, updates = now - self._since, step - self._reported_step
         self._since, self._reported_step = now, step
-        stats = self._run_logger.stats
-        tokens, tflops = stats.tokens_per_device(step), stats.tflops_per_device(step)
+        stats = self.run_logger.stats
+        tokens = stats.tokens_per_device(step)
+        tflops = stats.flops(step).tflops(tokens)
         row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         fields: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
             fields["seconds_since_launch"] = round(time.time() - program_start.launch_time(), 3)
-        self._run_logger.events.emit(
+        self.run_logger.events.emit(
             "step",
             step=step,
             seconds=elapsed,
@@ -260,18 +247,18 @@ class MetricLogger:
             data_seconds=round(data_seconds, 6),
             **row,
             **memory_row(),
-            **self._run_logger.lineage.progress(step),
+            **self.run_logger.lineage.progress(step),
             **fields,
         )
         if not metrics.get("skipped"):
-            self._run_logger.trend.add(row["learning/lm_loss"])
-            if not math.isfinite(shown["loss"]) and self._guard.abort_on_nan_loss:
+            self.run_logger.trend.add(row["learning/lm_loss"])
+            if not math.isfinite(shown["loss"]) and self.config.guard.abort_on_nan_loss:
                 raise TrainingDivergedError(
                     f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
                     "the command to resume from the last checkpoint, or set "
                     "abort_on_nan_loss=false to continue training."
                 )
-        self._observe(step, metrics)
+        self.observe(step, metrics)
 
     def _mean_losses(self) -> dict[str, float]:
         """Blocks for the means since the last report, and resets.
@@ -305,13 +292,11 @@ class MetricLogger:
             self._data_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def exclude_time(self, *, complete: bool = False) -> Iterator[None]:
+    def exclude_time(self) -> Iterator[None]:
         """Reports a pending step, then excludes the time inside.
 
         Waits for the newest step first, or its computation would count as part of the pause.
         """
-        if complete:
-            self.complete()
         self.flush()
         jax.block_until_ready(self._newest)
         began = time.perf_counter()

@@ -1,8 +1,11 @@
-"""Start of a run: own checkpoint, another run's, weights, or scratch."""
+"""Start of a run: own checkpoint, another run's, weights, or scratch.
+
+Each checkpoint says what the run and its ancestors have spent, as their folders may be gone.
+"""
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.checkpointing import checkpoint_files
@@ -18,6 +21,7 @@ from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
+from MaxText.run.training_stats import TrainingStats
 
 Log = Callable[[str], None]
 
@@ -52,11 +56,6 @@ def restore_or_initialize(
     `abstract_state` has the target shardings, on any mesh; `initialize` draws a fresh state.
     Raises UserError if a path has no checkpoint, or none of this run fits and is readable.
     """
-    if config.load_full_state_path and config.load_parameters_path:
-        raise UserError(
-            "load_full_state_path and load_parameters_path are both set: set only one. The first "
-            "restores parameters, optimizer state and step, the second only parameters."
-        )
     steps = checkpoints.steps_to_resume()
     _log_order(checkpoints, config, log)
     began = time.perf_counter()
@@ -142,10 +141,8 @@ def _resume(
         if restored is not None:
             state, position, metadata = restored
             checkpoints.resume_from(step)
-            source, folder = f"checkpoint of step {step}", str(checkpoints.stored(step))
-            return RestoreResult(
-                state, step + 1, position, source, "resume", metadata, folder, step
-            )
+            source, place = f"checkpoint of step {step}", str(checkpoints.stored(step))
+            return RestoreResult(state, step + 1, position, source, "resume", metadata, place, step)
         failures.append(f"step {step}: {reason}")
         log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
@@ -219,3 +216,68 @@ def complete_message(restored: RestoreResult, steps: int, last_step: int, num_ep
         f"The run is complete: {restored.source}, steps={steps}, num_epoch={num_epoch}. "
         f"Raise {limit} to continue."
     )
+
+
+class TrainingCost(NamedTuple):
+    """Training tokens and FLOPs, counted as in cost/flops.py."""
+
+    tokens: float
+    flops: float
+
+
+_NOTHING = TrainingCost(0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lineage:
+    """Origin of a run; `spent` was used by the run itself before `first_step`."""
+
+    stats: TrainingStats
+    ancestors: Sequence[dict[str, Any]] = ()  # of `ancestors_of`
+    first_step: int = 0
+    spent: TrainingCost = _NOTHING
+
+    @classmethod
+    def of(cls, restored: RestoreResult, stats: TrainingStats) -> "Lineage":
+        if restored.how == "scratch":
+            return cls(stats)
+        metadata, first = restored.metadata, restored.first_step
+        if restored.how == "resume":
+            stored = metadata.get("spent")
+            spent = TrainingCost(**stored) if stored else cls(stats).spent_before(first)
+            return cls(stats, metadata.get("lineage", ()), first, spent)
+        folder, step, how = restored.folder, restored.stored_step, restored.how
+        return cls(stats, ancestors_of(metadata, folder, step, how, restored.growth), first)
+
+    def spent_before(self, step: int) -> TrainingCost:
+        """Returns this run's usage before a step, without its ancestors."""
+        stats, first = self.stats, self.first_step
+        tokens = stats.tokens_before(step) - stats.tokens_before(first)
+        flops = stats.flops_before(step) - stats.flops_before(first)
+        return TrainingCost(self.spent.tokens + tokens, self.spent.flops + flops)
+
+    def progress(self, step: int) -> dict[str, float]:
+        """Returns this run's usage up to a step, by event tag."""
+        spent = self.spent_before(step + 1)
+        return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
+
+    def metadata(self, step: int) -> dict[str, Any]:
+        return {"spent": self.spent_before(step + 1)._asdict(), "lineage": [*self.ancestors]}
+
+
+def ancestors_of(
+    metadata: Mapping[str, Any], folder: str, step: int | None, how: str, growth: Record | None
+) -> list[dict[str, Any]]:
+    """Returns the ancestors of a new run, the checkpoint it starts from last.
+
+    `step` is the step after which that was saved, `how` "parameters", "full_state" or "growth".
+    Its `tokens` and `flops` include those of its own ancestors; None if unknown.
+    """
+    ancestors, spent = metadata.get("lineage", []), metadata.get("spent")
+    earlier = ancestors[-1] if ancestors else _NOTHING._asdict()
+    tokens = flops = None
+    if spent is not None and earlier["tokens"] is not None and earlier["flops"] is not None:
+        tokens, flops = earlier["tokens"] + spent["tokens"], earlier["flops"] + spent["flops"]
+    run_name = (metadata.get("config") or {}).get("run_name")
+    newest = {"run_name": run_name, "folder": folder, "step": step, "how": how}
+    return [*ancestors, {**newest, "tokens": tokens, "flops": flops, "growth": growth}]

@@ -5,6 +5,7 @@ whose data never contained them.
 """
 
 import collections
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Mapping
@@ -44,39 +45,36 @@ class _Snapshot(NamedTuple):
     position: Mapping[str, Any]
 
 
+@dataclasses.dataclass
 class RollbackController:
-    """Detects from metrics of reported steps when to roll back, and does so."""
+    """Detects from metrics of reported steps when to roll back, and does so.
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        checkpoints: CheckpointManager,
-        emit: Callable[..., None],
-        batches: TrainIterator,
-        abstract_state: Any,
-        restored: RestoreResult,
-    ):
-        """Reads the rollbacks of earlier starts; `emit` is EventLog.emit."""
+    `emit` is EventLog.emit. Rollbacks of earlier starts count.
+    """
+
+    config: GuardConfig
+    checkpoints: CheckpointManager
+    emit: Callable[..., None]
+    batches: TrainIterator
+    abstract_state: Any
+    restored: dataclasses.InitVar[RestoreResult]
+
+    def __post_init__(self, restored: RestoreResult) -> None:
         self.trigger: RollbackTrigger | None = None  # set when the run should roll back
-        recorded = active_rollbacks(restored, batches)
+        recorded = active_rollbacks(restored, self.batches)
         # Earlier versions saved it as "rewinds".
         saved = restored.metadata.get("rollbacks", restored.metadata.get("rewinds", 0))
         # Over all restarts of the run.
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
-        self._batches = batches
-        self._abstract_state = abstract_state
-        self._config = config
-        self._checkpoints = checkpoints
-        self._emit = emit
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
         self._history: collections.deque[dict[str, float]] = collections.deque(
-            maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * config.skip_step_interval
+            maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * self.config.skip_step_interval
         )
         self._begin(restored.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
             if rollback.restored_step >= restored.first_step:
-                emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
+                self.emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
 
     def _begin(self, state: Any) -> None:
         self._seen = int(state.step) - 1
@@ -86,11 +84,8 @@ class RollbackController:
     @property
     def is_healthy(self) -> bool:
         """Whether the last `healthy_after_steps` steps were all applied."""
-        if self.trigger is not None:
-            return False
-        return self._last_skipped < 0 or (
-            self._seen - self._last_skipped >= self._config.healthy_after_steps
-        )
+        applied = self._seen - self._last_skipped >= self.config.healthy_after_steps
+        return self.trigger is None and (self._last_skipped < 0 or applied)
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Processes the metrics of a report, of all steps since the last one.
@@ -106,16 +101,16 @@ class RollbackController:
                 names = ("loss", "grad_norm", "update_norm")
                 reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
             at = self._last_skipped
-            self._emit("step_skipped", step=at, count=skipped, reason=reason)
+            self.emit("step_skipped", step=at, count=skipped, reason=reason)
         for each in range(self._seen + 1, step + 1):
             # Between reports only the last skip is known; any earlier step may be one, too.
-            self._checkpoints.update_health(each, each > self._last_skipped)
+            self.checkpoints.update_health(each, each > self._last_skipped)
         self._seen = step
         self._history.append({"step": step, **metrics})
         self.trigger = self._find_trigger(step, metrics)
 
     def _find_trigger(self, step: int, metrics: Mapping[str, float]) -> RollbackTrigger | None:
-        config = self._config
+        config = self.config
         if "recent_skips" not in metrics:
             return None
         recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
@@ -138,7 +133,7 @@ class RollbackController:
 
         The metrics of `step` may be unseen; `position` is that of the next step.
         """
-        period = self._config.rollback.snapshot_period
+        period = self.config.rollback.snapshot_period
         if period and (step + 1) % period == 0 and self.is_healthy:
             self._snapshots.append(_Snapshot(step, copy_to_host(state), position))
 
@@ -148,14 +143,14 @@ class RollbackController:
         Returns the restored state. Raises TrainingDivergedError without a healthy one, or at
         rollback.maximum.
         """
-        trigger, batches = self.trigger, self._batches
+        trigger, batches = self.trigger, self.batches
         assert trigger is not None
         signs = self._warning_signs(trigger.onset_step)
-        if self.num_rollbacks >= self._config.rollback.maximum:
-            healthy = self._checkpoints.last_healthy(before=trigger.onset_step)
+        if self.num_rollbacks >= self.config.rollback.maximum:
+            healthy = self.checkpoints.last_healthy(before=trigger.onset_step)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the divergence.
-                self._checkpoints.roll_back_to(healthy)
+                self.checkpoints.roll_back_to(healthy)
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise TrainingDivergedError(
                 f"step {trigger.detected_step}: {trigger.reason}, and the run has rolled back "
@@ -164,7 +159,7 @@ class RollbackController:
             )
         target, source, state, position = self._last_healthy(trigger, signs)
         excluded = batches.get_state().get("excluded", ())
-        began = max(target + 1, trigger.onset_step - self._config.rollback.margin)
+        began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
         first, end = data.sample_range(began)[0], data.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
@@ -177,8 +172,8 @@ class RollbackController:
             reason=f"{trigger.reason}. {signs}".strip(),
             data=batches.identity,
         )
-        self._checkpoints.roll_back_to(target)
-        self._checkpoints.record_rollback(rollback)
+        self.checkpoints.roll_back_to(target)
+        self.checkpoints.record_rollback(rollback)
         if position is None:
             batches.seek(target + 1)
         else:
@@ -192,16 +187,16 @@ class RollbackController:
         self.num_rollbacks = rollback.number
         self.trigger = None
         self._begin(state)
-        self._emit("rollback", step=rollback.restored_step, **rollback.fields())
+        self.emit("rollback", step=rollback.restored_step, **rollback.fields())
         return state
 
     def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
         """Returns step, source, state and position of the healthy state."""
         snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.onset_step), None)
         while True:
-            healthy = self._checkpoints.last_healthy(before=trigger.onset_step)
+            healthy = self.checkpoints.last_healthy(before=trigger.onset_step)
             if snapshot is not None and (healthy is None or snapshot.step >= healthy):
-                state = copy_to_devices(snapshot.shards, self._abstract_state)
+                state = copy_to_devices(snapshot.shards, self.abstract_state)
                 source = f"copy of step {snapshot.step} in memory"
                 return snapshot.step, source, state, snapshot.position
             if healthy is None:
@@ -211,10 +206,10 @@ class RollbackController:
                     "Lower the learning rate, inspect the data, or save more often "
                     "(checkpoint_period, rollback.snapshot_period)."
                 )
-            restored, reason = self._checkpoints.try_restore(healthy, self._abstract_state)
+            restored, reason = self.checkpoints.try_restore(healthy, self.abstract_state)
             if restored is not None:
                 return healthy, f"checkpoint of step {healthy}", restored[0], restored[1]
-            self._checkpoints.log(
+            self.checkpoints.log(
                 f"WARNING: cannot restore the checkpoint of step {healthy}: {reason}. Trying an "
                 "earlier one."
             )

@@ -52,9 +52,6 @@ class TrainingStats:
     def flops_of_run(self) -> float:
         return self.flops_before(self.num_steps)
 
-    def tflops_per_device(self, step: int) -> float:
-        return self.flops(step).tflops(self.tokens_per_device(step))
-
     @functools.cached_property
     def _flops_of_length(self) -> dict[int, FlopCount]:
         lengths = {stage.length for stage in self.plan.stages}

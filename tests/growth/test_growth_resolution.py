@@ -13,8 +13,8 @@ from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import flatten
 from MaxText.conversion.weight_source import abstract_model, unflatten
 from MaxText.errors import UserError
+from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from
-from MaxText.growth.source import SourceCheckpoint
 from MaxText.run.records import emit_start
 from MaxText.run.restore import RestoreResult
 from MaxText.training.state import TrainState

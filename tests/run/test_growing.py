@@ -12,7 +12,7 @@ from MaxText.config.schema import flatten
 from MaxText.conversion.hf_import import HFWeights
 from MaxText.conversion.weight_source import RunWeights
 from MaxText.errors import UserError
-from MaxText.run.lineage import Lineage
+from MaxText.run.restore import Lineage
 from tests.conversion.running import parameters_in_run, run
 from tests.conversion.small_folders import random, write
 from tests.growth.growing import by_name, config_of, grow_by, logits_of, program, save, stored_in

@@ -77,8 +77,6 @@ def test_given_paths(tmp_path, saved_run, place, step):
 def test_refused_paths(tmp_path, saved_run):
     section = CheckpointingConfig(load_parameters_path=str(saved_run[0] / "checkpoints" / "3"))
     refused(r"(?s)^load_parameters_path.* 0, 2, 4", start, tmp_path / "new", section)
-    section = CheckpointingConfig(load_parameters_path="a", load_full_state_path="b")
-    refused("load_full_state_path and load_parameters_path", start, tmp_path, section)
     checkpoints = CheckpointManager(tmp_path / "newer" / "checkpoints", CheckpointingConfig())
     checkpoints.save(0, update(fresh_state()), None, {"schema_version": 10_000})
     checkpoints.close()

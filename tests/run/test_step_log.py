@@ -16,8 +16,8 @@ from MaxText.layers.model import Model
 from MaxText.metrics.event_stream import EventLog
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.run import records as records_module
-from MaxText.run.lineage import Lineage
 from MaxText.run.records import MetricLogger
+from MaxText.run.restore import Lineage
 from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 

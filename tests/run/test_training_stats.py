@@ -7,8 +7,7 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
 from MaxText.layers.model import Model
-from MaxText.run.lineage import Lineage
-from MaxText.run.restore import RestoreResult
+from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config
 
@@ -32,7 +31,7 @@ def test_sums_over_steps():
         assert run_stats.flops_before(step) == flops
         per_token = count_flops(run_stats.model, STAGES.at(step).length).per_token
         assert (
-            run_stats.tflops_per_device(step)
+            run_stats.flops(step).tflops(run_stats.tokens_per_device(step))
             == per_token * run_stats.tokens_per_device(step) / 1e12
         )
         flops += run_stats.tokens(step) * per_token
