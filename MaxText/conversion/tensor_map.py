@@ -9,7 +9,7 @@ from MaxText.config.registry import lookup
 from MaxText.conversion.family import Family, WeightMapping, numbered
 from MaxText.conversion.weight_source import common_format
 from MaxText.errors import UserError
-from MaxText.layers.block_variants import mixer_class
+from MaxText.layers.block import mixer_class
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
-from MaxText.layers.block_variants import block_class, mixer_class
+from MaxText.layers.block import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.layers.moe import expert_capacity
