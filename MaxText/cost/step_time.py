@@ -37,8 +37,8 @@ from MaxText.cost.hardware import Hardware
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops
 from MaxText.cost.step_memory import MemoryEstimate, trace
+from MaxText.layers.attention import average_keys_computed
 from MaxText.layers.attention_core import softmax_layers
-from MaxText.layers.attention_flops import average_keys_computed
 from MaxText.layers.flash_attention import splash_operations
 from MaxText.layers.moe import expert_capacity
 

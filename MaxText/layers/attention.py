@@ -9,11 +9,17 @@ from flax import nnx
 from MaxText.config.layer_sections import AttentionConfig, Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import lookup, register
-from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
-from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
+from MaxText.layers.attention_core import (
+    MAX_BLOCKS,
+    AttentionSpec,
+    PersistentKV,
+    dot_product_attention,
+    window_blocks,
+)
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
+from MaxText.layers.flash_attention import average_keys_computed as flash_keys_computed
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import Init, param
@@ -230,3 +236,25 @@ class LocalAttention(Attention):
     @classmethod
     def sliding_window(cls, config: AttentionConfig) -> int | None:
         return config.sliding_window_size
+
+
+def average_keys_visible(length: int, *, causal: bool, window: int | None = None) -> float:
+    """Returns the average number of visible keys per query, for the MFU."""
+    visible = min(window or length, length)
+    return visible - visible**2 / (2 * length) if causal else float(visible)
+
+
+def average_keys_computed(config: AttentionConfig, length: int, window: int | None = None) -> float:
+    """Returns the average keys multiplied per query, masked ones included."""
+    if config.attention == "flash" and length % TILE == 0:
+        return flash_keys_computed(length, causal=config.causal, window=window)
+    if window is not None:
+        rows = window_blocks(window, length, causal=config.causal)
+        if rows is None:
+            return float(length)
+        return -(-length // rows) * rows * rows * (2 if config.causal else 3) / length
+    block = length
+    if config.attention != "dot_product" and config.causal:
+        block = min(max(config.attention_block_size, -(-length // MAX_BLOCKS)), length)
+    ends = ((start, min(start + block, length)) for start in range(0, length, block))
+    return sum((end - start) * end for start, end in ends) / length

@@ -149,16 +149,15 @@ def stack(
 
     def stacked(index: int, chosen: Sequence[int]) -> Any:
         def draw(key: jax.Array) -> dict:
-            return nnx.to_pure_dict(nnx.state(make_layer(index, nnx.Rngs(params=key))))
+            return weights_dict(make_layer(index, nnx.Rngs(params=key)))
 
         if keys is not None:
             # One vmap over keys: drawn one by one, deep models take seconds to compile.
             values = jax.vmap(draw)(keys[jnp.asarray(chosen)])
         else:
-            count = len(chosen)
             values = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype),
-                nnx.to_pure_dict(nnx.state(abstract[index])),
+                lambda x: jax.ShapeDtypeStruct((len(chosen), *x.shape), x.dtype),
+                weights_dict(abstract[index]),
             )
         layers = nnx.merge(graphdefs[index], values)
         for _, parameter in nnx.to_flat_state(nnx.state(layers)):
@@ -180,8 +179,7 @@ def stack(
 
 def _shapes(layer: Any) -> list[Any]:
     flat = nnx.to_flat_state(nnx.state(layer))
-    values = [(path, p.get_value(), p.get_metadata()["logical_axes"]) for path, p in flat]
-    return [(path, value.shape, value.dtype, axes) for path, value, axes in values]
+    return [(path, p.shape, p.dtype, p.get_metadata()["logical_axes"]) for path, p in flat]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -302,27 +300,24 @@ def scan_cycle(
         return carry, jax.tree.map(jnp.sum, scalars)
 
     def one_cycle(carry: Any, xs: Any) -> tuple[Any, list[Scalars]]:
-        weights, start = xs
+        own, start = xs
         scalars = []
         for run, length in enumerate(plan.runs):
-            carry, found = one_run(carry, weights, run, start)
+            carry, found = one_run(carry, weights if is_shared else own, run, start)
             scalars.append(found)
             start = start + length
         return carry, scalars
 
     starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
-    if is_shared:
-        carry, scalars = jax.lax.scan(
-            lambda carry, start: one_cycle(carry, (weights, start)), carry, starts
-        )
-    else:
+    by_cycle = None
+    if not is_shared:
         by_cycle = jax.tree.map(
             lambda leaf: leaf.reshape(num_repeats, leaf.shape[0] // num_repeats, *leaf.shape[1:]),
             weights,
         )
         if not in_layer:
             by_cycle = _by_run(blueprint, by_cycle)
-        carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
+    carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
