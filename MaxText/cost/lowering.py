@@ -14,7 +14,7 @@ from MaxText.layers.batch import batch_shapes
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.assembly import setup_train
-from MaxText.training.state import TrainState
+from MaxText.training.step import TrainState
 
 
 class LoweredStep(NamedTuple):

@@ -68,20 +68,16 @@ class Attention(Mixer):
         self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
         self.key = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
         self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
-        out_axes = ("q_heads", "kv", "embed")
-        self.out = projection(
-            "proj", (N, H), (D,), out_axes, draw.attention_output, attention.proj_bias
-        )
+        out_axes, bias = ("q_heads", "kv", "embed"), attention.proj_bias
+        self.out = projection("proj", (N, H), (D,), out_axes, draw.attention_output, bias)
         memories = attention.num_mem_kv if self.has_memories else 0
+        axes, dtype = (None, "kv_heads", "kv"), init.weight_dtype
         self.memory_key, self.memory_value = (
-            param(
-                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.persistent_kv,
-                dtype=init.weight_dtype,
-            )
+            param(rngs, (memories, K, H), axes, draw.persistent_kv, dtype=dtype)
             if memories
             else None
             for _ in range(2)
-        )  # fmt: skip
+        )
         norm, epsilon = attention.use_qk_norm, config.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None

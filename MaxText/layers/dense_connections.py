@@ -67,11 +67,13 @@ class DenseConnections(Connection):
         for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
             one.is_saved = True
         self.zero_centered = init.zero_centered_norms
-        self.source_norm = None
-        if dense.mudd_prenorm:  # learned scales of the normalized hidden states X_0 to X_L
-            shape, initial = (num_layers + 1, D), constant(0.0 if self.zero_centered else 1.0)
-            scale = param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype)
-            self.source_norm = nnx.Dict(scale=scale)
+        # Learned scales of the normalized hidden states X_0 to X_L.
+        shape, initial = (num_layers + 1, D), constant(0.0 if self.zero_centered else 1.0)
+        self.source_norm = (
+            nnx.Dict(scale=param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype))
+            if dense.mudd_prenorm
+            else None
+        )
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
@@ -140,10 +142,9 @@ class DepthAggregate(nnx.Module):
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             self.wi = Dense((D,), (K,), ("embed", None), normal_fan_in, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
-        self.static = None
-        if config.dense_static:
-            draw, dtype = constant(self._identity()), init.weight_dtype
-            self.static = param(rngs, (C, S), (None, None), draw, dtype=dtype)
+        draw, dtype = constant(self._identity()), init.weight_dtype
+        static = config.dense_static
+        self.static = param(rngs, (C, S), (None, None), draw, dtype=dtype) if static else None
         normed = {"none": "", "residual": "r", "all": "qkvr"}[config.mudd_postnorm]
         norms = [x for x in self.streams if x in normed]
         self.post_norms = nnx.Dict(

@@ -134,7 +134,6 @@ def stack(
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
     """Builds all layers as one: stacked, or an nnx.Dict if shapes differ."""
-    shapes_only = isinstance(rngs, AbstractRngs)
     first_layer = [
         plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
     ]
@@ -145,7 +144,8 @@ def stack(
     assert is_stacked or not shared, "layers that share parameters have different ones"
     blueprint = Blueprint(plan, tuple(graphdefs[i] for i in first_layer), is_stacked, shared)
     num_stored = 1 if shared else plan.num_layers
-    keys = None if shapes_only else jax.random.split(rngs.params(), num_stored)
+    draws = not isinstance(rngs, AbstractRngs)
+    keys = jax.random.split(rngs.params(), num_stored) if draws else None
 
     def stacked(index: int, chosen: Sequence[int]) -> Any:
         def draw(key: jax.Array) -> dict:
