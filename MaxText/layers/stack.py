@@ -82,14 +82,6 @@ class Blueprint:
     is_stacked: bool  # whether one tree of stacked arrays holds all layers
     is_shared: bool  # whether all layers share their weights
 
-    def cycle_weights(self, weights: dict) -> Any:
-        plan = self.plan
-        if not self.is_stacked:
-            return weights["cycle"]
-        if plan.is_whole or self.is_shared:
-            return weights
-        return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
-
     def layer_weights(
         self, weights: dict, unstack: Callable[[Any], list[dict]] = _unstacked
     ) -> list[dict]:
@@ -249,8 +241,11 @@ def apply_scanned(
     for index in range(plan.prefix):
         carry = single(carry, index)
     if plan.repeats:
+        cycle = weights if blueprint.is_stacked else weights["cycle"]
+        if blueprint.is_stacked and not (plan.is_whole or blueprint.is_shared):
+            cycle = jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
         carry, scalars = scan_cycle(
-            blueprint, blueprint.cycle_weights(weights), carry, apply, policy,
+            blueprint, cycle, carry, apply, policy,
             num_repeats=plan.repeats, first=plan.prefix,
         )  # fmt: skip
         _add(totals, scalars)
@@ -261,7 +256,7 @@ def apply_scanned(
 
 def scan_cycle(
     blueprint: Blueprint,
-    weights: Any,  # of these layers (Blueprint.cycle_weights)
+    weights: Any,  # of these layers
     carry: Any,
     apply: Callable[[Any, Any, Any], tuple[Any, Scalars]],
     policy: RematPolicy,
@@ -371,7 +366,13 @@ def apply_unrolled(
     if not sequential or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
     for index, graphdef in enumerate(blueprint.graphdefs):
-        own, weights, carry = _take(index, weights, carry, sequential)
+        if sequential and not isinstance(weights, list):  # a stacked tree
+            own, weights, carry = _sequential(index, weights, carry)  # pyright: ignore
+        else:
+            place = index % len(weights)
+            if sequential:
+                weights[place], _, carry = _sequential(None, weights[place], carry)  # pyright: ignore
+            own = weights[place]
 
         def one_layer(weights, carry, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), carry, index, state)
@@ -382,17 +383,6 @@ def apply_unrolled(
         _add(totals, scalars)
         new_states.append(state)
     return carry, totals, tuple(new_states)
-
-
-def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
-    """Takes a layer's weights from a stacked tree or list; returns the rest."""
-    if not sequential:
-        return remaining[index % len(remaining)], remaining, carry
-    if not isinstance(remaining, list):
-        return _sequential(index, remaining, carry)  # pyright: ignore
-    remaining, place = list(remaining), index % len(remaining)
-    remaining[place], _, carry = _sequential(None, remaining[place], carry)  # pyright: ignore
-    return remaining[place], remaining, carry
 
 
 def weights_dict(layers: Any) -> dict:
