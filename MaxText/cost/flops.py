@@ -271,8 +271,6 @@ class ModelCost:
         parts = [(mixer_class(layer), layer) for layer in config.layers]
         return [
             part.state_bytes(part.config_of(layer), layer.dimensions, length, itemsize)
-            if part is not None
-            else (0, 0)
             for part, layer in [*parts, head_and_layer(config)]
         ]
 
