@@ -21,7 +21,7 @@ from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
-from MaxText.layers.block_variants import mixer_class
+from MaxText.layers.block import mixer_class
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.storage.paths import parse_path

@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
-from MaxText.layers.block_variants import block_class, mixer_class
+from MaxText.layers.block import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.layers.moe import expert_capacity
@@ -270,8 +270,6 @@ class ModelCost:
         parts = [(mixer_class(layer), layer) for layer in config.layers]
         return [
             part.state_bytes(part.config_of(layer), layer.dimensions, length, itemsize)
-            if part is not None
-            else (0, 0)
             for part, layer in [*parts, head_and_layer(config)]
         ]
 

@@ -36,8 +36,8 @@ from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
 from MaxText.cost.peak_flops import PeakFlops, peak_of
 from MaxText.cost.step_memory import MemoryEstimate, trace
+from MaxText.layers.attention import average_keys_computed
 from MaxText.layers.attention_core import softmax_layers
-from MaxText.layers.attention_flops import average_keys_computed
 from MaxText.layers.flash_attention import splash_operations
 from MaxText.layers.moe import expert_capacity
 

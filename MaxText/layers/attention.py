@@ -9,11 +9,17 @@ from flax import nnx
 from MaxText.config.layer_sections import AttentionConfig, Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import lookup, register
-from MaxText.layers.attention_core import AttentionSpec, PersistentKV, dot_product_attention
-from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
+from MaxText.layers.attention_core import (
+    MAX_BLOCKS,
+    AttentionSpec,
+    PersistentKV,
+    dot_product_attention,
+    window_blocks,
+)
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.flash_attention import TILE, flash_attention, supports_shape
+from MaxText.layers.flash_attention import average_keys_computed as flash_keys_computed
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import Init, param
@@ -62,20 +68,16 @@ class Attention(Mixer):
         self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
         self.key = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
         self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
-        out_axes = ("q_heads", "kv", "embed")
-        self.out = projection(
-            "proj", (N, H), (D,), out_axes, draw.attention_output, attention.proj_bias
-        )
+        out_axes, bias = ("q_heads", "kv", "embed"), attention.proj_bias
+        self.out = projection("proj", (N, H), (D,), out_axes, draw.attention_output, bias)
         memories = attention.num_mem_kv if self.has_memories else 0
+        axes, dtype = (None, "kv_heads", "kv"), init.weight_dtype
         self.memory_key, self.memory_value = (
-            param(
-                rngs, (memories, K, H), (None, "kv_heads", "kv"), draw.persistent_kv,
-                dtype=init.weight_dtype,
-            )
+            param(rngs, (memories, K, H), axes, draw.persistent_kv, dtype=dtype)
             if memories
             else None
             for _ in range(2)
-        )  # fmt: skip
+        )
         norm, epsilon = attention.use_qk_norm, config.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
@@ -230,3 +232,25 @@ class LocalAttention(Attention):
     @classmethod
     def sliding_window(cls, config: AttentionConfig) -> int | None:
         return config.sliding_window_size
+
+
+def average_keys_visible(length: int, *, causal: bool, window: int | None = None) -> float:
+    """Returns the average number of visible keys per query, for the MFU."""
+    visible = min(window or length, length)
+    return visible - visible**2 / (2 * length) if causal else float(visible)
+
+
+def average_keys_computed(config: AttentionConfig, length: int, window: int | None = None) -> float:
+    """Returns the average keys multiplied per query, masked ones included."""
+    if config.attention == "flash" and length % TILE == 0:
+        return flash_keys_computed(length, causal=config.causal, window=window)
+    if window is not None:
+        rows = window_blocks(window, length, causal=config.causal)
+        if rows is None:
+            return float(length)
+        return -(-length // rows) * rows * rows * (2 if config.causal else 3) / length
+    block = length
+    if config.attention != "dot_product" and config.causal:
+        block = min(max(config.attention_block_size, -(-length // MAX_BLOCKS)), length)
+    ends = ((start, min(start + block, length)) for start in range(0, length, block))
+    return sum((end - start) * end for start, end in ends) / length

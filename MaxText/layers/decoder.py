@@ -1,6 +1,5 @@
 """The decoder: embedding, a stack of blocks, final norm, head."""
 
-import dataclasses
 import math
 from typing import Any, ClassVar
 
@@ -12,12 +11,11 @@ from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
 from MaxText.layers import part_outputs
 from MaxText.layers.batch import Batch
-from MaxText.layers.block import Block
-from MaxText.layers.block_variants import block_class
+from MaxText.layers.block import Block, block_class
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import Embedding
 from MaxText.layers.dropout import dropout
-from MaxText.layers.embedding import Embedding
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
@@ -40,27 +38,26 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
-        dimensions = config.shape.dimensions
-        precision = config.numerics.matmul_precision
-        init = Init(
-            dimensions=dimensions,
-            initializers=initializers(config.initialization, dimensions),
-            dtype=jnp.dtype(config.numerics.dtype),
-            weight_dtype=jnp.dtype(config.numerics.weight_dtype),
-            precision=None if precision == "default" else precision,
-            zero_centered_norms=config.block.normalization_zero_centered,
-        )
-        D, V = dimensions.emb_dim, dimensions.vocab_size
+        numerics, precision = config.numerics, config.numerics.matmul_precision
+        whole_model, layers = LayerConfig(config, config.shape.dimensions), config.layers
+
+        def init_of(layer: LayerConfig) -> Init:
+            return Init(
+                dimensions=layer.dimensions,
+                initializers=initializers(config.initialization, layer.dimensions),
+                dtype=jnp.dtype(numerics.dtype),
+                weight_dtype=jnp.dtype(numerics.weight_dtype),
+                precision=None if precision == "default" else precision,
+                zero_centered_norms=config.block.normalization_zero_centered,
+            )
+
+        init = init_of(whole_model)
+        D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
         self.config = config
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        whole_model, layers = LayerConfig(config, dimensions), config.layers
-        quantizer = Quantizer(config.numerics)
-
-        def init_of(layer: LayerConfig) -> Init:
-            draw = initializers(config.initialization, layer.dimensions)
-            return dataclasses.replace(init, dimensions=layer.dimensions, initializers=draw)
+        quantizer = Quantizer(numerics)
 
         def positions(layer: LayerConfig) -> Position:
             part = lookup("position", layer.config.position.position_embedding)
@@ -84,11 +81,9 @@ class Decoder(nnx.Module):
         quantizer.check()
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
         kind = config.head.final_normalization_type
-        self.decoder_norm = (
-            make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
-            if config.head.final_norm
-            else None
-        )
+        kind = None if kind == "auto" else kind
+        has_norm = config.head.final_norm
+        self.decoder_norm = make_norm(config.block, init, rngs, kind=kind) if has_norm else None
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, rngs)
 
@@ -124,28 +119,15 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int):
+        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
-        carry = self.connections.begin(x_BTD)
+        stored = self.layers, self.blueprint, self.connections.begin(x_BTD)
         if num_stages > 1:
-            carry, scalars = pipeline_apply(
-                self.layers,
-                self.blueprint,
-                carry,
-                context,
-                apply,
-                schedule=self.config.pipeline_schedule(num_stages),
-                policy=memory.remat_policy,
-            )
+            schedule = self.config.pipeline_schedule(num_stages)
+            carry, scalars = pipeline_apply(*stored, context, apply, schedule, memory.remat_policy)
         else:
-            carry, scalars = apply_scanned(
-                self.layers,
-                self.blueprint,
-                carry,
-                lambda layer, carry, index: apply(layer, carry, context, index),
-                memory.remat_policy,
-            )
+            carry, scalars = apply_scanned(*stored, apply, memory.remat_policy)
         x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")

@@ -27,7 +27,7 @@ from MaxText.layers.depth_aggregate import (
     supports_fused_norms,
 )
 from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms
-from MaxText.layers.params import Init, constant, param, zeros
+from MaxText.layers.params import Init, constant, normal_fan_in, param, zeros
 from MaxText.layers.part import Connection, Flops, LayerInputs, PreNormalized
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
@@ -60,9 +60,8 @@ class DenseConnections(Connection):
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
         self.num_layers = num_layers
         depths = filter(dense.stands_after, range(1, num_layers + 1))
-        self.after = nnx.Dict(
-            {str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths}
-        )
+        after = {str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths}
+        self.after = nnx.Dict(after)
         # The last aggregation is read outside of the layers, and so saved anyway.
         recomputed = [one for one in self.after.values() if one.depth < num_layers]
         for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
@@ -129,9 +128,7 @@ class DepthAggregate(nnx.Module):
 
     def __init__(self, config: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs):
         num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
-        self.config = config
-        self.depth = depth
-        self.epsilon = epsilon
+        self.config, self.depth, self.epsilon = config, depth, epsilon
         self.sources = config.sources(depth)
         self.is_saved = False  # whether its results are saved for the backward pass
         self.streams = _streams(config, depth, num_layers)
@@ -143,21 +140,15 @@ class DepthAggregate(nnx.Module):
             rounded = {"reference": (width // 64 + 1) * 64, "ceil": -(-width // 64) * 64}
             K = rounded.get(config.dynamic_dense_hidden_round, width)
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
-            draw = init.initializers.connection
-            self.wi = Dense((D,), (K,), ("embed", None), draw, init, rngs)
+            self.wi = Dense((D,), (K,), ("embed", None), normal_fan_in, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
-        self.static = (
-            param(rngs, (C, S), (None, None), constant(self._identity()), dtype=init.weight_dtype)
-            if config.dense_static
-            else None
-        )
+        draw, dtype = constant(self._identity()), init.weight_dtype
+        static = config.dense_static
+        self.static = param(rngs, (C, S), (None, None), draw, dtype=dtype) if static else None
+        normed = {"none": "", "residual": "r", "all": "qkvr"}[config.mudd_postnorm]
+        norms = [x for x in self.streams if x in normed]
         self.post_norms = nnx.Dict(
-            {
-                stream: RMSNorm(D, epsilon, init, rngs, initial=0.001)
-                for stream in self.streams
-                if config.mudd_postnorm == "all"
-                or (config.mudd_postnorm == "residual" and stream == "r")
-            }
+            {x: RMSNorm(D, epsilon, init, rngs, initial=0.001) for x in norms}
         )
 
     def _identity(self) -> np.ndarray:
@@ -175,11 +166,9 @@ class DepthAggregate(nnx.Module):
         kernel_DK = self.wi.kernel[...]
         if self.norm.scale is not None:
             kernel_DK = self.norm.factors()[:, None] * kernel_DK.astype(jnp.float32)
-        hidden_BTK = ACTIVATIONS[self.config.dynamic_dense_act_cls](
-            rms_norm_matmul(
-                x_BTD, kernel_DK.astype(self.wi.dtype), self.norm.epsilon, self.wi.precision
-            )
-        )
+        kernel_DK = kernel_DK.astype(self.wi.dtype)
+        hidden_BTK: Any = rms_norm_matmul(x_BTD, kernel_DK, self.norm.epsilon, self.wi.precision)
+        hidden_BTK = ACTIVATIONS[self.config.dynamic_dense_act_cls](hidden_BTK)
         return weights_BTCS + self.wo(hidden_BTK).astype(jnp.float32)
 
     def __call__(
@@ -193,7 +182,7 @@ class DepthAggregate(nnx.Module):
             scales_SD = scales_SD[np.array(self.sources)]
             selected = [self._normalized(*one) for one in zip(selected, scales_SD, strict=True)]
             # The inverse RMS is folded into the weights.
-            inverse_rms = [s.inverse_rms_BT1 for s in selected if s.inverse_rms_BT1 is not None]
+            inverse_rms: list[Any] = [source.inverse_rms_BT1 for source in selected]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
         fused, factors_MD = self._fused(norms, x_BTD)
         sums, states = aggregate(

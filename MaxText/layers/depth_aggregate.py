@@ -150,13 +150,11 @@ def _to_f32(arrays, scales_SD=None):
 
 
 def _sum(weights_BTCS, sources, scales_SD):
-    floats = _to_f32(sources, scales_SD)
-    return [
-        _sum_terms(weights_BTCS[:, :, c, s, None] * x for s, x in enumerate(floats)).astype(
-            sources[0].dtype
-        )
-        for c in range(weights_BTCS.shape[2])
-    ]
+    floats, sums = _to_f32(sources, scales_SD), []
+    for c in range(weights_BTCS.shape[2]):
+        terms = (weights_BTCS[:, :, c, s, None] * x for s, x in enumerate(floats))
+        sums.append(functools.reduce(jnp.add, terms).astype(sources[0].dtype))
+    return sums
 
 
 def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
@@ -165,11 +163,9 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
         [jnp.stack([jnp.sum(g * x, axis=-1) for x in floats], axis=-1) for g in grad_sums], axis=-2
     )
     new = []
-    for s, source in enumerate(sources):
-        total = _sum_terms(weights_BTCS[:, :, c, s, None] * g for c, g in enumerate(grad_sums))
-        if accumulated is not None:
-            total = total + accumulated[s].astype(jnp.float32)
-        new.append(total.astype(source.dtype))
+    for s in range(len(sources)):
+        terms = (weights_BTCS[:, :, c, s, None] * g for c, g in enumerate(grad_sums))
+        new.append(_accumulated(functools.reduce(jnp.add, terms), accumulated, sources, s))
     return grad_weights_BTCS, new
 
 
@@ -180,17 +176,17 @@ def _product_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated)
     for s, x_BTD in enumerate(_to_f32(sources, scales_SD)):
         grad_weights.append(_product("btcd,btd->btc", grad_sums_BTCD, x_BTD))
         total = _product("btc,btcd->btd", weights_BTCS[..., s], grad_sums_BTCD)
-        if accumulated is not None:
-            total = total + accumulated[s].astype(jnp.float32)
-        new.append(total.astype(sources[s].dtype))
+        new.append(_accumulated(total, accumulated, sources, s))
     return jnp.stack(grad_weights, axis=-1), new
 
 
 _product = functools.partial(jnp.einsum, precision="highest")  # float32 on every device
 
 
-def _sum_terms(terms) -> jax.Array:
-    return functools.reduce(jnp.add, terms)
+def _accumulated(total, accumulated, sources, s):
+    if accumulated is not None:
+        total = total + accumulated[s].astype(jnp.float32)
+    return total.astype(sources[s].dtype)
 
 
 def _operands(weights, sources, scales, factors) -> dict[str, Any]:

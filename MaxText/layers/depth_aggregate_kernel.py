@@ -169,16 +169,10 @@ class Tile(NamedTuple):
         return min(self.shape[0], TILE_ROWS)
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
-        def body(r, _):
-            do(pl.ds(r * self.step, self.step))
-
-        jax.lax.fori_loop(0, self.shape[0] // self.step, body, None)
+        _for_each(self.shape[0], self.step, do)
 
     def for_columns(self, do: Callable[[Any], Any]) -> None:
-        def body(d, _):
-            do(pl.ds(d * self.chunk, self.chunk))
-
-        jax.lax.fori_loop(0, self.shape[1] // self.chunk, body, None)
+        _for_each(self.shape[1], self.chunk, do)
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
         """Returns `number` float32 [tokens] sums of terms(columns)."""
@@ -200,6 +194,13 @@ class Tile(NamedTuple):
 
     def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
+
+
+def _for_each(length: int, step: int, do: Callable[[Any], Any]) -> None:
+    def body(i, _):
+        do(pl.ds(i * step, step))
+
+    jax.lax.fori_loop(0, length // step, body, None)
 
 
 def _source(operands, s, token, columns):

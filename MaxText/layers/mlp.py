@@ -85,6 +85,4 @@ class MLP(FeedForward):
             if key is not None:
                 key = jax.random.fold_in(key, self.input_names.index(name))
             return rrelu(x, key)
-        if activation in OVER_FEATURES:
-            return OVER_FEATURES[activation](x)
-        return ACTIVATIONS[activation](x)
+        return (ACTIVATIONS | OVER_FEATURES)[activation](x)

@@ -84,20 +84,12 @@ class RoutedMoE(nnx.Module):
     not_recomputed = ()  # gates read the output of each expert
 
     def __init__(self, config: MoEConfig, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs):
-        dimensions = init.dimensions
+        D, E, draw = init.dimensions.emb_dim, config.num_experts, init.initializers.kernel
         self.config = config
-        self.gate = Dense(
-            (dimensions.emb_dim,),
-            (config.num_experts,),
-            ("embed", None),
-            init.initializers.kernel,
-            init,
-            rngs,
-            used_in=jnp.dtype(jnp.float32),  # rounding could send a token to another expert
-        )
-        width = dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
-        chosen = config.moe_activations or activations
-        self.experts = Experts(config.num_experts, width, chosen, init, rngs)
+        used_in = jnp.dtype(jnp.float32)  # rounding could send a token to another expert
+        self.gate = Dense((D,), (E,), ("embed", None), draw, init, rngs, used_in=used_in)
+        width = init.dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        self.experts = Experts(E, width, config.moe_activations or activations, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
@@ -128,12 +120,12 @@ class RoutedMoE(nnx.Module):
         return y.reshape(batch, length, width), scalars
 
     def _policy(self, gates: jax.Array, context: ForwardContext) -> jax.Array:
-        config = self.config
         mask = jnp.ones(gates.shape, bool)
-        if config.num_experts_per_tok != 2:
+        if self.config.num_experts_per_tok != 2:
             return mask
-        second, threshold = gates[..., 1], config.moe_second.threshold
-        policy = config.moe_second.policy if context.training else config.moe_second.policy_eval
+        config = self.config.moe_second
+        second, threshold = gates[..., 1], config.threshold
+        policy = config.policy if context.training else config.policy_eval
         if policy == "none":
             use_second = jnp.zeros(second.shape, bool)
         elif policy == "threshold":
@@ -160,9 +152,8 @@ class RoutedMoE(nnx.Module):
         count = jnp.maximum(is_token.sum(1), 1.0)
         first = jax.nn.one_hot(choices[..., 0], num_experts) * is_token
         balance = num_experts * ((first.sum(1) / count) * ((p * is_token).sum(1) / count)).sum(-1)
-        scalars = {
-            "moe_lb_loss": config.load_balance_loss_weight * (balance * is_token.sum((1, 2))).sum()
-        }
+        balance = (balance * is_token.sum((1, 2))).sum()
+        scalars = {"moe_lb_loss": config.load_balance_loss_weight * balance}
         if config.router_z_loss_weight:
             z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * is_token[..., 0]
             scalars["moe_z_loss"] = config.router_z_loss_weight * z.sum()

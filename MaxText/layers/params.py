@@ -68,7 +68,7 @@ def _normal(std: float | Callable[[int, int], float]) -> Initializer:
     return initialize
 
 
-_normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
+normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
 # Glorot and Bengio 2010, equation 16.
 _xavier_normal = _normal(lambda *fans: math.sqrt(2.0 / sum(fans)))
 
@@ -116,8 +116,6 @@ class Initializers(NamedTuple):
     embedding: Initializer  # token table
     position: Initializer  # position tables
     attention_slots: tuple[Initializer, Initializer]  # learned keys and values
-    feed_forward_slots: tuple[Initializer, Initializer]
-    connection: Initializer  # from a hidden state to the weights of dense connections
     persistent_kv: Initializer  # learned keys and values
 
 
@@ -155,9 +153,9 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
         key_value = _normal(width**-0.5)
         attention_output = _normal((dimensions.num_query_heads * dimensions.head_dim) ** -0.5)
         position = _normal(0.01)
-    attention_slots = slots = kernel, output
+    attention_slots = kernel, output
     if kind == "tokenformer":
-        attention_slots = _normal_fan_in, _normal_fan_in
+        attention_slots = normal_fan_in, normal_fan_in
     return Initializers(
         kernel,
         output,
@@ -167,8 +165,6 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
         _normal(table),
         position,
         attention_slots,
-        slots,
-        connection=_normal_fan_in,
         persistent_kv=_normal(dimensions.head_dim**-0.5),
     )
 

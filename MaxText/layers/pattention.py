@@ -109,11 +109,11 @@ class Pattention(Part):
         outputs: int,
         use_bias: bool,
     ):
-        emb_dim, initial = init.dimensions.emb_dim, init.initializers
+        emb_dim, draw = init.dimensions.emb_dim, init.initializers
         n = config.num_slots(place, emb_dim)
         self.theta = Theta(config, place, emb_dim)
         self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
-        keys, values = initial.feed_forward_slots if place == "ffn" else initial.attention_slots
+        keys, values = (draw.kernel, draw.output) if place == "ffn" else draw.attention_slots
         # Inputs and outputs shard like the residual stream, even if they are heads.
         self.keys = Dense((inputs,), (n,), ("embed", "slots"), keys, init, rngs, use_bias=use_bias)
         self.values = Dense(

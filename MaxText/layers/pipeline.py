@@ -37,8 +37,7 @@ def pipeline_apply(
     blueprint: Blueprint,
     inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
     context: ForwardContext,
-    apply: Callable[[Any, Any, ForwardContext, jax.Array], tuple[Any, dict[str, jax.Array]]],
-    *,
+    apply: Callable[[Any, Any, jax.Array, ForwardContext], tuple[Any, dict[str, jax.Array]]],
     schedule: PipelineSchedule,  # with as many stages as the current mesh
     policy: RematPolicy,
 ) -> tuple[Any, dict[str, jax.Array]]:
@@ -73,7 +72,7 @@ def pipeline_apply(
             blueprint,
             weights_K,
             arrived,
-            lambda layer, x, index: apply(layer, x, contexts(visit % num_microbatches), index),
+            lambda layer, x, index: apply(layer, x, index, contexts(visit % num_microbatches)),
             policy,
             num_repeats=per_stage // cycle,
             first=first,

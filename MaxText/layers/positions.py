@@ -9,7 +9,7 @@ from flax import nnx
 
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.embedding import Embedding
+from MaxText.layers.dense import Embedding
 from MaxText.layers.part import Init, Position
 
 

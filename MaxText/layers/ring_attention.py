@@ -136,24 +136,14 @@ class _Ring:
         if self.num_pieces > 1:
             tokens = jax.tree.map(self._zigzag, tokens)
 
-        @jax.custom_vjp
-        def attend(*operands):
-            return self._forward(*operands)[0]
-
-        def forward(*operands):
-            o_BLNH, log_sums = self._forward(*operands)
-            return o_BLNH, (operands, o_BLNH, log_sums)
-
-        def backward(residuals, do_BLNH):
-            operands, o_BLNH, log_sums = residuals
-            return self._backward(operands, o_BLNH, log_sums, do_BLNH)
-
-        attend.defvjp(forward, backward)
+        attend = jax.custom_vjp(lambda *operands: self._forward(*operands)[0])
+        attend.defvjp(self._forward, self._backward)
         o_BLNH = attend(*tokens, slopes_N, persistent_kv)
         return self._zigzag(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
-    def _forward(self, q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv):
-        """Returns o_BLNH and log-sum-exp, float32 [P, B, K, G, R]."""
+    def _forward(self, *operands):
+        """Returns o_BLNH and residuals; log sums are float32 [P, B, K, G, R]."""
+        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv = operands
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         num_blocks, batch, block, kv_heads, group, head_dim = rows.q_BRKGH.shape
         slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
@@ -179,9 +169,11 @@ class _Ring:
         keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
         (largest, sums, o), _, _ = self._ring_scan(block_fn, rows, keys, state, ())
         o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
-        return o_BLNH.astype(q_BLNH.dtype), largest + jnp.log(sums)
+        o_BLNH = o_BLNH.astype(q_BLNH.dtype)
+        return o_BLNH, (operands, o_BLNH, largest + jnp.log(sums))
 
-    def _backward(self, operands, o_BLNH, log_sums, do_BLNH):
+    def _backward(self, residuals, do_BLNH):
+        operands, o_BLNH, log_sums = residuals
         q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv = operands
         rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
         _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape

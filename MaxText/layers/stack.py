@@ -82,14 +82,6 @@ class Blueprint:
     is_stacked: bool  # whether one tree of stacked arrays holds all layers
     is_shared: bool  # whether all layers share their weights
 
-    def cycle_weights(self, weights: dict) -> Any:
-        plan = self.plan
-        if not self.is_stacked:
-            return weights["cycle"]
-        if plan.is_whole or self.is_shared:
-            return weights
-        return jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
-
     def layer_weights(
         self, weights: dict, unstack: Callable[[Any], list[dict]] = _unstacked
     ) -> list[dict]:
@@ -134,7 +126,6 @@ def stack(
     shared: bool = False,
 ) -> tuple[Any, Blueprint]:
     """Builds all layers as one: stacked, or an nnx.Dict if shapes differ."""
-    shapes_only = isinstance(rngs, AbstractRngs)
     first_layer = [
         plan.first_of(place[0]) if (place := plan.cycled(i)) else i for i in range(plan.num_layers)
     ]
@@ -145,20 +136,20 @@ def stack(
     assert is_stacked or not shared, "layers that share parameters have different ones"
     blueprint = Blueprint(plan, tuple(graphdefs[i] for i in first_layer), is_stacked, shared)
     num_stored = 1 if shared else plan.num_layers
-    keys = None if shapes_only else jax.random.split(rngs.params(), num_stored)
+    draws = not isinstance(rngs, AbstractRngs)
+    keys = jax.random.split(rngs.params(), num_stored) if draws else None
 
     def stacked(index: int, chosen: Sequence[int]) -> Any:
         def draw(key: jax.Array) -> dict:
-            return nnx.to_pure_dict(nnx.state(make_layer(index, nnx.Rngs(params=key))))
+            return weights_dict(make_layer(index, nnx.Rngs(params=key)))
 
         if keys is not None:
             # One vmap over keys: drawn one by one, deep models take seconds to compile.
             values = jax.vmap(draw)(keys[jnp.asarray(chosen)])
         else:
-            count = len(chosen)
             values = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype),
-                nnx.to_pure_dict(nnx.state(abstract[index])),
+                lambda x: jax.ShapeDtypeStruct((len(chosen), *x.shape), x.dtype),
+                weights_dict(abstract[index]),
             )
         layers = nnx.merge(graphdefs[index], values)
         for _, parameter in nnx.to_flat_state(nnx.state(layers)):
@@ -180,8 +171,7 @@ def stack(
 
 def _shapes(layer: Any) -> list[Any]:
     flat = nnx.to_flat_state(nnx.state(layer))
-    values = [(path, p.get_value(), p.get_metadata()["logical_axes"]) for path, p in flat]
-    return [(path, value.shape, value.dtype, axes) for path, value, axes in values]
+    return [(path, p.shape, p.dtype, p.get_metadata()["logical_axes"]) for path, p in flat]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -251,8 +241,11 @@ def apply_scanned(
     for index in range(plan.prefix):
         carry = single(carry, index)
     if plan.repeats:
+        cycle = weights if blueprint.is_stacked else weights["cycle"]
+        if blueprint.is_stacked and not (plan.is_whole or blueprint.is_shared):
+            cycle = jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
         carry, scalars = scan_cycle(
-            blueprint, blueprint.cycle_weights(weights), carry, apply, policy,
+            blueprint, cycle, carry, apply, policy,
             num_repeats=plan.repeats, first=plan.prefix,
         )  # fmt: skip
         _add(totals, scalars)
@@ -263,7 +256,7 @@ def apply_scanned(
 
 def scan_cycle(
     blueprint: Blueprint,
-    weights: Any,  # of these layers (Blueprint.cycle_weights)
+    weights: Any,  # of these layers
     carry: Any,
     apply: Callable[[Any, Any, Any], tuple[Any, Scalars]],
     policy: RematPolicy,
@@ -302,27 +295,24 @@ def scan_cycle(
         return carry, jax.tree.map(jnp.sum, scalars)
 
     def one_cycle(carry: Any, xs: Any) -> tuple[Any, list[Scalars]]:
-        weights, start = xs
+        own, start = xs
         scalars = []
         for run, length in enumerate(plan.runs):
-            carry, found = one_run(carry, weights, run, start)
+            carry, found = one_run(carry, weights if is_shared else own, run, start)
             scalars.append(found)
             start = start + length
         return carry, scalars
 
     starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
-    if is_shared:
-        carry, scalars = jax.lax.scan(
-            lambda carry, start: one_cycle(carry, (weights, start)), carry, starts
-        )
-    else:
+    by_cycle = None
+    if not is_shared:
         by_cycle = jax.tree.map(
             lambda leaf: leaf.reshape(num_repeats, leaf.shape[0] // num_repeats, *leaf.shape[1:]),
             weights,
         )
         if not in_layer:
             by_cycle = _by_run(blueprint, by_cycle)
-        carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
+    carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))
     totals: Scalars = {}
     for found in scalars:
         _add(totals, {name: jnp.sum(value) for name, value in found.items()})
@@ -376,7 +366,13 @@ def apply_unrolled(
     if not sequential or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]
     for index, graphdef in enumerate(blueprint.graphdefs):
-        own, weights, carry = _take(index, weights, carry, sequential)
+        if sequential and not isinstance(weights, list):  # a stacked tree
+            own, weights, carry = _sequential(index, weights, carry)  # pyright: ignore
+        else:
+            place = index % len(weights)
+            if sequential:
+                weights[place], _, carry = _sequential(None, weights[place], carry)  # pyright: ignore
+            own = weights[place]
 
         def one_layer(weights, carry, state, graphdef=graphdef, index=index):
             return apply(nnx.merge(graphdef, weights), carry, index, state)
@@ -387,17 +383,6 @@ def apply_unrolled(
         _add(totals, scalars)
         new_states.append(state)
     return carry, totals, tuple(new_states)
-
-
-def _take(index: int, remaining: Any, carry: Any, sequential: bool) -> tuple[dict, Any, Any]:
-    """Takes a layer's weights from a stacked tree or list; returns the rest."""
-    if not sequential:
-        return remaining[index % len(remaining)], remaining, carry
-    if not isinstance(remaining, list):
-        return _sequential(index, remaining, carry)  # pyright: ignore
-    remaining, place = list(remaining), index % len(remaining)
-    remaining[place], _, carry = _sequential(None, remaining[place], carry)  # pyright: ignore
-    return remaining[place], remaining, carry
 
 
 def weights_dict(layers: Any) -> dict:

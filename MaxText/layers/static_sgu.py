@@ -16,7 +16,7 @@ from flax import nnx
 
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig, ModelConfig
-from MaxText.layers.attention_flops import average_keys_visible
+from MaxText.layers.attention import average_keys_visible
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars

@@ -9,7 +9,7 @@ Legend: W `skip_step_interval`, Q watched quantities.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,22 +47,8 @@ class GuardState:
         return jax.device_put(empty, jax.tree.map(lambda x: x.sharding, self))
 
 
-class SkipDecision(NamedTuple):
-    """The decision about an update."""
-
-    accept: jax.Array  # bool, whether to apply the update
-    state: GuardState  # the state after it
-    # int32 scalars except loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in GuardState.
-    # recent_skips: skips in the last W updates. skips_began: first step of the stretch of skips up
-    # to this step, -1 for none. loss_rise: float32, rise of the median loss above its lowest value,
-    # relative to that or to 1 nat if that is more. rise_began: first step of the current rise.
-    metrics: dict[str, jax.Array]
-
-
 def initial_state(config: GuardConfig) -> GuardState | None:
-    if not config.skip_step_on_spikes:
-        return None
-    return _empty_state(config.skip_step_interval)
+    return _empty_state(config.skip_step_interval) if config.skip_step_on_spikes else None
 
 
 def _empty_state(window: int) -> GuardState:
@@ -86,8 +72,14 @@ def decide(
     grad_norm: jax.Array,  # before clipping
     update_norm: jax.Array,  # of what would be added to the parameters
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
-) -> SkipDecision:
-    """Decides whether to accept update `step`, before it is applied."""
+) -> tuple[jax.Array, GuardState, dict[str, jax.Array]]:
+    """Decides about update `step`; returns acceptance, state and metrics.
+
+    Metrics are int32 except loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in
+    GuardState. recent_skips: skips in the last W updates. skips_began: first step of the stretch of
+    skips up to this step, -1 for none. loss_rise: float32, rise of the median loss above its lowest
+    value, relative to that or to 1 nat if that is more. rise_began: first step of the current rise.
+    """
     window = config.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
     values_Q = jnp.stack([loss, grad_norm, update_norm / rate]).astype(jnp.float32)
@@ -135,7 +127,7 @@ def decide(
         # The first step of the window at the last stable step.
         "rise_began": jnp.maximum(last_stable_step - window, 0),
     }
-    return SkipDecision(accepted, new, metrics)
+    return accepted, new, metrics
 
 
 def select(accept: jax.Array, new: Any, old: Any) -> Any:

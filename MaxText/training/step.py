@@ -1,5 +1,6 @@
-"""The pure functions to compile: initialization and train step."""
+"""The train state, its initialization and its step, pure functions."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,21 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import platform, split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
-from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything the next step depends on, besides the data."""
+
+    step: Any  # int32 scalar, updates so far, skipped ones included
+    params: Any  # nested dict of arrays
+    opt_state: Any  # of optax
+    guard: Any = None  # spike_guard.GuardState; None if the guard is disabled
 
 
 def make_initialize(
@@ -109,10 +120,9 @@ def make_train_step(
         if state.guard is None:
             params, opt_state = optax.apply_updates(params, updates), new_opt_state
         else:
-            decision = spike_guard.decide(
+            accept, guard_state, decided = spike_guard.decide(
                 guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
             )
-            accept = decision.accept
             if repeat_update and platform() == "tpu":
                 # Computed after the decision, new values overwrite the old ones in place.
                 gradients, opt_state, params, accept = jax.lax.optimization_barrier(
@@ -121,8 +131,7 @@ def make_train_step(
                 updates, new_opt_state = optimizer.update(gradients, opt_state, params)
             params = spike_guard.select(accept, optax.apply_updates(params, updates), params)
             opt_state = spike_guard.select(accept, new_opt_state, opt_state)
-            guard_state = decision.state
-            metrics |= decision.metrics
+            metrics |= decided
         metrics |= {
             "loss": loss,
             "total_weights": total_weight,

@@ -11,7 +11,7 @@ from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
 from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
 from MaxText.experiments.conformance import products
-from MaxText.layers.attention_flops import average_keys_computed, average_keys_visible
+from MaxText.layers.attention import average_keys_computed, average_keys_visible
 from MaxText.layers.model import Model
 from MaxText.layers.part import Flops
 from MaxText.metrics.tables import parameter_table

@@ -25,8 +25,10 @@ def _judged(values_SQ, rates_S):
     def one(state, inputs):
         step, values_Q, rate = inputs
         values = dict(zip(("loss", "grad_norm", "update_norm"), values_Q, strict=True))
-        decision = spike_guard.decide(SECTION, state, step, **values, learning_rate=rate)
-        return decision.state, (decision.accept, decision.metrics)
+        accept, state, found = spike_guard.decide(
+            SECTION, state, step, **values, learning_rate=rate
+        )
+        return state, (accept, found)
 
     inputs = (jnp.arange(len(values_SQ)), values_SQ, rates_S)
     return jax.lax.scan(one, spike_guard.initial_state(SECTION), inputs)[1]
