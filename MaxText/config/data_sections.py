@@ -20,33 +20,38 @@ FileType = Literal[
     "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
     "text",
 ]  # fmt: skip
-_STORED = {"dataset_type": "grain"}
 PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
+_STORED = {"dataset_type": "grain"}
 # How a mixture takes windows from a source; the first is the default.
 SAMPLINGS = ("chunks", "documents_random", "documents_fixed")
+_MASKED = {"mlm_training": True}
 
 
 class TokenRecords(Options):
     """Token records of other programs."""
 
     field: str = key("", "Record field with the token ids. Empty: input_ids, text or tokens.")
-    eos_id: int = key(-1, "Id appended to records that are documents without one; -1: none.", ge=-1)
+    eos_id: int = key(-1, ge=-1)
+    """Id appended to each record that is a document without one; -1 appends none."""
 
 
 class MegatronOptions(Options):
     """Order and split of Megatron data."""
 
     order: Literal["stored", "gpt_neox"] = key("stored")
-    """Samples as stored (Pythia: shuffled), or in gpt_neox's index built from data_shuffle_seed."""
+    """Order of samples: stored (as Pythia published it, shuffled), or gpt_neox (the sample index
+    that GPT-NeoX builds from data_shuffle_seed)."""
     split: str = key("")
-    """Shares of train, validation, test documents in order gpt_neox: 969,30,1. Empty: all train."""
+    """Shares of training, validation and test documents in the order gpt_neox: 969,30,1. Empty: all
+    train."""
 
 
 class BadRecordOptions(Options):
     """Handling of unreadable records."""
 
     action: Literal["fail", "skip"] = key("fail")
-    """On a wrong checksum of an imported record: fail, or skip it. Corrupted text always fails."""
+    """Action on a record with a wrong checksum during import: fail the run, or skip the record.
+    Corrupted text always fails."""
     maximum: Natural = key(100)
     """Unreadable records after which a run with bad_records.action=skip fails too; also the rows
     and files of text that preparation skips because they cannot be read, 0 for none."""
@@ -56,7 +61,8 @@ class DataRetryOptions(Options):
     """Retries of failed data reads."""
 
     attempts: Natural = key(5)
-    """Retries of a failed data read (missing file, I/O error, hanging read) before a run stops."""
+    """Retries of a failed data read (a missing file, an I/O error, a hanging read) before the run
+    stops."""
     delay: NonNegative = key(1.0, unit="seconds")
     """Delay before the first retry, doubled for each further one up to 60 s."""
     timeout: NonNegative = key(60.0, unit="seconds")
@@ -79,9 +85,8 @@ class DataConfig(Section):
     records are tokenized with tokenizer_path."""
     grain_eval_files: str = key("")
     """Records to evaluate on, as grain_train_files. Empty: eval_split of dataset_path."""
-    grain_file_type: FileType = key(
-        "auto", "Format of the files; auto detects it from their names."
-    )
+    grain_file_type: FileType = key("auto", only_if=_STORED)
+    """Format of the files; auto detects it from their names."""
     data_mixture_weights: tuple[tuple[str, float] | tuple[str, int, str, float], ...] = key(())
     """Data mixture: [dataset_path, weight] each, or GPT-Neo's [dataset_path, stitch, sampling,
     weight], where sampling is chunks, documents_random or documents_fixed."""
@@ -97,12 +102,17 @@ class DataConfig(Section):
     eval_split: str = key("validation")
     """Split to evaluate on; of plain record files, those with this word in their name."""
     token_records: TokenRecords = options(TokenRecords)
-    enable_data_shuffling: bool = key(True, "Visit sequences in random order, a new one per epoch.")
-    data_shuffle_seed: Natural = key(0, "Seed of shuffling and of synthetic tokens.", only_if={})
-    iter_file_nums: Natural = key(0, "Shuffle in groups of this many files, in order; 0 globally.")
+    enable_data_shuffling: bool = key(True)
+    """Visit sequences in a random order, a new one each epoch."""
+    data_shuffle_seed: Natural = key(0, only_if={})
+    """Seed of the shuffle order (and of synthetic tokens)."""
+    iter_file_nums: Natural = key(0)
+    """Shuffle within groups of this many files, visited in order; 0 shuffles globally."""
     megatron: MegatronOptions = options(MegatronOptions)
     num_epoch: CountOrAuto = key(-1, "Epochs after which training stops; -1 repeats until `steps`.")
-    packing: bool = key(True, "Pack documents into sequences; false starts each in a padded one.")
+    packing: bool = key(True)
+    """Pack several documents into a sequence; false starts each document in a new padded
+    sequence."""
     grain_packing_type: PackingType = key("concat_then_split", only_if="packing")
     """concat_then_split: concatenate documents and split every max_target_length tokens. first_fit,
     best_fit: keep documents whole if they fit."""
@@ -110,12 +120,15 @@ class DataConfig(Section):
     """Truncate documents that are longer than a sequence instead of splitting them."""
     cross_document_attention: bool = key(False)
     """Let attention, positions and loss cross document boundaries within a sequence."""
-    zero_loss: bool = key(True, "Count targets of id 0 in the loss; false masks them (MUDDFormer).")
+    zero_loss: bool = key(True)
+    """Count targets with id 0 in the loss; false masks them, as MUDDFormer's runs did."""
     bad_records: BadRecordOptions = options(BadRecordOptions, only_if={})
     data_retry: DataRetryOptions = options(DataRetryOptions)
     excluded_samples: tuple[tuple[int, int], ...] = key((), only_if={})
-    """Pairs [first, end] of training samples to exclude, as rollbacks do; later ones move up."""
-    grain_worker_count: Natural = key(0, "Reader processes; 0 is a thread of the main process.")
+    """Pairs [first, end] of sample numbers to exclude from the training data, as a rollback does;
+    later samples move up."""
+    grain_worker_count: Natural = key(0)
+    """Reader processes; 0 reads in a thread of the main process."""
     reuse_example_batch: bool = key(False, "Repeat the first batch (benchmarks).", only_if={})
 
     @property
@@ -134,10 +147,12 @@ class MaskedTokens(Options):
     """Masked tokens."""
 
     mask_id: int = key(-1, "Mask token id; -1 is the tokenizer's [MASK].", ge=-1)
-    cls_token_id: int = key(-1, "Id prepended to each sequence and never masked; -1: none.", ge=-1)
+    cls_token_id: int = key(-1, ge=-1)
+    """Id prepended to each sequence and never masked; -1 prepends none."""
     mask_prob: float = key(0.15, "Fraction of tokens that are predicted.", gt=0, le=1)
     same_token_prob: Share = key(0.1, "Fraction of predicted tokens that stay unchanged.")
-    random_token_prob: Share = key(0.1, "Fraction of predicted tokens replaced by a random token.")
+    random_token_prob: Share = key(0.1)
+    """Fraction of predicted tokens that are replaced by a random token."""
     mask_ignore_ids: tuple[int, ...] = key(())
     """Ids that are never predicted, in addition to CLS, mask, bos, eos and pad."""
 
@@ -145,9 +160,10 @@ class MaskedTokens(Options):
 class MaskingConfig(Section):
     """Masked language modeling (BERT)."""
 
-    ONLY_IF = "mlm_training"
+    ONLY_IF = _MASKED
 
-    mlm_training: bool = key(False, "Predict masked tokens from both sides, not the next token.")
+    mlm_training: bool = key(False)
+    """Predict masked tokens from both sides instead of the next token."""
     mlm: MaskedTokens = options(MaskedTokens)
 
 
@@ -173,7 +189,8 @@ class ExportedRecords(Options):
     num_shards: Natural = key(0, "Number of record files; 0 is one per 256 MB of text.")
     name: str = key("", "Prefix of record file names. Empty: the split's name.")
     min_length: Count = key(128, "Shortest strided window, BOS and EOS included.", unit="tokens")
-    max_length: int = key(256, "Tokens of a strided window, with BOS and EOS.", unit="tokens", ge=3)
+    max_length: int = key(256, unit="tokens", ge=3)
+    """Tokens of a strided window, BOS and EOS included."""
     stride: Count = key(128, "Tokens between the starts of strided windows.", unit="tokens")
     ignore_label: int = key(-100, "Label of ignored positions of strided windows.")
 
@@ -195,17 +212,20 @@ class PreparationConfig(Section):
     tokenizer_path: str = key("")
     """Tokenizer: folder, tokenizer.json, SentencePiece .model, tiktoken file, hub id, or bytes for
     one id per byte. Empty: train a BPE."""
-    tokenizer_type: TokenizerType = key("auto", "Type of tokenizer_path; auto detects it by file.")
+    tokenizer_type: TokenizerType = key("auto")
+    """Type of tokenizer_path; auto detects it by the file."""
     tokenizer_vocab_size: int = key(4096, only_if=_TRAINED, ge=257)
     """Vocabulary size of the byte-level BPE trained on the text."""
     tokenizer_special_tokens: tuple[str, ...] = key(("<|endoftext|>",), only_if=_TRAINED)
     """Special tokens of the trained BPE, with ids from 0; the first ends documents."""
     add_bos: bool = key(False, "Start each document with the beginning-of-text id.")
     add_eos: bool = key(True, "End each document with the end-of-text id.")
-    validation_fraction: Fraction = key(0.01, "Fraction of documents in the validation split.")
+    validation_fraction: Fraction = key(0.01)
+    """Fraction of documents held out as the validation split."""
     prepare_seed: Natural = key(0, "Seed of the choice of held-out documents.")
     prepare_fix_text: bool = key(False, "Repair broken Unicode with ftfy before tokenizing.")
-    prepare_minimum_tokens: Natural = key(0, "Skip shorter documents (counted).", unit="tokens")
+    prepare_minimum_tokens: Natural = key(0, unit="tokens")
+    """Skip documents with fewer tokens (they are counted)."""
     prepare_num_workers: Natural = key(0, "Tokenizer processes; 0 is one per core.")
     prepare_output_format: OutputFormat = key("bin")
     """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token

@@ -54,7 +54,8 @@ class BlockConfig(Section):
     """Layer structure: mixer, norms and residual arrangement."""
 
     mixer: Annotated[str, Name("mixer")] = key("attention")
-    """Token mixer, a registered part. attention_types and layer_kinds set it per layer."""
+    """Token mixer of a layer, by the name of a registered part. attention_types and layer_kinds set
+    it per layer."""
     layer_pattern: str = key("")
     """One letter of layer_kinds per layer: a repeated cycle ("GGG*"), or a prefix, a cycle and a
     suffix ("DD(EE*)D"). Empty: all layers are alike."""
@@ -65,7 +66,8 @@ class BlockConfig(Section):
     """sequential: x + attn(norm(x)), then x + mlp(norm(x)). parallel: x + attn(norm1(x)) +
     mlp(norm2(x)), as GPT-NeoX."""
     parallel_residual_shared_norm: bool = key(False, only_if={"block_arrangement": "parallel"})
-    """Share one norm between parallel branches (GPT-J, fused residuals of fattorib/transformer)."""
+    """Share one norm between both branches of a parallel layer (GPT-J, fused residuals of
+    fattorib/transformer)."""
     normalization_type: Annotated[str, Name("norm")] = key("rms_norm")
     """Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar 2019).
     scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's scalenorm)."""
@@ -73,11 +75,14 @@ class BlockConfig(Section):
     """Whether LayerNorm has a bias."""
     normalization_layer_epsilon: Positive = key(1e-5, "Epsilon added to the variance in norms.")
     normalization_zero_centered: bool = key(False)
-    """Store norm scales minus 1 (Gemma): they start at 0, and weight decay pulls them to 1."""
+    """Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay pulls
+    them to 1."""
     block_norm_parametric: bool = key(True, only_if={"use_rezero": False})
-    """Give norms of layers scale and bias (TokenFormer: false). The final norm always has them."""
+    """Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has
+    them."""
     use_rezero: bool = key(False)
-    """ReZero: multiply each branch by a learned scalar that starts at 0; no norms before them."""
+    """ReZero: multiply each branch by a learned scalar that starts at 0, without norms before
+    branches."""
     use_macaron: bool = key(False, only_if={"block_arrangement": "sequential"})
     """Macaron: half a feed-forward before attention and half after it."""
     macaron_prenorm: bool = key(True, only_if="use_macaron")
@@ -85,7 +90,8 @@ class BlockConfig(Section):
     connection_type: Annotated[str, Name("connection", "auto")] = key("auto")
     """Input of a layer. residual: the previous output. dense: sums of all previous outputs. auto:
     dense if dense_conn=true, else residual."""
-    share_layer_params: bool = key(False, "Share parameters between all layers (ALBERT).")
+    share_layer_params: bool = key(False)
+    """Share one set of parameters between all layers (ALBERT)."""
 
 
 AttentionKind = Literal["global", "local", "linear", "none"]
@@ -113,7 +119,8 @@ class PositionConfig(Section):
     """rotary rotates queries and keys; learned adds a table to the embedding, axial the mean of two
     smaller tables; alibi penalizes scores by distance."""
     axial_pos_shape: tuple[int, ...] = key((), only_if={"position_embedding": "axial"})
-    """Rows (a, b) of both tables; position p: rows p // b and p % b (GPT-Neo: axial_pos_emb)."""
+    """Rows (a, b) of the two tables; position p uses row p // b of the first and p % b of the
+    second (GPT-Neo: axial_pos_emb)."""
     alibi_max_bias: Positive = key(8.0, only_if={"position_embedding": "alibi"})
     """ALiBi slope of head i of n is 2^(-alibi_max_bias i / n) (Press et al. 2022)."""
     trainable_position_size: int = key(-1, unit="tokens", only_if=_LEARNED, ge=-1)
@@ -122,7 +129,8 @@ class PositionConfig(Section):
     rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key("default", only_if=_ROTARY)
     """Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:
     divide low frequencies. yarn: the same with another transition, and scaled scores."""
-    rope_factor: float = key(8.0, "Divisor (Llama 3.1: 8, 3.2: 32).", only_if=_SCALED, ge=1)
+    rope_factor: float = key(8.0, only_if=_SCALED, ge=1)
+    """Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32)."""
     original_max_position_embeddings: Count = key(8192, unit="tokens", only_if=_EXTENDED)
     """Context length before frequencies were scaled."""
     low_freq_factor: Positive = key(1.0, only_if=_LLAMA)
@@ -136,7 +144,8 @@ class PositionConfig(Section):
     rotary_pct: float = key(1.0, only_if=_ROTARY, gt=0, le=1)
     """Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25)."""
     rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", only_if=_ROTARY)
-    """Dtype of sines and cosines. Released: MUDDFormer with bfloat16, MUDDPythia with float16."""
+    """Dtype to which sines and cosines are rounded. The released MUDDFormer was trained with
+    bfloat16, MUDDPythia with float16."""
 
 
 _BLOCKED = {"attention": ["autoselected", "blocked"]}
@@ -153,33 +162,40 @@ class AttentionConfig(Section):
     """The attention mixer."""
 
     attention_projections: Annotated[str, Name("projection")] = key("dense")
-    """Query, key, value and output projections: dense, or Pattention over slots (TokenFormer)."""
+    """Projections to queries, keys, values and output: dense matrices, or Pattention over slots
+    (TokenFormer)."""
     attention: Literal["autoselected", "dot_product", "blocked", "flash"] = key("autoselected")
     """Attention backend. blocked: causal in blocks of query rows, half the FLOPs of dot_product.
     flash: a kernel that keeps scores out of memory, splash attention on TPU, cuDNN on GPU.
     autoselected: flash if supported, else blocked."""
-    attention_block_size: Count = key(128, "Query rows per block.", unit="tokens", only_if=_BLOCKED)
+    attention_block_size: Count = key(128, unit="tokens", only_if=_BLOCKED)
+    """Query rows per block."""
     context_parallel_strategy: Literal["all_gather", "ring"] = key("all_gather")
     """How queries meet keys of other devices where *_context_parallelism splits sequences.
     all_gather: every device gathers all keys and values of its sequences. ring: they go from device
     to device, and each keeps one part at a time (docs/how-to/shard_a_model.md)."""
     context_parallel_load_balance: bool = key(True, only_if={"context_parallel_strategy": "ring"})
-    """Give ring devices tokens from both ends. Halves the time of causal attention. Same result."""
+    """Give each device of the ring tokens from both ends of the sequence, which halves the time of
+    causal attention. Does not change the result."""
     causal: bool = key(True, "Mask later tokens. mlm_training=true turns it off.")
     qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
     proj_bias: bool = key(False, "Bias of the attention output projection.")
     use_qk_norm: bool = key(False, "RMSNorm with scale on each head of q and k, before rotary.")
-    attn_logits_soft_cap: NonNegative = key(0.0, "Soft cap c: c * tanh(score / c); 0 disables.")
+    attn_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())
-    """Attention kinds per layer, patterns with counts: [[[global, local], 12]] is 24 alternating
-    layers. local: the last sliding_window_size tokens. linear: constant cost per token (except with
-    causal=false and several documents). none: a feed-forward alone. Empty: all global."""
+    """Attention kinds per layer, as patterns and repetitions: [[[global, local], 12]] is 24
+    alternating layers. local: the last sliding_window_size tokens. linear: constant cost per token
+    (except with causal=false and several documents). none: a feed-forward alone. Empty: all
+    global."""
     sliding_window_size: Count = key(256, unit="tokens")
-    """Tokens that a local query sees, with itself; without a causal mask also as many after it."""
+    """Tokens that a query of a local layer sees, itself included; without a causal mask also as
+    many after it."""
     linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
-    num_mem_kv: Natural = key(0, "Learned keys and values to which global layers also attend.")
+    num_mem_kv: Natural = key(0)
+    """Learned keys and values that every token of a global layer also attends to."""
     gpt_neo_none_attention_bug: bool = key(False)
     """Double the residual stream in layers of kind none, as a bug of GPT-Neo does."""
     static_sgu: bool = key(False)
@@ -188,15 +204,16 @@ class AttentionConfig(Section):
     static_sgu_kernel: Natural = key(128, unit="tokens", only_if="static_sgu")
     """Largest distance of the static SGU sum."""
 
-    def kinds(self, num_layers: int) -> list[AttentionKind]:
+    def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
+        if not self.attention_types:
+            return ("global",) * num_layers
         kinds: list[AttentionKind] = []
         for pattern, times in self.attention_types:
             count = min(times * len(pattern), num_layers - len(kinds))
             kinds.extend(pattern[i % len(pattern)] for i in range(count))
-        return kinds
+        return tuple(kinds)
 
 
-_SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 _MLP = {"feed_forward_type": "mlp"}
 
 
@@ -204,16 +221,23 @@ class FeedForwardConfig(Section):
     """The feed-forward part."""
 
     feed_forward_type: Annotated[str, Name("feed_forward")] = key("mlp")
-    """mlp: plain or gated. pattention: over slots (TokenFormer). Or a registered part."""
+    """mlp: a plain or gated MLP. pattention: Pattention over slots (TokenFormer). Or the name of a
+    registered part."""
     mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
-    """One name is a plain MLP, more are gated: ["silu", "linear"] is SwiGLU. gelu is the tanh
-    approximation, gelu_erf exact. aria, prelu, parcsinh, psoftplus, proottanh learn scalars."""
+    """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
+    tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and proottanh have
+    learned scalars."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(False, only_if=_MLP)
     """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the
     first to 1.5 mlp_dim in the last, in multiples of mlp_dim_multiple."""
     mlp_dim_multiple: Count = key(128, only_if="dynamic_mlp_dim")
     """Multiple to which widths of dynamic_mlp_dim are rounded."""
+
+    @property
+    def is_random(self) -> bool:
+        """Whether its activations draw random numbers in training."""
+        return self.feed_forward_type == "mlp" and "rrelu" in self.mlp_activations
 
     def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
         """Returns the hidden width F of each layer's MLP."""
@@ -225,11 +249,15 @@ class FeedForwardConfig(Section):
         return tuple(round(width * (i / last + 0.5) / step) * step for i in range(num_layers))
 
 
+_SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
+
+
 class SecondExpert(Options):
     """A token's second expert."""
 
     policy: Literal["all", "none", "threshold", "random"] = key("all")
-    """Use in training; threshold: gate above it, random: probability gate / threshold (GPT-Neo)."""
+    """Its use in training. threshold: if its gate exceeds the threshold. random: with probability
+    gate / threshold (GPT-Neo)."""
     policy_eval: Literal["all", "none", "threshold"] = key("all", "As policy, outside training.")
     threshold: NonNegative = key(0.2, "Threshold of the policies.")
 
@@ -241,16 +269,19 @@ class MoEConfig(Section):
 
     num_experts: Count = key(1, "Experts per layer; 1 is a dense MLP.", only_if=_MLP)
     num_experts_per_tok: Count = key(1, "Experts per token (top-k).")
-    moe_layers: tuple[int, ...] | None = key(None, "Layers with experts (from 0); null is all.")
+    moe_layers: tuple[int, ...] | None = key(None)
+    """Layers with experts, counted from 0; null is all."""
     moe_mlp_dim: CountOrAuto = key(-1, "Hidden width of an expert; -1 is mlp_dim.")
     moe_activations: tuple[Activation, ...] | None = key(None)
     """Activations of experts, as mlp_activations; null is mlp_activations (GPT-Neo: [relu])."""
     capacity_factor: float = key(-1.0, ge=-1)
-    """Expert capacity in training: factor of tokens / experts of a group; -1 is dropless."""
+    """Expert capacity in training: this factor times tokens / experts of a group; -1 is
+    dropless."""
     eval_capacity_factor: float = key(-1.0, ge=-1)
     """Expert capacity in evaluation (GPT-Neo: 2). Generation never drops tokens."""
     moe_group_size: CountOrAuto = key(-1, unit="tokens")
-    """Tokens of a group that share expert capacity, part of a sequence; -1 is a whole one."""
+    """Tokens of a group that share expert capacity, a part of a sequence; -1 is a whole
+    sequence."""
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
@@ -271,9 +302,12 @@ SlotPlace = Literal["qkv", "proj", "ffn"]
 class ZoomDims(Options):
     """zoom_dim of single places."""
 
-    qkv: float = key(-1.0, "Query, key and value; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1)
-    proj: float = key(-1.0, "Output projection; -1 is zoom_dim.", only_if=_QKV_AND_OUTPUT, ge=-1)
-    ffn: float = key(-1.0, "Feed-forward; -1 is 4 * zoom_dim.", only_if=_FEED_FORWARD, ge=-1)
+    qkv: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
+    """zoom_dim of query, key and value; -1 is zoom_dim."""
+    proj: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
+    """zoom_dim of the output projection; -1 is zoom_dim."""
+    ffn: float = key(-1.0, only_if=_FEED_FORWARD, ge=-1)
+    """zoom_dim of the feed-forward; -1 is 4 * zoom_dim."""
 
 
 class ScaleFactors(Options):
@@ -288,18 +322,23 @@ class PattentionConfig(Section):
     """Pattention, attention to learned slots: y = Theta(x K) V (TokenFormer)."""
 
     slot_num: CountOrAuto = key(-1, only_if_any=_ANYWHERE)
-    """Slots of each attention projection; the feed-forward has 4 times as many. -1 is emb_dim."""
+    """Slots of each query, key, value and output projection; the feed-forward has 4 times as many.
+    -1 is emb_dim."""
     qkv_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
     """Slots of each query, key and value projection; -1 is slot_num."""
-    proj_slot_num: CountOrAuto = key(-1, "Output slots; -1 is slot_num.", only_if=_QKV_AND_OUTPUT)
-    ffn_slot_num: CountOrAuto = key(-1, "FFN slots; -1 is 4 * slot_num.", only_if=_FEED_FORWARD)
+    proj_slot_num: CountOrAuto = key(-1, only_if=_QKV_AND_OUTPUT)
+    """Slots of the output projection; -1 is slot_num."""
+    ffn_slot_num: CountOrAuto = key(-1, only_if=_FEED_FORWARD)
+    """Slots of the feed-forward; -1 is 4 * slot_num."""
     normalize_type: SlotNormalization = key("l2_norm_gelu", only_if_any=_ANYWHERE)
     """Theta over the n slots. l2_norm_gelu: gelu(sqrt(n) a / (|a| + eps)). gelu_l2_norm: gelu
     first. l2_norm: no gelu. softmax: n times softmax. gelu_layer_norm: LayerNorm of gelu."""
     gelu_approximate: bool = key(True, only_if=_GELU, only_if_any=_ANYWHERE)
-    """Tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch code)."""
+    """Use the tanh approximation of GELU (TokenFormer's JAX code); false is exact (its PyTorch
+    code)."""
     score_norm_epsilon: float | None = key(None, only_if=_L2, only_if_any=_ANYWHERE, ge=0)
-    """Epsilon outside Theta's root; null: 1e-5 (l2_norm_gelu) or 1e-8. TokenFormer's PyTorch: 0."""
+    """Epsilon added to the norm in Theta, outside the square root. null: 1e-5 with l2_norm_gelu,
+    else 1e-8. TokenFormer's PyTorch code has 0."""
     zoom_dim: NonNegative = key(0.0, only_if=_L2, only_if_any=_ANYWHERE)
     """Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 times
     as much in the feed-forward. 0 is the number of slots."""
@@ -309,9 +348,10 @@ class PattentionConfig(Section):
     def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
         """Slots of one Pattention at a place, every -1 replaced."""
         own: int = getattr(self, f"{place}_slot_num")
+        if own != -1:
+            return own
         base = emb_dim if self.slot_num == -1 else self.slot_num
-        default = 4 * base if place == "ffn" else base
-        return default if own == -1 else own
+        return 4 * base if place == "ffn" else base
 
     def fixed_zoom(self, place: SlotPlace) -> float:
         """Replacement of n in sqrt(n) at a place; 0 is the slots there."""
@@ -325,6 +365,7 @@ class PattentionConfig(Section):
 
 _DENSE = {"dense_conn": True}
 _DYNAMIC = _DENSE | {"dense_dynamic": True}
+Way = Literal["q", "k", "v", "r"]
 
 
 class DenseSelection(Options):
@@ -335,7 +376,8 @@ class DenseSelection(Options):
     window: Count = key(8, unit="layers", only_if={"dense_sparsity": "window"})
     """Number of summed outputs besides the embedding."""
     outputs: tuple[int, ...] = key((), only_if={"dense_sparsity": "list"})
-    """Summed outputs: 0 is the embedding, n that of layer n. Those of later layers are skipped."""
+    """Summed outputs: 0 is the embedding, n the output of the n-th layer. Outputs of later layers
+    are skipped."""
 
 
 class DenseConfig(Section):
@@ -348,16 +390,19 @@ class DenseConfig(Section):
     ONLY_IF = _DENSE
 
     dense_conn: bool = key(False)
-    """MUDDFormer: layers read weighted sums of embedding and earlier outputs, not just the last."""
-    dense_streams: tuple[Literal["q", "k", "v", "r"], ...] = key(("q", "k", "v", "r"))
-    """Streams q, k, v, r with own depth-wise sums; others use that of r, or the last output."""
+    """Dense connections (MUDDFormer): layers read weighted sums of the embedding and all previous
+    layer outputs instead of the last output alone."""
+    dense_streams: tuple[Way, ...] = key(("q", "k", "v", "r"))
+    """Streams with their own depth-wise sum: any of q, k, v, r. A missing stream uses the sum of r,
+    or the last output if r is missing."""
     dense_dynamic: bool = key(True, "Weights that depend on the last output, token by token.")
     dense_static: bool = key(True, "Learned weights that are the same for all tokens.")
     dense_sparsity: Literal["all", "dilated", "window", "list"] = key("all")
     """Outputs that are summed besides the last one. dilated: every dilation-th, counted back from
     it. window: the last outputs and the embedding. list: those of dense_selection."""
     dense_selection: DenseSelection = options(DenseSelection)
-    dense_period: Count = key(1, "Layers per sum; others read the last output.", unit="layers")
+    dense_period: Count = key(1, unit="layers")
+    """Layers from one sum to the next; other layers read the last output."""
     dense_target_layers: tuple[int, ...] | None = key(None, only_if={"dense_period": 1})
     """Layers, counted from 1, that are followed by a sum; null follows dense_period."""
     mudd_prenorm: bool = key(False)
@@ -366,7 +411,8 @@ class DenseConfig(Section):
     """Add a normalized sum, with a learned scale that starts at 0.001, to the last output: on
     stream r only (MUDDFormer's JAX code) or on all streams (its paper)."""
     dynamic_dense_act_cls: Activation = key("gelu", only_if=_DYNAMIC)
-    """Activation for dynamic weights. gelu: MUDDFormer's JAX code, gelu_erf: released models."""
+    """Activation between the two matmuls that compute dynamic weights. gelu as in MUDDFormer's JAX
+    code; gelu_erf as in the released models."""
     dynamic_dense_hidden_round: Literal["none", "ceil", "reference"] = key(
         "reference", only_if=_DYNAMIC
     )
@@ -395,9 +441,11 @@ class DenseConfig(Section):
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
+        if not self.dense_conn:
+            return False
         if self.dense_target_layers is not None:
-            return self.dense_conn and depth in self.dense_target_layers
-        return self.dense_conn and depth % self.dense_period == 0
+            return depth in self.dense_target_layers
+        return depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
         """Returns the sources after `depth` layers: 0 is the embedding."""

@@ -1,14 +1,7 @@
-"""Rules about combinations of keys, and those of the model.
+"""Impossible combinations of the model's keys."""
 
-Each is a small function, skipped if one of its keys already has a problem. Rules that need the
-number of devices are checked where it is known.
-"""
-
-import functools
-import inspect
-import operator
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar, get_args
+from collections.abc import Iterable
+from typing import get_args
 
 from MaxText.config.axis_rules import NETWORKS, size_key
 from MaxText.config.layer_plan import letters
@@ -19,52 +12,7 @@ from MaxText.config.layer_sections import (
     NotElementwise,
 )
 from MaxText.config.registry import KINDS, registration, registrations
-from MaxText.config.schema import Config, all_keys
-
-_OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
-_Check = TypeVar("_Check", bound=Callable[..., str | None])
-
-RULES: list["ConfigCheck"] = []
-
-
-class ConfigCheck(NamedTuple):
-    """An impossible combination of keys, or one with an unused key."""
-
-    keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
-    # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
-    # try instead.
-    function: Callable[..., str | None]
-    arguments: tuple[str, ...]  # names of keys, or of _OBJECTS
-    programs: tuple[str, ...]  # scripts (without .py) for which the rule holds; empty is all
-    # whether it finds a key that does nothing, which is an error under strict_config only
-    finds_unused: bool
-
-    def check(self, config: Config) -> str | None:
-        return self.function(**{name: _getter(name)(config) for name in self.arguments})
-
-
-@functools.cache
-def _getter(name: str) -> Callable[[Config], Any]:
-    path = _OBJECTS[name] if name in _OBJECTS else ".".join((*all_keys()[name].section, name))
-    return operator.attrgetter(path) if path else lambda config: config
-
-
-def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
-    """Registers a function of keys to check, or of names of _OBJECTS.
-
-    `more` are other keys to blame; a function that takes **keys gets their values as well.
-    """
-
-    def register(function: _Check) -> _Check:
-        parameters = inspect.signature(function).parameters.values()
-        arguments = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
-        keys = (*(name for name in arguments if name not in _OBJECTS), *more)
-        if len(arguments) < len(parameters):
-            arguments += more
-        RULES.append(ConfigCheck(keys, function, arguments, tuple(programs.split()), finds_unused))
-        return function
-
-    return register
+from MaxText.config.rule import rule
 
 
 @rule()
@@ -82,9 +30,10 @@ def _head_dim(head_dim, dimensions):
 
 @rule("head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
 def _rotary(rotary_pct, model, dimensions):
+    if model.position.position_embedding != "rotary" or dimensions.head_dim < 1:
+        return None
     turned = int(dimensions.head_dim * rotary_pct)
-    is_rotary = model.position.position_embedding == "rotary" and dimensions.head_dim > 0
-    if is_rotary and (turned < 2 or turned % 2):
+    if turned < 2 or turned % 2:
         return (
             f"rotary rotates pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
             f"{rotary_pct:g} gives {turned}, not an even number from 2"
@@ -93,8 +42,11 @@ def _rotary(rotary_pct, model, dimensions):
 
 @rule("position_embedding", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
 def _rotary_bands(rope_type, model, **bands):
-    ends = {"llama3.1": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    low, high = ends.get(rope_type, ("", ""))
+    pairs = {
+        "llama3.1": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_slow", "beta_fast"),
+    }
+    low, high = pairs.get(rope_type, ("", ""))
     if low and model.position.position_embedding == "rotary" and bands[low] >= bands[high]:
         return (
             f"{low}={bands[low]:g} must be below {high}={bands[high]:g}: "
@@ -138,7 +90,8 @@ def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
 def _zooms(zoom_dims):
     for place, zoom in zoom_dims:
         if -1 < zoom < 0:
-            return f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 (zoom_dim)"
+            what = f"zoom_dims.{place}={zoom:g} has no square root"
+            return f"{what}; use 0 or more, or -1 for zoom_dim"
 
 
 @rule("base_emb_dim", "base_num_query_heads")
@@ -220,7 +173,10 @@ def _parts(model):
                 return f"{KINDS[kind]}={name}: {found}"
             mixes = config.dense_connections.mixes_attention_inputs
             if kind == "mixer" and mixes and not part.has_separate_inputs:
-                return f"mixer={name} has one input, dense_conn=true several\ndense_streams=[r]"
+                return (
+                    f"mixer={name} has one input, and dense_conn=true makes several\n"
+                    "dense_streams=[r]"
+                )
 
 
 @rule("dense_conn")
@@ -245,11 +201,15 @@ def _no_decode_state(model):
 @rule("base_num_decoder_layers")
 def _attention_types(attention_types, dimensions):
     if any(times < 1 or not pattern for pattern, times in attention_types):
-        return "attention_types: entries are patterns of 1 or more kinds with a count of 1 or more"
+        return (
+            "attention_types: each entry is a pattern of one or more kinds and a count of 1 or more"
+        )
     given = sum(len(pattern) * times for pattern, times in attention_types)
     num_layers = dimensions.num_layers
     if attention_types and given != num_layers:
-        return f"attention_types names {given} layers, base_num_decoder_layers gives {num_layers}"
+        return (
+            f"attention_types names {given} layers, and base_num_decoder_layers gives {num_layers}"
+        )
 
 
 # Key -> the mixers that read it, one of which has to be there.
@@ -266,15 +226,21 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _read_by_no_layer(model, **keys):
     section, mixers = model.attention, set(model.mixers)
-    targets = (registration("mixer", name).target for name in mixers)
-    bases = [base for target in targets for base in getattr(target, "__mro__", ())]
-    known = (one for one in registrations() if one.kind == "mixer")
-    with_bases = mixers | {one.name for one in known if any(map(one.is_of, bases))}
+    with_bases = mixers.union(*map(_base_mixers, mixers))
     for name, readers in _READ_BY.items():
         default = type(section).model_fields[name].default
         if keys[name] != default and not with_bases.intersection(readers):
-            what = f"{name} is for layers with mixer {' or '.join(readers)}"
-            return f"{what}, and all layers have {', '.join(sorted(mixers))}"
+            found = ", ".join(sorted(mixers))
+            return (
+                f"{name} is for layers with mixer {' or '.join(readers)}, and all layers have "
+                f"{found}"
+            )
+
+
+def _base_mixers(name: str) -> set[str]:
+    bases = getattr(registration("mixer", name).target, "__mro__", ())
+    mixers = [one for one in registrations() if one.kind == "mixer"]
+    return {one.name for one in mixers if any(map(one.is_of, bases))}
 
 
 @rule("attention_types")
@@ -295,13 +261,19 @@ def _axial(axial_pos_shape, position_embedding, max_target_length):
         )
     rows, columns = axial_pos_shape
     if rows * columns < max_target_length:
-        return f"axial_pos_shape: {rows} * {columns} = {rows * columns} < {max_target_length=}"
+        return (
+            f"axial_pos_shape: {rows} * {columns} are {rows * columns} positions, fewer "
+            f"than {max_target_length=}"
+        )
 
 
 @rule(finds_unused=True)
 def _no_block_norms(use_rezero, normalization_type):
     if use_rezero and normalization_type.startswith("scale_norm"):
-        return f"use_rezero=true has no norms before branches for {normalization_type=!s} to choose"
+        return (
+            f"use_rezero=true has no norms before branches, so normalization_type="
+            f"{normalization_type} has no effect on them"
+        )
 
 
 @rule()
@@ -315,19 +287,26 @@ def _rezero(use_rezero, parallel_residual_shared_norm, model):
 def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, model):
     if not model.dense_connections.mixes_attention_inputs:
         return None
-    own = "dense_conn=true gives queries, keys and values inputs of their own\ndense_streams=[r]"
     if use_macaron:
-        return f"use_macaron=true puts a feed-forward before attention, but {own}"
-    if model.block.block_arrangement == "parallel" and parallel_residual_shared_norm:
-        return f"parallel_residual_shared_norm=true has one norm before attention, but {own}"
-    if static_sgu:
-        return f"static_sgu=true splits the one input of attention, but {own}"
+        what = "use_macaron=true puts a feed-forward before attention"
+    elif model.block.block_arrangement == "parallel" and parallel_residual_shared_norm:
+        what = "parallel_residual_shared_norm=true has one norm before attention"
+    elif static_sgu:
+        what = "static_sgu=true splits the one input of attention"
+    else:
+        return None
+    return (
+        f"{what}, but dense_conn=true gives queries, keys and values inputs of their own\n"
+        "dense_streams=[r]"
+    )
 
 
 @rule("decoder_block")
 def _macaron_slots(use_macaron, feed_forward_type):
     if use_macaron and feed_forward_type == "pattention":
-        return "use_macaron=true begins with an MLP, and feed_forward_type=pattention has none"
+        return (
+            "use_macaron=true: the first half is an MLP, and feed_forward_type=pattention has none"
+        )
 
 
 @rule("attention_types", "moe_layers", "dense_first_layer_norms")
@@ -370,11 +349,13 @@ def _head(causal, model):
 @rule(*MoEConfig.model_fields)
 def _experts(feed_forward_type, mlp_activations, config, dimensions):
     section, num_layers = config.model.mixture_of_experts, dimensions.num_layers
-    experts, per_token = section.num_experts, section.num_experts_per_tok
-    if experts == 1:
+    if section.num_experts == 1:
         return None
-    if per_token > experts:
-        return f"num_experts_per_tok={per_token} is more than there are experts ({experts})"
+    if section.num_experts_per_tok > section.num_experts:
+        return (
+            f"num_experts_per_tok={section.num_experts_per_tok} is more than there are experts "
+            f"({section.num_experts})"
+        )
     beyond = [i for i in section.moe_layers or () if not 0 <= i < num_layers]
     if beyond:
         return f"moe_layers: layers are counted from 0 to {num_layers - 1}, so {beyond[0]} is none"
@@ -389,7 +370,10 @@ def _experts(feed_forward_type, mlp_activations, config, dimensions):
         return "moe_layers: the list is empty, so no layer has experts\nnum_experts=1"
     if section.moe_activations is None:
         for name in set(mlp_activations) & set(get_args(NotElementwise)):
-            return f"mlp_activations: experts need elementwise, not {name}\nmoe_activations=[gelu]"
+            return (
+                f"mlp_activations: {name} is not elementwise, as experts require\n"
+                "moe_activations=[gelu]"
+            )
     if feed_forward_type == "pattention":
         return "num_experts: experts are MLPs; with feed_forward_type=pattention there is none"
 
@@ -415,7 +399,9 @@ def _expert_axis(num_experts, capacity_factor, model, **sizes):
 @rule()
 def _dense_weights(dense_dynamic, dense_static, model):
     if model.dense_connections.dense_conn and not (dense_dynamic or dense_static):
-        return "dense_dynamic=false and dense_static=false: sums need weights; set one to true"
+        return (
+            "dense_dynamic=false and dense_static=false: sums need weights; set one of them to true"
+        )
 
 
 @rule()

@@ -41,6 +41,9 @@ WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
 ]  # fmt: skip
 
+# (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
+Overrides = tuple[tuple[str, Any], ...]
+
 # Remedy in messages about layers that cannot be split into stages.
 NO_STAGES = "ici_pipeline_parallelism=1 dcn_pipeline_parallelism=1"
 
@@ -53,7 +56,8 @@ class ShapeConfig(Section):
     # Upper bounds are far beyond any model: they catch typos before shapes exhaust memory.
     global_parameter_scale: int = key(1, ge=1, le=2**20)
     """Power of two that scales the base_* sizes to multiply the parameters."""
-    base_emb_dim: int = key(2048, "Residual stream width before scaling.", ge=1, le=1_000_000)
+    base_emb_dim: int = key(2048, ge=1, le=1_000_000)
+    """Width of the residual stream before scaling."""
     base_num_query_heads: int = key(16, "Query heads before scaling.", ge=1, le=100_000)
     base_num_kv_heads: int = key(16, ge=1, le=100_000)
     """Key/value heads before scaling; fewer than query heads is grouped-query attention."""
@@ -61,7 +65,8 @@ class ShapeConfig(Section):
     """Hidden width of the feed-forward before scaling."""
     base_num_decoder_layers: int = key(16, "Layers before scaling.", ge=1, le=10_000)
     head_dim: CountOrAuto = key(128, "Width of a head; -1 is emb_dim / query heads.", le=1_000_000)
-    vocab_size: int = key(32_000, "Rows of the token table, with padding rows.", ge=1, le=2**31 - 1)
+    vocab_size: int = key(32_000, ge=1, le=2**31 - 1)
+    """Rows of the token table, including padding rows."""
     max_target_length: int = key(2048, unit="tokens", ge=1, le=2**31 - 1)
     """Sequence length in training."""
 
@@ -90,7 +95,8 @@ class EmbeddingConfig(Section):
     """Token embedding."""
 
     scale_embedding: bool = key(False)
-    """Scale token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with it."""
+    """Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with
+    it."""
 
 
 _TIED = "logits_via_embedding"
@@ -102,27 +108,33 @@ class HeadConfig(Section):
     head_type: Annotated[str, Name("head", "auto")] = key("auto")
     """linear: a matrix or the tied token table. auto: linear, or head_qk if head_qk=true."""
     logits_via_embedding: bool = key(False, "Tie the output head to the token table.")
-    logits_bias: bool = key(False, "Output head bias.", only_if={"logits_via_embedding": False})
+    logits_bias: bool = key(False, only_if={"logits_via_embedding": False})
+    """Bias of an untied output head."""
     final_norm: bool = key(True, "Norm after the last layer.")
     final_normalization_type: Annotated[str, Name("norm", "auto")] = key(
         "auto", only_if="final_norm"
     )
     """Type of the final norm; auto is normalization_type."""
     head_qk: bool = key(False, only_if={"head_type": ["auto", "head_qk"]})
-    """Head-QK: add scores with earlier tokens of an id to its logit (fattorib/transformer)."""
+    """Head-QK: add to the logit of each id the scores between the current token and earlier tokens
+    with that id (fattorib/transformer)."""
     head_qk_dim: Count = key(256, only_if_any={"head_qk": [True], "head_type": ["head_qk"]})
     """Width of the queries and keys of Head-QK."""
-    normalize_embedding_logits: bool = key(True, "Divide logits by sqrt(emb_dim).", only_if=_TIED)
+    normalize_embedding_logits: bool = key(True, only_if=_TIED)
+    """Divide tied logits by sqrt(emb_dim)."""
     logits_embedding_dtype: Literal["auto", "bfloat16"] = key("auto", only_if=_TIED)
     """Dtype to which a tied token table is rounded for logits; auto: none. bfloat16 matches
     TokenFormer's JAX program, whatever dtype is."""
-    logits_dot_in_fp32: bool = key(False, "Head matmul in float32, whatever dtype is.")
-    final_logits_soft_cap: NonNegative = key(0.0, "Soft cap c: c * tanh(logit / c); 0 disables.")
+    logits_dot_in_fp32: bool = key(False)
+    """Compute the head's matmul in float32, whatever dtype is."""
+    final_logits_soft_cap: NonNegative = key(0.0)
+    """Soft cap c of logits: c * tanh(logit / c); 0 disables."""
 
     @property
     def name(self) -> str:
-        name = "head_qk" if self.head_qk else "linear"
-        return name if self.head_type == "auto" else self.head_type
+        if self.head_type != "auto":
+            return self.head_type
+        return "head_qk" if self.head_qk else "linear"
 
 
 class ObjectiveConfig(Section):
@@ -136,7 +148,9 @@ class ObjectiveConfig(Section):
     z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": "cross_entropy"})
     """Weight of the z-loss log(Z)^2, which keeps the softmax normalizer near 1 (PaLM, section 5).
     Entmax has no normalizer."""
-    num_vocab_tiling: Count = key(1, "Sequence chunks for logits and loss; avoids a whole [B,T,V].")
+    num_vocab_tiling: Count = key(1)
+    """Sequence chunks in which logits and loss are computed, so that [B,T,V] is never
+    materialized."""
     parts: ObjectiveParts = ObjectiveParts()
 
 
@@ -147,10 +161,12 @@ DROPOUT_PLACES = ("embedding", "attention", "residual", "path")
 class DropoutRates(Options):
     """Dropout rates of single places."""
 
-    embedding: float | None = key(None, "Embedding output; null: dropout_rate.", ge=0, lt=1)
-    attention: float | None = key(None, "Attention probabilities; null: dropout_rate.", ge=0, lt=1)
+    embedding: float | None = key(None, ge=0, lt=1)
+    """Dropout rate of the embedding output; null is dropout_rate."""
+    attention: float | None = key(None, ge=0, lt=1)
+    """Dropout rate of attention probabilities; null is dropout_rate."""
     residual: float | None = key(None, ge=0, lt=1)
-    """Branch outputs before the residual addition; null: dropout_rate."""
+    """Dropout rate of branch outputs before the residual addition; null is dropout_rate."""
 
 
 class DropoutConfig(Section):
@@ -159,23 +175,29 @@ class DropoutConfig(Section):
     enable_dropout: bool = key(True, "Apply dropout; false sets all rates to 0.")
     dropout_rate: Fraction = key(0.0, "Default dropout rate.")
     dropout_rates: DropoutRates = options(DropoutRates)
-    drop_path: Fraction = key(0.0, "Probability that a sequence skips a branch (stochastic depth).")
+    drop_path: Fraction = key(0.0)
+    """Probability that a sequence skips a branch of a layer (stochastic depth)."""
     drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
     """linear: increase from 0 in the first layer to drop_path in the last."""
 
     def rate(self, place: str) -> float:
         """Returns the rate at one of DROPOUT_PLACES; 0 if dropout is disabled."""
-        own = self.drop_path if place == "path" else getattr(self.dropout_rates, place)
-        rate = self.dropout_rate if own is None else own
-        return rate if self.enable_dropout else 0.0
+        if not self.enable_dropout:
+            return 0.0
+        if place == "path":
+            return self.drop_path
+        own: float | None = getattr(self.dropout_rates, place)
+        return self.dropout_rate if own is None else own
 
 
 class InitScale(Options):
     """Divisors of the standard deviation."""
 
     depth: bool = key(False)
-    """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, feed-forward only)."""
-    fan_in: bool = key(False, "Also by sqrt(fan_in) (GPT-Neo: scale_by_in, feed-forward only).")
+    """Divide output projections by sqrt(layers) (GPT-Neo: scale_by_depth, for the feed-forward
+    only)."""
+    fan_in: bool = key(False)
+    """Also divide by sqrt(fan_in) (GPT-Neo: scale_by_in, for the feed-forward only)."""
 
 
 class InitConfig(Section):
@@ -190,7 +212,8 @@ class InitConfig(Section):
     """Standard deviation of the initial weights."""
     init_scale_by: InitScale = options(InitScale, only_if={"weight_init": ["normal", "gpt_neo"]})
     embedding_init_std: float | None = key(None, gt=0)
-    """std of token and position tables; null: 1 (fan_in, tokenformer, xavier) or weight_init's."""
+    """Standard deviation of token and position tables; null: 1 with fan_in, tokenformer and xavier,
+    else that of weight_init."""
     init_weights_seed: Natural = key(0, "Seed of the initial weights and of dropout.")
 
 
@@ -206,11 +229,13 @@ class NumericsConfig(Section):
     matmul_precision: Literal["default", "high", "highest"] = key("default")
     """Precision of matmuls with float32 inputs on accelerators."""
     quantization: Quantization = key("")
-    """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU of compute
-    capability 8.9+), but not embeddings, head, attention scores, norms and expert routers."""
+    """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with compute
+    capability 8.9 or newer). Embeddings, head, attention scores, norms and expert routers are not
+    quantized."""
     quantization_rules: tuple[tuple[str, Quantization], ...] = key(())
-    """Pairs [regex, int8 | fp8 | ''] of quantization by module path in a layer, such as [['mlp/wo',
-    ''], ['self_attention/.*', 'int8']]; the first full match wins, else `quantization`."""
+    """Pairs [regular expression, int8 | fp8 | ''] that choose quantization by module path in a
+    layer, such as [['mlp/wo', ''], ['self_attention/.*', 'int8']]; the first full match wins, and
+    the others follow `quantization`."""
 
     def quantization_of(self, path: str) -> Quantization:
         for pattern, kind in self.quantization_rules:
@@ -243,7 +268,8 @@ class PipelineConfig(Section):
     """Passes of a sequence through all stages (circular schedule); -1: derived from
     num_layers_per_pipeline_stage. More of them shrink the pipeline bubble."""
     num_layers_per_pipeline_stage: CountOrAuto = key(-1, only_if_any=_STAGES)
-    """Layers of a stage in a turn; -1: by num_pipeline_repeats, or a cycle if that is -1."""
+    """Layers that a stage computes before the next stage; -1: derived from num_pipeline_repeats, or
+    one cycle of layer kinds if that is -1 too."""
 
     def microbatches(self, num_stages: int) -> int:
         given = self.num_pipeline_microbatches
@@ -270,10 +296,10 @@ class ModelConfig(Section):
     parts: Parts = Parts()
 
     @property
-    def layer_overrides(self) -> tuple[tuple[tuple[str, Any], ...], ...]:
-        """Pairs (key or key.entry, value) of each layer's own; also mlp_dim."""
+    def layer_overrides(self) -> tuple[Overrides, ...]:
+        """Keys of each layer, replacing the model's own."""
         num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
-        kinds = self.attention.kinds(num_layers)
+        kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
         experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         kinds_by_letter = dict(self.block.layer_kinds)
@@ -331,8 +357,10 @@ class ModelConfig(Section):
 
     @property
     def connection(self) -> str:
-        name = "dense" if self.dense_connections.dense_conn else "residual"
-        return name if self.block.connection_type == "auto" else self.block.connection_type
+        name = self.block.connection_type
+        if name == "auto":
+            return "dense" if self.dense_connections.dense_conn else "residual"
+        return name
 
     @property
     def layer_plan(self) -> LayerPlan:
@@ -355,22 +383,17 @@ class ModelConfig(Section):
 
     @property
     def _draws(self) -> bool:
-        routing, part = self.mixture_of_experts, self.feed_forward
+        routing = self.mixture_of_experts
         draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
         return (
-            (part.feed_forward_type == "mlp" and "rrelu" in part.mlp_activations)
+            self.feed_forward.is_random
             or any(map(self.dropout.rate, DROPOUT_PLACES))
             or (draws_experts and routing.moe_second.policy == "random")
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
         asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
-        unlike = self.scan_unsupported_reason
-        if self.block.share_layer_params:
-            unlike = "share_layer_params=true: there is one layer, and nothing to split into stages"
-        elif not unlike and not self.layer_plan.is_whole:
-            unlike = "layers are not repeats of one pattern, so stages cannot run the same program"
-        if unlike:
+        if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
         period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
@@ -399,6 +422,15 @@ class ModelConfig(Section):
                 f"num_pipeline_microbatches={num_stages}, or more\nnum_pipeline_repeats=1"
             )
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
+
+    def _unfit_for_stages(self) -> str:
+        if self.block.share_layer_params:
+            return "share_layer_params=true: there is one layer, and nothing to split into stages"
+        if self.scan_unsupported_reason is not None:
+            return self.scan_unsupported_reason
+        if not self.layer_plan.is_whole:
+            return "layers are not repeats of one pattern, so stages cannot run the same program"
+        return ""
 
     @property
     def scan_unsupported_reason(self) -> str | None:

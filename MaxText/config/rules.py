@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
-from MaxText.config.model_rules import RULES, rule, undivided
+from MaxText.config.model_rules import undivided
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
+from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
+
+__all__ = ["RULES", "broken_letters"]
 
 _STAGES = tuple(size_key("stage", network) for network in NETWORKS)
 _CONTEXT = tuple(size_key("context", network) for network in NETWORKS)
@@ -37,8 +40,9 @@ def _length(steps, learning_rate_schedule_steps):
 @rule()
 def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
     length, warmup = config.schedule.learning_rate_schedule_steps, config.schedule.num_warmup_steps
-    is_wsd = config.schedule.lr_schedule_type == "wsd" and length != -1
-    if is_wsd and warmup + int(length * wsd_decay_steps_fraction) > length:
+    if config.schedule.lr_schedule_type != "wsd" or length == -1:
+        return None
+    if warmup + int(length * wsd_decay_steps_fraction) > length:
         given = f"{warmup_steps_fraction=:g}" if warmup_steps == -1 else f"{warmup_steps=}"
         return (
             f"{given} and {wsd_decay_steps_fraction=:g} are more than the {length} steps of the "
@@ -130,8 +134,10 @@ def _mixture(data_mixture_weights, num_epoch):
     for part in data_mixture_weights:
         location, stitch, sampling, weight = mix_part(part)
         if sampling not in SAMPLINGS:
-            what = f"data_mixture_weights: sampling {sampling!r} of {location}"
-            return f"{what} is not one of {', '.join(SAMPLINGS)}"
+            known = ", ".join(SAMPLINGS)
+            return (
+                f"data_mixture_weights: sampling {sampling!r} of {location} is not one of {known}"
+            )
         if stitch < 1:
             return f"data_mixture_weights: {location} has stitch {stitch}, which must be 1 or more"
         if weight <= 0:
@@ -160,8 +166,9 @@ def _needs_dataset(dataset_path, grain_train_files, data_mixture_weights, datase
 
 @rule(programs="train")
 def _evaluates_on_something(eval_interval, grain_eval_files, grain_train_files, config):
-    evaluates = config.data.dataset_type == "grain" and eval_interval != -1
-    if evaluates and grain_train_files and not (grain_eval_files or config.data.dataset_path):
+    if config.data.dataset_type != "grain" or eval_interval == -1:
+        return None
+    if grain_train_files and not (grain_eval_files or config.data.dataset_path):
         return (
             "eval_interval asks for evaluation, and grain_train_files names no records for it\n"
             "grain_eval_files=PATTERN\neval_interval=-1 (no evaluation)"
@@ -179,7 +186,10 @@ def _strided(records, prepare_output_format):
         )
     for name in ("min_length", "stride"):
         if (number := getattr(records, name)) > records.max_length:
-            return f"records.{name}={number} above {records.max_length=} would leave tokens out"
+            return (
+                f"records.{name}={number} above records.max_length={records.max_length} would "
+                "leave tokens out"
+            )
 
 
 @rule()
@@ -226,13 +236,17 @@ def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatr
             f"{eval_stride=} is above {max_target_length=}: the tokens between two windows would "
             f"not be scored\neval_stride={max_target_length} or less"
         )
-    for is_set, what, remedy in (
-        (mlm_training, "slides a window over the text of a causal model", "mlm_training=false"),
-        (use_truncation, "scores every token", "use_truncation=false"),
-        (megatron.order != "stored", "reads documents in stored order", "megatron.order=stored"),
-    ):
-        if is_set and eval_stride != -1:
-            return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
+    if eval_stride == -1:
+        return None
+    if mlm_training:
+        what, remedy = "slides a window over the text of a causal model", "mlm_training=false"
+    elif use_truncation:
+        what, remedy = "scores every token", "use_truncation=false"
+    elif megatron.order != "stored":
+        what, remedy = "reads documents in stored order", "megatron.order=stored"
+    else:
+        return None
+    return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
 
 
 @rule("mlm_training", programs="eval")
@@ -327,13 +341,19 @@ def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_n
     if decode_sampling_strategy == "topk" and not decode_sampling_top_k:
         return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
     if decode_sampling_strategy == "nucleus" and decode_sampling_nucleus_p == 1:
-        return "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1"
+        return (
+            "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
+            "probability to keep"
+        )
 
 
 @rule("mlm_training", programs="decode")
 def _generates(causal):
     if not causal:
-        return "causal=false (which mlm_training=true implies) cannot generate text token by token"
+        return (
+            "causal=false (which mlm_training=true implies): a bidirectional model cannot generate "
+            "text token by token"
+        )
 
 
 # ---- The run
@@ -342,7 +362,10 @@ def _generates(causal):
 @rule(finds_unused=True)
 def _profile(profiler, profiler_window, steps):
     if profiler and 0 < steps <= profiler_window.skip:
-        return f"the profiler waits for {profiler_window.skip=} steps, but the run has {steps=}"
+        return (
+            f"the profiler waits {profiler_window.skip} steps (profiler_window.skip), but the run "
+            f"has {steps=}"
+        )
 
 
 @rule(finds_unused=True)

@@ -23,15 +23,19 @@ class RunConfig(Section):
     """Name, folder and length of the run."""
 
     run_name: str = key("")
-    """Run folder in base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else
-    model_name or config name with date and time. Or a full path: /folder/run, gs://bucket/run."""
-    base_output_directory: str = key("", "Output root, folder or gs://. Empty: ./maxtext_output.")
+    """Run folder under base_output_directory; the same name resumes. Empty: $JOBSET_NAME, else
+    model_name or config name with date and time. May be a full path: /folder/run or
+    gs://bucket/run."""
+    base_output_directory: str = key("")
+    """Root of all outputs, a folder or gs://. Empty: ./maxtext_output."""
     model_name: str = key("default", "Preset of configs/models/, applied over the config file.")
     import_modules: tuple[str, ...] = key(())
     """Modules, or paths of .py files, that register parts of your own. Imported before anything
     else is read (docs/tutorials/add_an_architecture.md)."""
-    steps: CountOrAuto = key(150_001, "Steps; -1 is learning_rate_schedule_steps.", unit="steps")
-    hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", "auto: the best that jax finds.")
+    steps: CountOrAuto = key(150_001, unit="steps")
+    """Training steps; -1 is learning_rate_schedule_steps."""
+    hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto")
+    """Device type; auto takes the best that jax finds."""
     jax_cache_dir: str = key("auto")
     """Folder or gs:// for compiled programs, where restarts and other runs find them. auto:
     jax_cache in base_output_directory; empty switches it off."""
@@ -54,7 +58,8 @@ class BatchConfig(Section):
 
     per_device_batch_size: Positive = key(12.0, unit="sequences")
     """Sequences per device and microbatch; may be a fraction."""
-    gradient_accumulation_steps: Count = key(1, "Microbatches accumulated in one compiled step.")
+    gradient_accumulation_steps: Count = key(1)
+    """Microbatches per step, accumulated inside one compiled step."""
     enable_rampup_batch_size: bool = key(False)
     """Ramp up the batch size from per_device_batch_size_start to per_device_batch_size."""
     per_device_batch_size_start: Positive = key(4.0, unit="sequences", only_if=_RAMPS)
@@ -64,8 +69,9 @@ class BatchConfig(Section):
     global_rampup_samples: Count = key(500, unit="sequences", only_if=_RAMPS)
     """Sequences of the whole ramp-up, divided evenly between its stages."""
     sequence_length_stages: tuple[tuple[int, int], ...] = key(())
-    """Pairs [first step, length] of shorter sequences at the start: [[0,256],[400,512],[800,1024]];
-    sequences are split, with equal tokens in every step. Empty: max_target_length."""
+    """Pairs [first step, length] of shorter sequences at the start, for example
+    [[0,256],[400,512],[800,1024]]; sequences are split, so that every step has the same number of
+    tokens. Empty: max_target_length throughout."""
 
 
 _DECAYING = {"lr_schedule_type": ["cosine", "linear", "polynomial", "wsd"]}
@@ -75,7 +81,8 @@ class AdafactorOptions(Options):
     """Settings of Adafactor (Shazeer and Stern 2018)."""
 
     decay_exponent: Positive = key(0.8, "Step t keeps 1 - t^-exponent of the second moment.")
-    epsilon_gradient: NonNegative = key(1e-30, "Added to gradients^2 (GPT-Neo: ada_epsilon1).")
+    epsilon_gradient: NonNegative = key(1e-30)
+    """Added to squared gradients (GPT-Neo: ada_epsilon1)."""
     epsilon_parameter: NonNegative = key(1e-3)
     """Minimum parameter scale for the relative learning rate (GPT-Neo: ada_epsilon2)."""
     clipping_threshold: Positive = key(1.0, "Maximum root mean square of a parameter's update.")
@@ -90,16 +97,20 @@ _FIRST_MOMENT = {"opt_type": ["adamw", "lion", "muon"]}
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    opt_type: Annotated[str, Name("optimizer")] = key("adamw", "Optimizer, a registered part.")
-    adam_b1: Fraction = key(0.9, "Decay rate of the first moment.", only_if=_FIRST_MOMENT)
-    adam_b2: Fraction = key(0.95, "Decay rate of the second moment.", only_if=_FIRST_MOMENT)
+    opt_type: Annotated[str, Name("optimizer")] = key("adamw")
+    """Optimizer, by the name of a registered part."""
+    adam_b1: Fraction = key(0.9, only_if=_FIRST_MOMENT)
+    """Decay rate of the first moment."""
+    adam_b2: Fraction = key(0.95, only_if=_FIRST_MOMENT)
+    """Decay rate of the second moment."""
     adam_eps: NonNegative = key(1e-8, only_if={"opt_type": ["adamw", "muon"]})
     """Epsilon added outside the square root."""
     adam_eps_root: NonNegative = key(0.0, only_if={"opt_type": ["adamw", "muon"]})
     """Epsilon added inside the square root."""
     adam_bias_correction: bool = key(True, only_if={"opt_type": "adamw"})
     """Correct the bias of both moments (Kingma and Ba 2015, section 3). GPT-Neo's Adam does not."""
-    adam_weight_decay: NonNegative = key(0.1, "Decoupled weight decay, times the learning rate.")
+    adam_weight_decay: NonNegative = key(0.1)
+    """Decoupled weight decay, multiplied by the learning rate."""
     adamw_mask: tuple[str, ...] = key(())
     """Regular expressions of parameter names without weight decay; empty decays all."""
     weight_decay_overrides: tuple[tuple[str, float], ...] = key(())
@@ -126,7 +137,8 @@ class LearningRateDecay(Options):
     power: Positive = key(1.0, only_if={"lr_schedule_type": "polynomial"})
     """Exponent of the polynomial decay, (1 - fraction done)^power."""
     multiplies_warmup: bool = key(False)
-    """Decay from step 0 on, times the warm-up (GPT-Neo), instead of decaying after warm-up."""
+    """Start the decay at step 0 and multiply it by the warm-up (GPT-Neo). Otherwise the decay
+    starts after warm-up."""
     after: Literal["zero", "final"] = key("zero")
     """Learning rate after learning_rate_schedule_steps: 0 as in MaxText, or the final one (GPT-Neo
     after lr_decay_end, fattorib/transformer)."""
@@ -138,19 +150,23 @@ class ScheduleConfig(Section):
     learning_rate: Positive = key(3e-5, "Peak learning rate.")
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key("cosine")
     """Learning rate schedule after warm-up; wsd is warm-up, stable, decay."""
-    learning_rate_schedule_steps: CountOrAuto = key(-1, "Length; -1 is `steps`.", unit="steps")
+    learning_rate_schedule_steps: CountOrAuto = key(-1, unit="steps")
+    """Length of the schedule; -1 is `steps`."""
     warmup_steps_fraction: Share = key(0.1, only_if={"warmup_steps": -1})
     """Fraction of the schedule spent on warm-up."""
-    warmup_steps: int = key(-1, "Warm-up steps; -1: warmup_steps_fraction.", unit="steps", ge=-1)
-    learning_rate_final_fraction: Share = key(0.1, "Final fraction of the peak.", only_if=_DECAYING)
+    warmup_steps: int = key(-1, unit="steps", ge=-1)
+    """Warm-up steps; -1 uses warmup_steps_fraction."""
+    learning_rate_final_fraction: Share = key(0.1, only_if=_DECAYING)
+    """Final learning rate as a fraction of the peak."""
     learning_rate_decay: LearningRateDecay = options(LearningRateDecay, only_if=_DECAYING)
     wsd_decay_steps_fraction: Share = key(0.1, only_if={"lr_schedule_type": "wsd"})
     """Fraction of the schedule spent on decay."""
 
     @property
     def num_warmup_steps(self) -> int:
-        default = int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
-        return default if self.warmup_steps == -1 else self.warmup_steps
+        if self.warmup_steps != -1:
+            return self.warmup_steps
+        return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
 
 
 # Base rules: logical name -> mesh axes. Earlier rules assign their mesh axes first; a later rule of
@@ -202,12 +218,16 @@ class MeshConfig(Section):
     """
 
     allow_split_physical_axes: bool = key(True)
-    """Split TPU network axes over mesh axes if no mesh keeps all whole; false rejects that."""
+    """Split an axis of the TPU network over several mesh axes if no mesh keeps all of them whole.
+    false rejects such sizes."""
     ici_data_parallelism: CountOrAuto = key(1, "Copies of the model inside a slice. -1 fills.")
-    ici_pipeline_parallelism: Count = key(1, "Pipeline stages inside a slice that split layers.")
-    ici_fsdp_parallelism: CountOrAuto = key(-1, "Devices that split weights and batch. -1 fills.")
+    ici_pipeline_parallelism: Count = key(1)
+    """Stages of a pipeline, inside a slice, over which layers are split."""
+    ici_fsdp_parallelism: CountOrAuto = key(-1)
+    """Devices of a slice over which weights and batch are split. -1 fills."""
     ici_fsdp_transpose_parallelism: CountOrAuto = key(1)
-    """Devices of a slice that split the batch and the other dimension of MLP weights. -1 fills."""
+    """Devices of a slice over which the batch and the other dimension of MLP weights are split. -1
+    fills."""
     ici_context_parallelism: CountOrAuto = key(1)
     """Devices of a slice over which sequences, and weights like fsdp, are split. -1 fills."""
     ici_expert_parallelism: CountOrAuto = key(1)
@@ -217,19 +237,26 @@ class MeshConfig(Section):
     dcn_data_parallelism: CountOrAuto = key(-1, "Copies of the model across slices. -1 fills.")
     dcn_pipeline_parallelism: Count = key(1, "As ici_pipeline_parallelism, across slices.")
     dcn_fsdp_parallelism: CountOrAuto = key(1, "As ici_fsdp_parallelism, across slices. -1 fills.")
-    dcn_fsdp_transpose_parallelism: CountOrAuto = key(1, "As ici_*, across slices. -1 fills.")
-    dcn_context_parallelism: CountOrAuto = key(1, "As ici_*, across slices. -1 fills.")
-    dcn_expert_parallelism: CountOrAuto = key(1, "As ici_*, across slices. -1 fills.")
-    dcn_tensor_parallelism: CountOrAuto = key(1, "As ici_*, across slices. -1 fills.")
+    dcn_fsdp_transpose_parallelism: CountOrAuto = key(1)
+    """As ici_fsdp_transpose_parallelism, across slices. -1 fills."""
+    dcn_context_parallelism: CountOrAuto = key(1)
+    """As ici_context_parallelism, across slices. -1 fills."""
+    dcn_expert_parallelism: CountOrAuto = key(1)
+    """As ici_expert_parallelism, across slices. -1 fills."""
+    dcn_tensor_parallelism: CountOrAuto = key(1)
+    """As ici_tensor_parallelism, across slices. -1 fills."""
     shard_optimizer_over_data: bool = key(False)
     """Also shard optimizer state over data parallelism (ici_data_parallelism), so that each device
     keeps and updates a shard (ZeRO-1). Does not change the result."""
     optimizer_memory_host_offload: bool = key(False)
-    """Keep optimizer state in host memory, except in the update. Does not change the result."""
+    """Keep optimizer state in host memory, and on the device only during the update. Does not
+    change the result."""
     logical_axis_rules: tuple[tuple[str, tuple[str, ...]], ...] = key(LOGICAL_AXIS_RULES)
     """Pairs [logical name, mesh axes]. Given names replace the base rules of those names."""
-    override_logical_axis_rules: bool = key(False, "Drop the base rules instead of merging.")
-    sharding_tolerance: Share = key(0.02, "Maximum fraction of replicated parameters.")
+    override_logical_axis_rules: bool = key(False)
+    """Drop the base rules instead of merging with them."""
+    sharding_tolerance: Share = key(0.02)
+    """Maximum fraction of parameters that may be replicated on every device."""
 
     @property
     def num_stages(self) -> int:
@@ -247,16 +274,19 @@ class GrowthOptions(Options):
     """Initial values of new slots. function_preserving: zero keys, fresh values, and the scale of
     the stored slots. random: as in a fresh model. zero: all zero."""
     opt_state: Literal["zeroed", "reused", "warmed"] = key("zeroed", only_if=_GROWS)
-    """Optimizer state of a growth. zeroed: all zero. reused: the stored moments, zero for new
-    slots. warmed: as reused, with second moments of new slots at the mean of the stored slots."""
+    """Optimizer state when parameters grow. zeroed: all zero. reused: the stored moments, zero for
+    new slots. warmed: as reused, with second moments of new slots at the mean of the stored
+    slots."""
     existing_slots_lr_scale: float | None = key(None, ge=0)
     """Learning rate multiplier of stored slots; 0 freezes them. null: 1, or the value that the run,
     or that of load_full_state_path, was trained with."""
     data: Literal["restart", "continue"] = key("restart", only_if=_GROWS)
     """Restart the data, or continue at the position of the smaller model."""
     stored_slot_num: CountOrAuto = key(-1, only_if=_GROWS)
-    """Expected slots of the stored model, which are read from the checkpoint; -1: no check."""
-    allow_truncation: bool = key(False, "Allow dropping stored slots or layers.", only_if=_GROWS)
+    """Expected number of slots of the stored model, which is read from the checkpoint; -1: no
+    check."""
+    allow_truncation: bool = key(False, only_if=_GROWS)
+    """Allow a model with fewer slots or layers, and drop the rest."""
 
 
 class CheckpointStorage(Options):
@@ -277,30 +307,36 @@ class CheckpointStorage(Options):
 class CheckpointingConfig(Section):
     """Checkpoints: saving, restoring, growing."""
 
-    ONLY_IF = "enable_checkpointing"
-
     enable_checkpointing: bool = key(True, "Save and restore checkpoints.")
-    async_checkpointing: bool = key(True, "Save in the background.")
-    checkpoint_period: Count = key(10_000, "Steps between saves.", unit="steps")
-    save_checkpoint_on_start: bool = key(True, "Save after the first step (step 0).")
-    save_checkpoint_on_completion: bool = key(True, "Save after the last step.")
-    max_to_keep: int | None = key(None, ge=1)
+    async_checkpointing: bool = key(True, "Save in the background.", only_if="enable_checkpointing")
+    checkpoint_period: Count = key(10_000, unit="steps", only_if="enable_checkpointing")
+    """Steps between saves."""
+    save_checkpoint_on_start: bool = key(True, only_if="enable_checkpointing")
+    """Save after the first step (step 0)."""
+    save_checkpoint_on_completion: bool = key(True, only_if="enable_checkpointing")
+    """Save after the last step."""
+    max_to_keep: int | None = key(None, ge=1, only_if="enable_checkpointing")
     """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as well."""
-    keep_period: int | None = key(None, "Never delete multiples of this step.", unit="steps", ge=1)
-    load_parameters_path: str = key("", only_if={})
-    """Start from these parameters only: a run, step folder, its items/ or hf:FOLDER (Hugging Face).
-    Those with fewer slots or layers grow (docs/how-to/train_and_grow_tokenformer.md)."""
-    load_full_state_path: str = key("", only_if={})
+    keep_period: int | None = key(None, unit="steps", ge=1, only_if="enable_checkpointing")
+    """Checkpoints at multiples of this step are never deleted."""
+    load_parameters_path: str = key("")
+    """Start from these parameters only: a run, a step folder, its items/, or hf:FOLDER (Hugging
+    Face). Those of a model with fewer slots or layers grow
+    (docs/how-to/train_and_grow_tokenformer.md)."""
+    load_full_state_path: str = key("")
     """Start from the parameters, optimizer state and step of another run."""
-    growth: GrowthOptions = options(GrowthOptions, only_if={})
-    checkpoint_storage: CheckpointStorage = options(CheckpointStorage)
+    growth: GrowthOptions = options(GrowthOptions)
+    checkpoint_storage: CheckpointStorage = options(
+        CheckpointStorage, only_if="enable_checkpointing"
+    )
 
 
 class EvaluationConfig(Section):
     """Loss on held-out data."""
 
     eval_interval: int = key(-1, "Steps between evaluations; -1 disables.", unit="steps", ge=-1)
-    eval_steps: CountOrAuto = key(-1, "Batches per evaluation; -1: whole split.", unit="batches")
+    eval_steps: CountOrAuto = key(-1, unit="batches")
+    """Batches per evaluation; -1 is the whole split."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
     """Sequences per device; 0 is per_device_batch_size."""
     target_eval_loss: NonNegative = key(0.0, only_if={"eval_interval": OtherThan((-1,))})
@@ -313,7 +349,8 @@ class WandbOptions(Options):
     project: str = key("maxtext", "W&B project of the run.")
     entity: str = key("", "W&B user or team. Empty: $WANDB_ENTITY, else the account's default.")
     mode: Literal["online", "offline", "disabled"] = key("online")
-    """offline: all in <run>/wandb for `wandb sync`; disabled: nothing. $WANDB_MODE is not read."""
+    """offline keeps everything in <run>/wandb for a later `wandb sync`; disabled logs nothing.
+    $WANDB_MODE is not read."""
 
 
 class ProfilerWindow(Options):
@@ -327,17 +364,20 @@ class MonitoringConfig(Section):
     """Logs, metrics and profiles."""
 
     step_log_period: Count = key(1, unit="steps")
-    """Steps between `completed step` lines and metric rows. Steps with a checkpoint have both."""
+    """Steps between `completed step` lines and metric rows. Steps with a checkpoint are logged
+    too."""
     step_line: Literal["auto", "full", "compact"] = key("auto")
     """Format of the step line. full: MaxText's `completed step: ...`, which scripts parse. compact:
     half as long, with the total of steps. auto: compact on a terminal, else full."""
     log_period: Count = key(100, "Steps between flushes of TensorBoard and metrics.", unit="steps")
-    log_layer_norms: bool = key(False, "Also log norms of each layer's gradients and parameters.")
+    log_layer_norms: bool = key(False)
+    """Also log the norm of each layer's gradients and of its parameters."""
     enable_tensorboard: bool = key(True, "Write TensorBoard events.")
     enable_wandb: bool = key(False, "Log to Weights & Biases; needs `pip install '.[wandb]'`.")
     wandb: WandbOptions = options(WandbOptions, only_if="enable_wandb")
     metrics_file: str = key("")
-    """JSON lines of metrics. Empty: <run>/metrics.jsonl. Shared local files may repeat steps."""
+    """File for metric rows (JSON lines). Empty: metrics.jsonl in the run. Runs may share a local
+    file; a repeated step then appears twice."""
     loss_curve: bool = key(True, "Draw loss_curve.png in the run folder at the end.")
     profiler: Literal["", "xplane"] = key("", "Record a profile of some steps for TensorBoard.")
     profiler_window: ProfilerWindow = options(ProfilerWindow, only_if={"profiler": "xplane"})
@@ -355,9 +395,11 @@ class RollbackOptions(Options):
     on_rise: NonNegative = key(0.25)
     """Roll back when the median loss of the last skip_step_interval accepted steps is this fraction
     of its minimum (or of 1 nat, if that is more) above it; 0 disables."""
-    margin: Natural = key(8, "Excluded steps before the first suspicious one.", unit="updates")
+    margin: Natural = key(8, unit="updates")
+    """Steps before the first suspicious one whose data are excluded as well."""
     snapshot_period: Natural = key(0, unit="updates")
-    """Steps between snapshots in host memory; 0 rolls back to the last healthy checkpoint."""
+    """Steps between snapshots of the state in host memory, used by rollbacks; 0 rolls back to the
+    last healthy checkpoint."""
     maximum: Natural = key(3, "Maximum rollbacks; the next one stops the run with exit code 1.")
 
 
@@ -365,21 +407,25 @@ class GuardConfig(Section):
     """Fault handling: skipped steps, rollbacks, aborts."""
 
     skip_step_on_spikes: bool = key(True)
-    """Skip an update whose loss, gradient norm or update norm is not finite or far above earlier
-    ones. The step counts and its data are consumed; parameters and optimizer state stay."""
+    """Skip an update whose loss, gradient norm or update norm is not finite or far above those of
+    previous steps. The step counts and its data are consumed; parameters and optimizer state are
+    unchanged."""
     skip_step_interval: int = key(128, unit="updates", ge=8, only_if=_SKIPPING)
     """Window, in accepted steps, for the median and deviation used by the spike guard."""
     skip_step_scaling_factor: Positive = key(6.0, only_if=_SKIPPING)
-    """Deviations above the median that skip a step. A deviation is 1.4826 times the median absolute
-    deviation, at least 3 % of the median loss (or 1 nat, if more) or half the median norm."""
+    """Deviations above the median at which a step is skipped. A deviation is 1.4826 times the
+    median absolute deviation. It is at least 3 % of the median loss (or of 1 nat, if that is more)
+    or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
     healthy_after_steps: Natural = key(10, unit="updates")
-    """Healthy steps in a row that confirm a checkpoint. The last is kept and rolled back to."""
+    """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last
+    confirmed checkpoint, which is never deleted."""
     abort_on_nan_loss: bool = key(True)
     """Exit with code 1 when a logged loss is not finite and its step was not skipped."""
     heartbeat_timeout: NonNegative = key(600.0, unit="seconds")
-    """Seconds without progress, in any process of the run, until it prints each thread's stack and
-    exits with code 76; 0 waits forever. Six times as long to start, compile and finish."""
+    """Seconds without progress, in this process or another one of the run, after which it prints
+    the stack of every thread and exits with code 76; 0 waits forever. Starting, compiling and
+    finishing have six times as long."""
 
 
 Strategy = Literal["composite", "greedy", "weighted", "nucleus", "topk"]
@@ -394,11 +440,13 @@ _DRAWN = {_STRATEGY: ["composite", "weighted", "nucleus", "topk"]}
 class FilterOptions(Options):
     """Further filters of the next token."""
 
-    min_p: Share = key(0.0, "Minimum fraction of the highest probability; 0 disables.")
+    min_p: Share = key(0.0)
+    """Keep tokens with at least this fraction of the highest probability; 0 disables."""
     typical_p: float = key(1.0, gt=0, le=1)
     """Keep the tokens of most typical surprisal whose probabilities sum to p; 1 disables."""
     eta: Fraction = key(0.0, "Keep tokens above min(eta, sqrt(eta) exp(-entropy)); 0 disables.")
-    entmax_alpha: float = key(1.0, "Use alpha-entmax; 1 is softmax, 2 is sparsemax.", ge=1, le=2)
+    entmax_alpha: float = key(1.0, ge=1, le=2)
+    """Use alpha-entmax instead of softmax; 1 is softmax, 2 is sparsemax."""
 
 
 class DecodingConfig(Section):
@@ -417,7 +465,8 @@ class DecodingConfig(Section):
     nucleus and topk use a single setting, as in MaxText."""
     decode_sampling_temperature: float = key(1.0, ge=0, le=1e6, only_if=_DRAWN)
     """Divisor of logits; 0 takes the most likely token."""
-    decode_sampling_top_k: Natural = key(0, "Keep the top k tokens; 0 disables.", only_if=_TOP_K)
+    decode_sampling_top_k: Natural = key(0, only_if=_TOP_K)
+    """Keep the k most likely tokens; 0 disables."""
     decode_sampling_nucleus_p: float = key(1.0, gt=0, le=1, only_if=_NUCLEUS)
     """Keep the most likely tokens whose probabilities sum to p (top-p); 1 disables."""
     decode_filters: FilterOptions = options(FilterOptions, only_if=_COMPOSITE)
@@ -428,13 +477,15 @@ class DecodingConfig(Section):
     decode_stream: bool = key(True, "Stream the text of a single prompt.")
     decode_output_path: str = key("")
     """Output file for completions (JSON lines): text, tokens, log-probabilities. Empty: none."""
-    autoregressive_decode_assert: str = key("", "Expected text, else exit code 1. For tests.")
+    autoregressive_decode_assert: str = key("")
+    """Expected text; any other ends with exit code 1. For tests."""
 
 
 class TaskFiles(Options):
     """Files of the tasks."""
 
-    lambada: str = key("", "LAMBADA: JSON lines with field text, or one passage per line of text.")
+    lambada: str = key("")
+    """LAMBADA: JSON lines with the field text, or text with one passage per line."""
     wikitext: str = key("", "WikiText: wiki.test.raw, or JSON lines with the field page.")
 
 
@@ -450,9 +501,12 @@ class ScoringConfig(Section):
     """Evaluation by eval.py, in addition to the keys of evaluation."""
 
     eval_stride: CountOrAuto = key(-1, unit="tokens")
-    """New targets per window; the rest is context. -1: non-overlapping windows, as in train.py."""
+    """Targets per window that earlier windows have not scored; the rest is context. -1:
+    non-overlapping windows, as in train.py."""
     eval_output: str = key("")
     """Output file for results (JSON). Empty: eval/<step>.json in the run, or the terminal only."""
-    eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key((), "Tasks to score (task_files).")
+    eval_tasks: tuple[Literal["lambada", "wikitext"], ...] = key(())
+    """Tasks to score, read from task_files."""
     task_files: TaskFiles = options(TaskFiles)
-    harness: HarnessOptions = options(HarnessOptions)
+    harness: HarnessOptions = key(HarnessOptions())
+    """The lm-evaluation-harness; needs `pip install '.[lm-eval]'`."""
