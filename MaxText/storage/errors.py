@@ -29,7 +29,7 @@ _PERMANENT = {
 
 
 class ObjectStoreError(OSError, UserError):
-    """An object store error after retries: EIO if transient, else EINVAL."""
+    """An error after retries: EIO if transient, else EINVAL, and a message."""
 
     def __str__(self) -> str:
         return str(self.strerror)

@@ -28,7 +28,7 @@ _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 # several times slower. Half of what the process may open is left to the program.
 _MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 _CONCURRENT_REQUESTS = 32
-_NO_NAME = (errno.ELOOP, errno.ENAMETOOLONG)
+_IMPOSSIBLE_NAME = (errno.ELOOP, errno.ENAMETOOLONG)
 # Attributes that change with a file's contents; they differ between file systems.
 _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
@@ -127,10 +127,10 @@ def _look(system: Any, path: str) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        impossible = isinstance(error, ValueError) or error.errno in _NO_NAME
-        if isinstance(error, UserError) or not impossible:
-            raise
-        return None  # no path can have this name
+        is_impossible = isinstance(error, ValueError) or error.errno in _IMPOSSIBLE_NAME
+        if is_impossible and not isinstance(error, UserError):
+            return None
+        raise
 
 
 def _lines(list_file: str, key: str) -> list[str]:
@@ -273,9 +273,9 @@ def _unreadable(path: str, error: Exception) -> FileReadError:
 
 
 class _Descriptor(io.FileIO):
-    """An open file, closed with its last reference, without a ResourceWarning."""
+    """An open file, closed with its last reference: other threads may still read."""
 
-    __del__ = io.FileIO.close
+    __del__ = io.FileIO.close  # FileIO's own warns about a file that was not closed explicitly
 
 
 # Holds no lock while it opens a file: storage that hangs must not block readers of other files.

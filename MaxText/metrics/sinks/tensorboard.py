@@ -66,8 +66,7 @@ class TensorBoardSink(Sink):
         """Flushes to the operating system, or starts the copy to the bucket."""
         if self._writer is not None:
             self._writer.flush()
-            if self._copy is not None:
-                self._copy.write(self._file().read_bytes)
+            self._copy_file()
 
     def close(self, until: float | None = None) -> None:
         if self._texts:
@@ -79,11 +78,15 @@ class TensorBoardSink(Sink):
     def _close_writer(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self.flush()  # copies it: the file is complete only now
+            self._copy_file()
             self._writer = None
         if self._copy is not None:
             self._copy.close(time.monotonic() + SECONDS_TO_CLOSE)
             self._copy = None
+
+    def _copy_file(self) -> None:
+        if self._copy is not None:
+            self._copy.write(self._file().read_bytes)
 
     def _file(self) -> pathlib.Path:
         (file,) = pathlib.Path(self._writer.logdir).iterdir()
