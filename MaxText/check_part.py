@@ -16,7 +16,6 @@ program_start.install(__name__)  # before the slow imports
 
 from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
-from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
 from MaxText.errors import UserError
@@ -50,9 +49,9 @@ def main() -> int:
         print(USAGE.strip())
         return exit_codes.USER_ERROR
     rest = [word for word in arguments if not word.endswith(".py") and ":" not in word]
-    command_line.answer_questions("check_part.py", rest, USAGE, ProgramOptions)
+    command_line.answer_questions("check_part.py", rest, USAGE, command_line.ProgramOptions)
     with command_line.exit_on_user_error():
-        _, words = read_options(ProgramOptions, arguments)
+        _, words = command_line.read_options(command_line.ProgramOptions, arguments)
         if len(words.others) != 1:
             words.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
         words.check()

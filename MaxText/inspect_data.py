@@ -12,7 +12,6 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.command_line import ProgramOptions
 from MaxText.config.keys import Count, key
 from MaxText.config.loading import Source
 from MaxText.config.sources import ARGUMENT, YAML_PATH
@@ -30,7 +29,7 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
 """
 
 
-class InspectOptions(ProgramOptions):
+class InspectOptions(command_line.ProgramOptions):
     """Options of inspect_data.py."""
 
     step: int | None = key(None, ge=0)

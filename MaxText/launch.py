@@ -15,7 +15,6 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.command_line import read_options
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
@@ -57,7 +56,7 @@ def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
     if place not in PLACES:
         what = f"the first word is {place!r} and not one of {', '.join(PLACES)}"
         raise ConfigurationError([ConfigIssue(what)])
-    options, words = read_options(PLACES[place], rest, takes_keys=False)
+    options, words = command_line.read_options(PLACES[place], rest, takes_keys=False)
     operands = [*words.others, *words.files]
     wanted, pattern = OPERANDS[place]
     if not re.fullmatch(pattern, "\n".join(operands)):

@@ -1,8 +1,10 @@
 """Start of a program: signals during imports, malloc, launch time.
 
 Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
-exit without a traceback. Before it a script replaces its own folder, which comes first on sys.path,
-by the parent folder, so that every module has one name.
+exit without a traceback.
+
+Before a script can import it, the script puts its parent folder on sys.path in place of its own, so
+that every module has one name.
 """
 
 import contextlib

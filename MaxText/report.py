@@ -14,7 +14,6 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.command_line import ProgramOptions, read_options
 from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue
 from MaxText.errors import UserError
@@ -41,7 +40,7 @@ RUN is the folder of a run (base_output_directory/run_name), or a folder of runs
 """
 
 
-class ReportOptions(ProgramOptions):
+class ReportOptions(command_line.ProgramOptions):
     """Options of report.py."""
 
     output: Annotated[Path | None, Parser(_folder, "a folder")] = key(
@@ -75,7 +74,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
     """Returns the runs and options of a command line."""
     paths = [word for word in arguments if "=" in word and Path(word).exists()]
     rest = [word for word in arguments if word not in paths]
-    options, words = read_options(ReportOptions, rest, takes_keys=False)
+    options, words = command_line.read_options(ReportOptions, rest, takes_keys=False)
     runs = [*words.files, *words.others, *paths]
     if not runs:
         what = "no run is given. Write: python MaxText/report.py RUN [RUN ...]"

@@ -87,7 +87,7 @@ class Name:
 
 
 _registered: dict[tuple[str, str], Registration] = {}
-on_change: list[Callable[[], None]] = []  # what forgets data derived from the parts
+on_change: list[Callable[[], None]] = []  # clear data derived from parts; called at changes
 
 
 def _notify() -> None:

@@ -215,9 +215,11 @@ def keys_of_layers() -> dict[str, Key]:
 
 
 def _is_of_layer(key: Key) -> bool:
-    section, is_part, _ = key.section[-1].partition(".")
-    is_listed = section in (_PARTS_OF_LAYERS if is_part else _OF_LAYERS)
-    return key.name in _ALSO_OF_LAYERS or (key.section[0] == "model" and is_listed)
+    if key.name in _ALSO_OF_LAYERS:
+        return True
+    if key.section[:2] == ("model", "parts"):
+        return key.section[2].partition(".")[0] in _PARTS_OF_LAYERS
+    return key.section[:1] == ("model",) and key.section[1] in _OF_LAYERS
 
 
 def keys_by_section() -> dict[tuple[str, ...], list[Key]]:

@@ -197,7 +197,8 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
                 what = f"base_config: files refer to each other: {way}"
                 raise ConfigurationError([ConfigIssue(what)])
         except ConfigurationError as error:
-            result.problems.append(dataclasses.replace(error.problems[0], location=(base.place,)))
+            at = (base.place,)
+            result.problems += [dataclasses.replace(one, location=at) for one in error.problems]
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
@@ -238,7 +239,7 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     except ConfigurationError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
         if not is_saved:
-            result.problems.append(dataclasses.replace(error.problems[0], location=place))
+            result.problems += [dataclasses.replace(one, location=place) for one in error.problems]
         return []
     kept = []
     for inner in settings:

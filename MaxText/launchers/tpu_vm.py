@@ -46,7 +46,10 @@ class GcloudOptions(LaunchOptions):
 
 
 class TpuVm:
-    """Actions on one TPU VM. Commands run on all of its hosts."""
+    """The actions of launch.py on a TPU VM: its public methods.
+
+    Commands run on all hosts.
+    """
 
     def __init__(self, options: GcloudOptions, commands: Commands):
         self._options, self._commands = options, commands
