@@ -134,9 +134,8 @@ def operations(node: Node, splash_keys: float) -> float:
         if estimate is None and name.startswith("splash_"):
             return splash_operations(name, node.inputs[2].shape, splash_keys)
         return float(estimate.flops) if estimate is not None else 0.0
-    # Each row of a ragged matmul meets one matrix, whichever side is ragged.
-    rows, width = node.inputs[0].shape[-2:]
-    return 2.0 * rows * width * node.inputs[1].shape[-1]
+    # Each row of a ragged matmul meets one matrix, or the rows of both sides are contracted.
+    return 2.0 * math.prod(node.inputs[0].shape) * node.outputs[0].shape[-1]
 
 
 def _splash_keys(program: Program) -> float:

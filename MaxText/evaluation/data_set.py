@@ -3,7 +3,6 @@
 B rows, T tokens of a window, V vocab_size.
 """
 
-import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +27,10 @@ from MaxText.training.objective import is_in_nats, loss_sums
 def _score_step(
     model: Model, count_correct: bool, params: Any, batch: Batch, byte_counts: TokenByteCounts
 ) -> dict[str, jax.Array]:
-    """Sums nats (float32), and targets, their bytes and argmax hits (int32)."""
+    """Sums nats (float32), targets and their bytes (int32) of a batch.
+
+    With `count_correct` also argmax hits, as `correct`.
+    """
     objective = model.config.objective
     sums = loss_sums(model.merge(params), batch, objective, count_correct=count_correct)
     counts_V, has_dummy_prefix_V = byte_counts
@@ -59,7 +61,11 @@ def score_data_set(
     batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
     objective = trained.model.config.objective
     counts_correct = config.masking.mlm_training
-    step = trained.sharding.jit(functools.partial(_score_step, trained.model, counts_correct))
+
+    def score_step(*arguments: Any) -> dict[str, jax.Array]:
+        return _score_step(trained.model, counts_correct, *arguments)
+
+    step = trained.sharding.jit(score_step)
     compiled: dict[Any, Any] = {}  # by structure of the batch
 
     def score(source: OpenDataSource | None) -> SourceScore:

@@ -52,7 +52,7 @@ class SolvedStage:
 
 @dataclasses.dataclass(frozen=True)
 class SolvedConfig:
-    """A solved configuration."""
+    """The stages of a configuration, solved for the budget."""
 
     stages: tuple[SolvedStage, ...]
     deviation: float  # of the matched amount, relative to the budget
@@ -62,7 +62,7 @@ class SolvedConfig:
         return {name for stage in self.stages for name in stage.changes}
 
     def total(self, name: str) -> Any:
-        """Returns the sum of a field; None for seconds, unless match=time."""
+        """Returns the sum of a field over the stages; None if one has none."""
         numbers = [getattr(stage, name) for stage in self.stages]
         return None if None in numbers else sum(numbers)
 

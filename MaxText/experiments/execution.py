@@ -120,7 +120,8 @@ def run_comparison(
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
 
-        found = [(chain, of) for chain in chains if (of := comparison_results.load_chain(chain))]
+        loaded = [(chain, comparison_results.load_chain(chain)) for chain in chains]
+        found = [(chain, records) for chain, records in loaded if records]
         if not found:
             return
         results = [comparison_results.summarize(chain, records) for chain, records in found]
@@ -133,7 +134,9 @@ def run_comparison(
             [record for _, records in found for record in records],
             folder,
             title=comparison_results.title_of(plan, groups),
-            groups={name: [str(folder / run) for run in of] for name, of in plan.groups.items()},
+            groups={
+                label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()
+            },
             sections=comparison_results.sections(plan, variants, groups, unasked, command),
             compared=[records[-1] for _, records in found],
         )

@@ -78,21 +78,21 @@ def _as_recorded(
     # restoring reports the difference.
     keys = inherited_zoom(stored_config(metadata), config)
     asked = config.checkpoint.growth.existing_slots_lr_scale
-    if metadata.get(checkpoint_files.PARAMETERS_ONLY):
-        pass  # there is no run to resume, which restoring reports
-    elif not record or not growth_plan.existing_slots(record):
-        _refuse_rate(config, f"the run of {stored}")
-    elif asked is None:
+    is_run = not metadata.get(checkpoint_files.PARAMETERS_ONLY)  # else restoring reports it
+    if is_run and record and growth_plan.existing_slots(record):
         recorded = record["existing_slots_lr_scale"]
-        keys |= {_RATE: recorded} if recorded != 1 else {}
-    elif is_resumed and asked != (recorded := record["existing_slots_lr_scale"]):
-        raise UserError(
-            f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove the "
-            "key. To change the rate, start another run_name with "
-            f"load_full_state_path={stored.folder.parent.parent}."
-        )
-    else:
-        record = {**record, "existing_slots_lr_scale": asked}
+        if asked is None and recorded != 1:
+            keys |= {_RATE: recorded}
+        if asked is not None and is_resumed and asked != recorded:
+            raise UserError(
+                f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove "
+                "the key. To change the rate, start another run_name with "
+                f"load_full_state_path={stored.folder.parent.parent}."
+            )
+        if asked is not None:
+            record = {**record, "existing_slots_lr_scale": asked}
+    elif is_run:
+        _refuse_rate(config, f"the run of {stored}")
     lines = [f"{_words(keys)}, with which {stored} was trained"] if keys else []
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 

@@ -81,7 +81,11 @@ def render(
     charts: Sequence[Chart],
     **others: Any,
 ) -> str:
-    """Returns the page as HTML; `others` are further variables of page.html."""
+    """Returns the page as HTML.
+
+    `others` of page.html: title, made, warnings, axes, links (addresses of the runs' own reports)
+    and refresh (seconds until the page reloads; 0 for never).
+    """
     program, library = _own("page.js"), plotly.offline.get_plotlyjs()
     figures = ",".join(
         f"{json.dumps(plot.name)}:{plot.figure.to_json()}"

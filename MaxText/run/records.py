@@ -155,11 +155,11 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    # A model grown by convert.py is first trained here, and no run has reported that. A zoom alone
-    # does not count.
     record, places = restored.growth, {"from": restored.folder}
+    # A model grown by convert.py is first trained here, and no run has reported that.
     if restored.how == "parameters":
         places = {"from": parent(restored.metadata).get("folder", ""), "through": restored.folder}
+    # A zoom alone is no growth.
     if record and restored.how in ("growth", "parameters") and sizes(record):
         events.emit("growth", step=restored.first_step, **places, **event_fields(record))
 
