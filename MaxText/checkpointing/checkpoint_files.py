@@ -192,11 +192,13 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
         for folder in (given / CHECKPOINTS, given):
             if steps := finalized_steps(folder):
                 return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
-        absent, near = "" if given.exists() else ", which does not exist", ""
-        for folder in (given.parent.parent, given.parent):  # the nearer one is shown
+        absent = "" if given.exists() else ", which does not exist"
+        near = ""
+        for folder in (given.parent, given.parent.parent):
             if steps := finalized_steps(folder):
                 more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
                 near = f"\n  Steps in {folder}: {', '.join(map(str, steps[-10:]))}{more}."
+                break
     except OSError as error:
         raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
     raise UserError(

@@ -67,7 +67,8 @@ class CheckpointReader:
 
         Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
         """
-        wanted, (tree, _) = as_dict(abstract_state), read_tree(self.stored)
+        wanted = as_dict(abstract_state)
+        tree, _ = read_tree(self.stored)
         guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
         if guard is None:
             return dataclasses.replace(abstract_state, **self._restore(tree, wanted))

@@ -136,8 +136,9 @@ def _to_folder(
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
-        exported = tokenizer_copy.export_tokenizer(tokenizer, partial) if tokenizer else ([], {})
-        copied, token_ids = exported
+        copied, token_ids = [], {}
+        if tokenizer is not None:
+            copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
         files = hf_export.write_folder(
             partial, folded, family, record, request.dtype, request.max_shard_size, token_ids
         )

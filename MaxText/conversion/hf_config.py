@@ -106,7 +106,9 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     if value is REQUIRED:
         return f"{name} is missing"
     if converted is REQUIRED:
-        known = ["null" if value is None else str(value) for value, _ in setting.values or ()]
+        known = [
+            "null" if hf_value is None else str(hf_value) for hf_value, _ in setting.values or ()
+        ]
         only = f": only {' or '.join(known)} can be" if known else " cannot be"
         return f"{name}={value}{only} imported. {setting.hint}".rstrip()
     taken_as_it_is = setting.values is None and setting.read is None

@@ -73,7 +73,7 @@ class TensorMap:
         for layer, one in enumerate(self.model.config.layers):
             feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
-                for param, hf_name in part.hugging_face_names.items() if part else ():
+                for param, hf_name in part.hugging_face_names.items():
                     name = f"{folder}/{param}"
                     if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name

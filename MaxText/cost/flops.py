@@ -201,10 +201,8 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
 
 
 def _declared(
-    owner: str, part: type[Part] | None, layer: LayerConfig, length: int
+    owner: str, part: type[Part], layer: LayerConfig, length: int
 ) -> Iterator[_WeightFlops]:
-    if part is None:
-        return
     for row, flops in part.flops(part.config_of(layer), layer.dimensions, length).items():
         executed = flops.by_rule if flops.hardware_flops is None else flops.hardware_flops
         yield _WeightFlops(owner, row, flops._replace(hardware_flops=executed))

@@ -237,8 +237,9 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
     splits_experts = experts.num_experts > 1 and experts.capacity_factor > 0
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
     needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
+    sizes = _powers(8 if splits_experts else 1)
     for expert, tensor, context, stage in itertools.product(
-        [n for n in _powers(8 if splits_experts else 1) if experts.num_experts % n == 0],
+        [size for size in sizes if experts.num_experts % size == 0],
         _powers(MAX_TENSOR),
         _contexts(config, hardware),
         _powers(MAX_STAGES if needed > hardware.memory else 1),

@@ -139,7 +139,8 @@ def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -
 def _time_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | None) -> list[str]:
     whole = tokens / plan.program.tokens_per_update * seconds
     chips = plan.program.hardware.num_chips
-    return [short_time(whole)] + ([] if price is None else [f"{price * chips * whole / 3600:,.0f}"])
+    money = [] if price is None else [f"{price * chips * whole / 3600:,.0f}"]
+    return [short_time(whole), *money]
 
 
 def _interval(low: float, high: float) -> str:

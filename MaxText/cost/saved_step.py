@@ -34,8 +34,8 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import MaxText
 from MaxText.config.model_sections import ModelConfig
-from MaxText.config.registry import registrations
 from MaxText.config.schema import Config, flatten, keys_by_section
+from MaxText.config.training_sections import RunConfig
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
@@ -142,10 +142,11 @@ def saved_steps(
     another configuration, program or machine, before executing any of it.
     """
     path = growth.config.run.compiled_trainstep_file
-    run = _fingerprint(growth, model_config, sharding, state)
+    identity = functools.partial(_fingerprint, growth, model_config, sharding, state)
     if not path:
-        return _cached_steps(run, sharding, state)
+        return _cached_steps(growth.config.run, identity, sharding, state)
     kept, executable = read_signed(path)
+    run = identity()
     different = _differences(kept["run"], run)
     if different:
         more = len(different) - _SHOWN
@@ -170,42 +171,55 @@ def saved_steps(
                 "  What to do: compile it with the versions installed here, or remove the key."
             ) from error
 
-    return SavedSteps(load, lambda batch, compiled: None, "file")
+    return SavedSteps(load, lambda batch, compiled, is_cache_hit: None, "file")
 
 
-def _cached_steps(run: dict[str, Any], sharding: ShardingPlan, state: Any) -> SavedSteps | None:
+def _cached_steps(
+    config: RunConfig, identity: Callable[[], dict[str, Any]], sharding: ShardingPlan, state: Any
+) -> SavedSteps | None:
     """Returns the steps of earlier CPU runs with the same code and options.
 
-    Not with parts of the user, whose code may import anything.
+    Not with modules of the user, which may change anything.
     """
     folder = compilation_cache.folder_in_use()
+    is_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
     is_one_cpu = sharding.mesh.size == 1 and sharding.mesh.devices.flat[0].platform == "cpu"
-    if not folder or "://" in folder or not is_one_cpu or jax.process_count() > 1:
+    if not is_enabled or not folder or "://" in folder or not is_one_cpu:
         return None
-    if not all(part.is_built_in for part in registrations()):
+    if config.import_modules or jax.process_count() > 1:
         return None
-    names = ("flax", "numpy", "optax", "qwix")
-    run |= {
-        "packages": {name: importlib.metadata.version(name) for name in names},
-        "options of jax": {name: repr(value) for name, value in jax.config.values.items()},
-        "all sources": {"hash": _hash_of_sources(("**/*.py",))},
-    }
+
+    @functools.cache
+    def run() -> dict[str, Any]:
+        names = ("flax", "numpy", "optax", "qwix")
+        return identity() | {
+            "packages": {name: importlib.metadata.version(name) for name in names},
+            "options of jax": {name: repr(value) for name, value in jax.config.values.items()},
+            "all sources": {"hash": _hash_of_sources(("**/*.py",))},
+        }
 
     def path(batch: Any) -> str:
-        named = json.dumps([run["configuration"], run["state"], _describe(batch)])
-        return f"{folder}/train_step-{hashlib.sha256(named.encode()).hexdigest()[:32]}"
+        # A step of other sources replaces the file, so that the folder does not grow with edits.
+        named = {group: facts for group, facts in run().items() if "sources" not in group}
+        text = json.dumps([named, _describe(batch)])
+        return f"{folder}/train_step-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def load(batch: Any) -> Callable | None:
-        # Any failure means compiling, which rewrites the file.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the step is compiled then
             kept, executable = read_signed(path(batch))
-            if kept["run"] == run and kept["batch"] == _describe(batch):
+            if kept["run"] == run():
                 return _load(kept, executable, sharding, state, batch)
         return None
 
-    def save(batch: Any, compiled: jax.stages.Compiled) -> None:
+    def save(batch: Any, compiled: jax.stages.Compiled, is_cache_hit: bool) -> None:
         with contextlib.suppress(Exception):
-            _save(path(batch), run, batch, compiled)
+            if not is_cache_hit:
+                _save(path(batch), run(), batch, compiled)
+                return
+            # XLA cannot serialize CPU programs of JAX's cache. The same program may be in the file.
+            kept, executable = read_signed(path(batch))
+            if kept["program"] == _hash_of_program(compiled):
+                write_signed(path(batch), kept | {"run": run()}, executable)
 
     return SavedSteps(load, save, "cache")
 
@@ -213,8 +227,17 @@ def _cached_steps(run: dict[str, Any], sharding: ShardingPlan, state: Any) -> Sa
 def _save(path: str, run: dict[str, Any], batch: Any, compiled: jax.stages.Compiled) -> str:
     executable, _, out_tree = serialize_executable.serialize(compiled)
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    kept = {"run": run, "batch": _describe(batch), "metrics": sorted(metrics)}
+    kept = {
+        "run": run,
+        "batch": _describe(batch),
+        "metrics": sorted(metrics),
+        "program": _hash_of_program(compiled),
+    }
     return write_signed(path, kept, executable)
+
+
+def _hash_of_program(compiled: jax.stages.Compiled) -> str:
+    return hashlib.sha256((compiled.as_text() or "").encode()).hexdigest()
 
 
 def _load(

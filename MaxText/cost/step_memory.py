@@ -101,7 +101,7 @@ def estimate_memory(program: Program) -> MemoryEstimate:
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
-        gradients=parameters * min(program.num_microbatches, 2),
+        gradients=parameters * (2 if program.num_microbatches > 1 else 1),  # and their sum
         peak=peak_memory(trace(program, all_stages=True), kept, _converted_bytes(program)),
         update=_update_bytes(program),
     )

@@ -141,8 +141,14 @@ class Engine:
             real_BT = jnp.arange(tokens_BT.shape[1]) < lengths_B[:, None]
             none_BV = jnp.zeros((len(tokens_BT), self._model.config.shape.vocab_size), bool)
             generated_BV = none_BV.at[rows_B1, tokens_BT].max(real_BT)
-        # The first lengths_B are placeholders of tokens_B, which _draw replaces.
-        state = DecodeState(cache, lengths_B, lengths_B, keys_B, num_drawn_B, generated_BV)
+        state = DecodeState(
+            cache,
+            tokens_B=lengths_B,  # a placeholder, replaced in _draw
+            lengths_B=lengths_B,
+            keys_B=keys_B,
+            num_drawn_B=num_drawn_B,
+            generated_BV=generated_BV,
+        )
         return self._draw(decoder, last_B1D, state)
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:

@@ -101,7 +101,7 @@ class Block(nnx.Module):
         elif self.doubles:
             h_BTD = inputs.r + inputs.r
         if self.pre_mlp_layer_norm is None:
-            out, more = self.run_mlp(normed[0], context)  # pyright: ignore
+            out, more = self.run_mlp(normed[0], context)  # pyright: ignore (shares_norm implies a mixer)
         else:
             out, more = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
         y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)

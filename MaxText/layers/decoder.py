@@ -122,12 +122,14 @@ class Decoder(nnx.Module):
         def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
-        stored = self.layers, self.blueprint, self.connections.begin(x_BTD)
+        arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
         if num_stages > 1:
             schedule = self.config.pipeline_schedule(num_stages)
-            carry, scalars = pipeline_apply(*stored, context, apply, schedule, memory.remat_policy)
+            carry, scalars = pipeline_apply(
+                *arguments, context, apply, schedule, memory.remat_policy
+            )
         else:
-            carry, scalars = apply_scanned(*stored, apply, memory.remat_policy)
+            carry, scalars = apply_scanned(*arguments, apply, memory.remat_policy)
         x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
         if num_stages > 1:  # norm and head run on all stages
             x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")

@@ -47,7 +47,7 @@ class MLP(FeedForward):
         config: FeedForwardConfig,
         init: Init,
         rngs: nnx.Rngs,
-        rng_stream: int = _RANDOM_SLOPES,  # RNG stream id within a layer
+        rng_stream: int = _RANDOM_SLOPES,
     ):
         D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
         draw = init.initializers

@@ -147,8 +147,10 @@ class ShardingPlan:
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns global arrays from this process's NumPy part of a batch."""
-        make, sharding = jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
-        return jax.tree.map(lambda x: make(sharding, x, (batch_size, *x.shape[1:])), batch)
+        make = functools.partial(
+            jax.make_array_from_process_local_data, self.batch_sharding(batch_size)
+        )
+        return jax.tree.map(lambda x: make(x, (batch_size, *x.shape[1:])), batch)
 
     def abstract_batch(self, shapes: Any) -> Any:
         return jax.tree.map(lambda x: x.update(sharding=self.batch_sharding(x.shape[0])), shapes)

@@ -13,7 +13,7 @@ class SavedSteps(NamedTuple):
     """Compiled steps in files, by the shapes of their batch."""
 
     load: Callable[[Any], Callable | None]
-    save: Callable[[Any, jax.stages.Compiled], None]
+    save: Callable[[Any, jax.stages.Compiled, bool], None]  # shapes, step, from JAX's cache
     source: Literal["file", "cache"]  # compiled ahead of time, or by an earlier run
 
 
@@ -49,8 +49,8 @@ class ShapeSpecializedStep:
             hits = compilation_cache.thread_cache_hits()
             step, seconds = self._compile_for(shapes)
             source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
-            if self._saved and not source:  # JAX cannot serialize CPU programs of its cache
-                self._saved.save(shapes, step)
+            if self._saved:
+                self._saved.save(shapes, step, bool(source))
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
         shape = {"rows": rows, "length": length}

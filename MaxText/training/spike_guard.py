@@ -73,9 +73,10 @@ def decide(
     update_norm: jax.Array,  # of what would be added to the parameters
     learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
 ) -> tuple[jax.Array, GuardState, dict[str, jax.Array]]:
-    """Decides about update `step`; returns acceptance, state and metrics.
+    """Decides about update `step`, before it is applied.
 
-    Metrics are int32 except loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in
+    Returns whether to apply it (bool), the state after it, and metrics: int32 scalars except
+    loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in
     GuardState. recent_skips: skips in the last W updates. skips_began: first step of the stretch of
     skips up to this step, -1 for none. loss_rise: float32, rise of the median loss above its lowest
     value, relative to that or to 1 nat if that is more. rise_began: first step of the current rise.

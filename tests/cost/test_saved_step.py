@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.config.registry import registrations
 from MaxText.config.schema import flatten, unflatten
 from MaxText.cost import ahead_of_time, saved_step, targets
 from MaxText.cost.hlo import HloModule
@@ -123,7 +122,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_later_run_loads_the_step_of_the_cache(planned, compiled, cache):
     assert open_with(planned)(planned.batch) is None
-    steps_with(planned, run_name="first").save(planned.batch, compiled)
+    steps_with(planned, run_name="first").save(planned.batch, compiled, False)
     steps = steps_with(planned, run_name="second")
     assert steps.source == "cache"
     assert_same_steps(planned, compiled, steps.load(planned.batch))
@@ -135,7 +134,7 @@ def test_a_step_of_other_code_is_compiled_and_replaced(
     planned, compiled, cache, monkeypatch, change
 ):
     steps = steps_with(planned)
-    steps.save(planned.batch, compiled)
+    steps.save(planned.batch, compiled, False)
     (file,) = cache.glob("train_step-*")
     if change == "damage":
         file.write_bytes(file.read_bytes()[:-1])
@@ -147,14 +146,26 @@ def test_a_step_of_other_code_is_compiled_and_replaced(
         saved_step.write_signed(str(file), facts, content)
     monkeypatch.setattr(saved_step.serialize_executable, "deserialize_and_load", lambda *_, **__: 1)
     assert steps.load(planned.batch) is None
-    steps.save(planned.batch, compiled)
+    steps.save(planned.batch, compiled, False)
     assert steps.load(planned.batch) == 1
     assert list(cache.glob("train_step-*")) == [file]
 
 
-def test_only_programs_of_built_in_parts_are_cached(planned, cache, monkeypatch):
-    part = dataclasses.replace(registrations()[0], target=dict)
-    monkeypatch.setattr(saved_step, "registrations", lambda: [part])
+def test_an_edit_that_keeps_the_program_keeps_the_file(planned, compiled, cache):
+    steps = steps_with(planned)
+    steps.save(planned.batch, compiled, False)
+    (file,) = cache.glob("train_step-*")
+    facts, content = saved_step.read_signed(str(file))
+    facts["run"]["all sources"] = {"hash": "other"}
+    for program, expected in (("another", False), (facts["program"], True)):
+        saved_step.write_signed(str(file), facts | {"program": program}, content)
+        steps.save(planned.batch, compiled, True)
+        assert (steps.load(planned.batch) is not None) == expected
+
+
+def test_steps_of_changed_code_or_without_a_cache_are_not_kept(planned, cache, monkeypatch):
+    assert steps_with(planned, import_modules=("mine",)) is None
+    monkeypatch.setattr(compilation_cache, "folder_in_use", lambda: None)
     assert steps_with(planned) is None
 
 

@@ -125,7 +125,7 @@ def test_each_shape_is_compiled_once_or_taken_from_a_file():
     kept = []
     files = SavedSteps(
         lambda batch: saved if batch.shape == (8, 8) else None,
-        lambda batch, step: kept.append(batch.shape),
+        lambda batch, step, is_cache_hit: kept.append(batch.shape),
         "file",
     )
     steps = ShapeSpecializedStep(compile_for, files)

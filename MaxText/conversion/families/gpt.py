@@ -88,7 +88,9 @@ def _read_layers(value: Any, config: Mapping[str, Any]) -> Any:
 
 def _window_of_no_layer(config: Mapping[str, Any]) -> Any:
     """Returns the window if no layer is local; unused windows are refused."""
-    return hf.REQUIRED if "local" in _kinds(config["attention_types"]) else config["window_size"]
+    kinds = _kinds(config["attention_types"])
+    is_used = kinds is hf.REQUIRED or "local" in kinds
+    return hf.REQUIRED if is_used else config["window_size"]
 
 
 GPT_NEO = hf.Family(
