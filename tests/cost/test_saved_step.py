@@ -1,6 +1,5 @@
 """A step compiled ahead of time: its memory, and the run that takes it from a file."""
 
-import dataclasses
 import re
 import shutil
 
@@ -50,7 +49,7 @@ def saved(planned, compiled, tmp_path_factory):
 
 def steps_with(planned, **keys):
     config = unflatten(flatten(planned.config) | keys)
-    growth = dataclasses.replace(planned.growth, config=config)
+    growth = planned.growth._replace(config=config)
     return saved_step.saved_steps(growth, planned.model.config, planned.sharding, planned.state)
 
 
@@ -108,7 +107,7 @@ def test_the_step_of_other_sources_is_refused(planned, saved, tmp_path, monkeypa
 def test_the_step_of_another_scale_of_grown_slots_is_refused(planned, saved):
     config = unflatten(flatten(planned.config) | {"compiled_trainstep_file": saved})
     record = {"slots": {"a": (8, 16)}, "existing_slots_lr_scale": 0.1}
-    growth = dataclasses.replace(planned.growth, config=config, record=record)
+    growth = planned.growth._replace(config=config, record=record)
     with pytest.raises(UserError, match=r"scaled: none in the file, \{'a': 8\} x 0.1 in this run"):
         saved_step.saved_steps(growth, planned.model.config, planned.sharding, planned.state)
 
