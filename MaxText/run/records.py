@@ -159,7 +159,7 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     # A model grown by convert.py is first trained here, and no run has reported that.
     if restored.how == "parameters":
         places = {"from": parent(restored.metadata).get("folder", ""), "through": restored.folder}
-    # A zoom alone is no growth.
+    # A zoom alone does not count.
     if record and restored.how in ("growth", "parameters") and sizes(record):
         events.emit("growth", step=restored.first_step, **places, **event_fields(record))
 

@@ -273,7 +273,7 @@ def _unreadable(path: str, error: Exception) -> FileReadError:
 
 
 class _Descriptor(io.FileIO):
-    """An open file, closed with its last reference: other threads may still read."""
+    """An open file, closed with its last reference, as threads share it."""
 
     __del__ = io.FileIO.close  # FileIO's own warns about a file that was not closed explicitly
 
