@@ -122,9 +122,7 @@ def speed() -> None:
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")
     for name, hardware, keys, mfu in ROWS:
-        place = find_hardware(hardware)
-        plan = make_plan(configured(keys), place)
-        time = plan.time
+        time = make_plan(configured(keys), find_hardware(hardware)).time
         slow, fast, middle = (time.mfu(t) for t in (time.upper, time.lower, time.estimate))
         print(
             f"| {name} | {hardware} | {mfu:.1%} | {slow:.1%} to {fast:.1%} | "

@@ -48,7 +48,7 @@ from MaxText.runtime.compiled_steps import SavedSteps
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 from MaxText.training.assembly import setup_train
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"

@@ -22,7 +22,8 @@ from MaxText.training import backend_defaults
 from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import TrainState, make_initialize, make_train_step
+from MaxText.training.state import TrainState
+from MaxText.training.step import make_initialize, make_train_step
 
 
 class TrainSetup(NamedTuple):

@@ -1,6 +1,5 @@
-"""The train state, its initialization and its step, pure functions."""
+"""The pure functions to compile: initialization and train step."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,21 +13,11 @@ from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import platform, split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """Everything the next step depends on, besides the data."""
-
-    step: Any  # int32 scalar, updates so far, skipped ones included
-    params: Any  # nested dict of arrays
-    opt_state: Any  # of optax
-    guard: Any = None  # spike_guard.GuardState; None if the guard is disabled
 
 
 def make_initialize(

@@ -13,7 +13,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.run.restore import RestoreResult, restore_or_initialize
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 
 CONFIG = {"base_emb_dim": 8, "opt_type": "adamw", "steps": 10, "mlp_activations": ("silu",)}
 

@@ -17,7 +17,7 @@ from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
 from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, on_host
 
 

@@ -18,7 +18,8 @@ from MaxText.layers.model import Model
 from MaxText.run.restore import RestoreResult
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import TrainState, make_initialize, make_train_step
+from MaxText.training.state import TrainState
+from MaxText.training.step import make_initialize, make_train_step
 from tests.checkpointing.small_state import start as start_run
 from tests.small_models import random_batch, tiny_config
 

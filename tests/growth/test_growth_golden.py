@@ -6,7 +6,7 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.layers.model import Model
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 from tests.conversion.golden_models import below, of_tokenformer
 from tests.conversion.running import EXACT, parameters_in_run, run
 from tests.growth.growing import by_name, grow_by, logits_of, program

@@ -17,7 +17,7 @@ from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from
 from MaxText.run.records import emit_start
 from MaxText.run.restore import RestoreResult
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 from tests.growth.growing import SMALL, config_of, save, stored_in
 from tests.small_models import tiny_config
 

@@ -18,7 +18,8 @@ from MaxText.conversion.hf_import import HFWeights
 from MaxText.layers.model import Model
 from MaxText.layers.pattention import Theta
 from MaxText.training.objective import loss_sums
-from MaxText.training.step import TrainState, make_train_step
+from MaxText.training.state import TrainState
+from MaxText.training.step import make_train_step
 from tests.conversion.golden_models import (
     below,
     hugging_face,

@@ -15,7 +15,7 @@ from MaxText.parallelism.mesh import (
     make_sharding_plan,
 )
 from MaxText.run.rollback import copy_to_devices, copy_to_host
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import abstract, assert_bit_equal
 from tests.multi_device.same_results import MIXED, assert_read_as, train
 from tests.refusals import refused

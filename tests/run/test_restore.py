@@ -10,7 +10,7 @@ from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import (
     CONFIG,
     assert_bit_equal,

@@ -14,7 +14,7 @@ from MaxText.metrics.event_stream import EventLog
 from MaxText.run.restore import RestoreResult
 from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state
-from MaxText.training.step import TrainState
+from MaxText.training.state import TrainState
 
 KEYS = {"rollback.after_skips": 3, "rollback.margin": 2, "healthy_after_steps": 4}
 SECTION = GuardConfig(**KEYS)
