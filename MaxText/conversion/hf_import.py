@@ -21,7 +21,7 @@ from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
-from MaxText.layers.block import mixer_class
+from MaxText.layers.block_variants import mixer_class
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.storage.paths import parse_path
@@ -73,7 +73,7 @@ class TensorMap:
         for layer, one in enumerate(self.model.config.layers):
             feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
             for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
-                for param, hf_name in part.hugging_face_names.items():
+                for param, hf_name in part.hugging_face_names.items() if part else ():
                     name = f"{folder}/{param}"
                     if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
                         hf_name = self.family.in_layer + hf_name

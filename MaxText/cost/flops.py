@@ -45,7 +45,7 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
-from MaxText.layers.block import block_class, mixer_class
+from MaxText.layers.block_variants import block_class, mixer_class
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.model import Model
 from MaxText.layers.moe import expert_capacity
@@ -201,8 +201,10 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
 
 
 def _declared(
-    owner: str, part: type[Part], layer: LayerConfig, length: int
+    owner: str, part: type[Part] | None, layer: LayerConfig, length: int
 ) -> Iterator[_WeightFlops]:
+    if part is None:
+        return
     for row, flops in part.flops(part.config_of(layer), layer.dimensions, length).items():
         executed = flops.by_rule if flops.hardware_flops is None else flops.hardware_flops
         yield _WeightFlops(owner, row, flops._replace(hardware_flops=executed))
@@ -268,6 +270,8 @@ class ModelCost:
         parts = [(mixer_class(layer), layer) for layer in config.layers]
         return [
             part.state_bytes(part.config_of(layer), layer.dimensions, length, itemsize)
+            if part is not None
+            else (0, 0)
             for part, layer in [*parts, head_and_layer(config)]
         ]
 

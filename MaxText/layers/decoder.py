@@ -11,7 +11,8 @@ from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
 from MaxText.config.registry import lookup
 from MaxText.layers import part_outputs
 from MaxText.layers.batch import Batch
-from MaxText.layers.block import Block, block_class
+from MaxText.layers.block import Block
+from MaxText.layers.block_variants import block_class
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Embedding

@@ -1,28 +1,16 @@
-"""Heads: logits from the final hidden states.
+"""The linear head: logits from the final hidden states."""
 
-Head-QK adds pointer scores for tokens of the context.
-
-    c_tj = (h_t Wq) . (h_j Wk) / E for j <= t of the same segment;  logits_t[token_j] += c_tj
-
-Legend: B sequences, T tokens, S context tokens, D emb_dim, E head_qk_dim, V vocab_size.
-"""
-
-import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup, register
-from MaxText.layers.attention import average_keys_visible
-from MaxText.layers.context import ForwardContext
-from MaxText.layers.dense import Dense, Embedding, einsum_f32
-from MaxText.layers.params import orthogonal, zeros
-from MaxText.layers.part import Flops, Head, Init
+from MaxText.layers.dense import Dense, Embedding
+from MaxText.layers.part import Head, Init
 
 
 def head_and_layer(config: ModelConfig) -> tuple[type[Head], LayerConfig]:
@@ -66,107 +54,3 @@ class LinearHead(Head):
     @classmethod
     def reads_table(cls, config: ModelConfig) -> bool:
         return config.head.logits_via_embedding
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class HeadQKCache:
-    """Context tokens: projected keys, ids and segments (None is one)."""
-
-    keys_BSE: jax.Array
-    tokens_BS: jax.Array
-    segments_BS: jax.Array | None = None
-
-    @property
-    def capacity(self) -> int:
-        return self.tokens_BS.shape[1]
-
-    def resize(self, capacity: int) -> "HeadQKCache":
-        spare = (0, capacity - self.capacity)
-        return HeadQKCache(
-            jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
-            jnp.pad(self.tokens_BS, ((0, 0), spare)),
-        )
-
-    def append(self, new: "HeadQKCache", positions_BT: jax.Array) -> "HeadQKCache":
-        rows = jnp.arange(len(positions_BT))[:, None]
-        return HeadQKCache(
-            self.keys_BSE.at[rows, positions_BT].set(new.keys_BSE),
-            self.tokens_BS.at[rows, positions_BT].set(new.tokens_BS),
-        )
-
-
-@register("head", "head_qk")
-class HeadQK(LinearHead):
-    """The linear head plus Head-QK."""
-
-    rows: ClassVar = {"logits_dense": "head", "head_qk": "Head-QK"}
-    not_recomputed = ("head_qk",)
-
-    def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
-        super().__init__(config, init, rngs)
-        self.head_qk = HeadQKScores(config.head.head_qk_dim, init, rngs)
-
-    def __call__(
-        self, h_BTD: jax.Array, table: Embedding, state: HeadQKCache, positions_BT: jax.Array
-    ) -> jax.Array:
-        logits_BTV = super().__call__(h_BTD, table, None, positions_BT)
-        return self.head_qk(logits_BTV, h_BTD, state, positions_BT)
-
-    def state(
-        self,
-        h_BTD: jax.Array,
-        tokens_BT: jax.Array,
-        context: ForwardContext,
-        earlier: HeadQKCache | None = None,
-    ) -> HeadQKCache:
-        new = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)
-        if earlier is not None:
-            assert context.positions_BT is not None
-            return earlier.append(new, context.positions_BT)
-        return new if context.capacity is None else new.resize(context.capacity)
-
-    @classmethod
-    def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        width = 2 * config.head.head_qk_dim
-        by_rule = width * average_keys_visible(length, causal=True)
-        return {"Head-QK scores": Flops(by_rule, float(width * length))}
-
-    @classmethod
-    def state_bytes(
-        cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
-    ) -> tuple[int, int]:
-        return config.head.head_qk_dim * itemsize + 4, 0  # a key and an id
-
-
-class HeadQKScores(nnx.Module):
-    """Adds Head-QK scores to logits; 0 initially, as Wq starts at 0."""
-
-    not_recomputed = ("key",)  # computed once for the whole sequence
-
-    def __init__(self, width: int, init: Init, rngs: nnx.Rngs):
-        D = init.dimensions.emb_dim
-        axes = ("embed", None)
-        self.precision = init.precision
-        self.query = Dense((D,), (width,), axes, zeros, init, rngs)
-        self.key = Dense((D,), (width,), axes, orthogonal(0.1), init, rngs)
-
-    def __call__(
-        self, logits_BTV: jax.Array, h_BTD: jax.Array, cache: HeadQKCache, positions_BT: jax.Array
-    ) -> jax.Array:
-        """Adds scores of tokens up to `positions_BT`; B may be 1."""
-        query_BTE = self.query(h_BTD)
-        scores_BTS = einsum_f32("bte,bse->bts", query_BTE, cache.keys_BSE, self.precision)
-        sees_BTS = positions_BT[:, :, None] >= jnp.arange(cache.capacity)
-        if cache.segments_BS is not None:
-            shape = (len(h_BTD), positions_BT.shape[1])
-            own_BT = jnp.take_along_axis(
-                cache.segments_BS, jnp.broadcast_to(positions_BT, shape), axis=1
-            )
-            sees_BTS = sees_BTS & (own_BT[:, :, None] == cache.segments_BS[:, None])
-        scores_BTS = jnp.where(sees_BTS, scores_BTS, 0.0) / query_BTE.shape[-1]
-
-        def add(logits_TV, scores_TS, tokens_S):
-            return logits_TV.at[:, tokens_S].add(scores_TS)
-
-        return jax.vmap(add)(logits_BTV, scores_BTS, cache.tokens_BS)
