@@ -72,7 +72,7 @@ def name_of(row: tuple) -> str:
 def compile_own(keys: list[str], machine: str, slices: int):
     from MaxText.config import command_line
     from MaxText.cost import targets
-    from MaxText.cost.saved_step import compile_lowered, lower_train_step
+    from MaxText.cost.lowering import compile_lowered, lower_train_step
 
     config = command_line.parse("train_compile.py", keys, "").config
     devices = targets.devices(targets.find_target(machine, slices))

@@ -137,7 +137,7 @@ def memory(begin: str) -> None:
 
     from MaxText.cost.abstract_step import make_program
     from MaxText.cost.hardware import find_hardware
-    from MaxText.cost.saved_step import compile_lowered, lower_train_step
+    from MaxText.cost.lowering import compile_lowered, lower_train_step
     from MaxText.cost.step_memory import estimate_memory
     from MaxText.runtime.compiled_steps import memory_stats
 

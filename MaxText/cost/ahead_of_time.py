@@ -10,8 +10,9 @@ from MaxText.cost import targets
 from MaxText.cost.device_memory import GPU_FRACTION, bytes_on_device
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
+from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
-from MaxText.cost.saved_step import LoweredStep, compile_lowered, lower_train_step, save_compiled
+from MaxText.cost.saved_step import save_compiled
 from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.metrics.tables import format_table, share

@@ -1,4 +1,4 @@
-"""Compiles steps, saves them, and loads them for matching runs.
+"""Saves compiled steps to files, and loads them for matching runs.
 
 train_compile.py writes compiled_trainstep_file. A run on one CPU also keeps its steps next to the
 compilation cache: the next start need not trace them, which takes longer than loading them.
@@ -24,31 +24,25 @@ import pathlib
 import re
 import secrets
 import stat
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
-from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 import MaxText
 from MaxText.config.model_sections import ModelConfig
-from MaxText.config.schema import Config, flatten, keys_by_section
+from MaxText.config.schema import flatten, keys_by_section
 from MaxText.config.training_sections import RunConfig
 from MaxText.config.values import to_yaml
+from MaxText.cost.lowering import LoweredStep
 from MaxText.errors import UserError
-from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
-from MaxText.layers.batch import batch_shapes
-from MaxText.layers.model import Model
-from MaxText.parallelism.mesh import ShardingPlan, global_batch_size, make_sharding_plan
+from MaxText.growth.resolve import ResolvedGrowth
+from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime import compilation_cache
 from MaxText.runtime.compiled_steps import SavedSteps
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
-from MaxText.training.assembly import setup_train
-from MaxText.training.state import TrainState
 
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
@@ -67,59 +61,6 @@ _SOURCES = ("layers/**/*.py", "training/**/*.py", "parallelism/logical_sharding.
 
 # Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
-
-
-class LoweredStep(NamedTuple):
-    """A train step before compilation."""
-
-    growth: ResolvedGrowth
-    model: Model  # with device-dependent choices resolved
-    sharding: ShardingPlan
-    state: TrainState
-    batch: Any  # shapes and shardings of the run's largest batch
-    plan: BatchSchedule
-    lowered: jax.stages.Lowered
-    lines: Sequence[str]  # choices to print
-
-    @property
-    def config(self) -> Config:
-        return self.growth.config
-
-
-def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
-    """Traces train.py's step for these devices, without opening data.
-
-    Batches have positions and segments unless the text is synthetic or cross_document_attention is
-    set.
-    """
-    sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
-    resolved = resolve_growth(config, [])
-    config = resolved.config
-    setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
-    model, state = setup.model, setup.abstract_state
-    batch_size = functools.partial(global_batch_size, config.batch, sharding)
-    plan = plan_batches(config.batch, model.config.shape.max_target_length, batch_size)
-    stage, data = plan.stages[-1], config.data
-    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
-    shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
-    batch = sharding.abstract_batch(shapes)
-    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
-    lines = [*setup.auto_choices, *resolved.lines]
-    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
-
-
-def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
-    """Returns the step and its compile seconds; raises like XLA."""
-    # On CPU, JAX cannot serialize a program loaded from the cache.
-    was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax_cache.reset_cache()
-    try:
-        began = time.perf_counter()
-        return planned.lowered.compile(), time.perf_counter() - began
-    finally:
-        jax.config.update("jax_enable_compilation_cache", was_enabled)
-        jax_cache.reset_cache()
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:

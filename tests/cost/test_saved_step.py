@@ -10,7 +10,7 @@ import pytest
 from MaxText.config.schema import flatten, unflatten
 from MaxText.cost import ahead_of_time, saved_step, targets
 from MaxText.cost.hlo import HloModule
-from MaxText.cost.saved_step import compile_lowered, lower_train_step
+from MaxText.cost.lowering import compile_lowered, lower_train_step
 from MaxText.errors import UserError
 from MaxText.layers.batch import batch_shapes
 from MaxText.runtime import compilation_cache

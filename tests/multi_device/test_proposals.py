@@ -10,7 +10,7 @@ from MaxText.config.loading import load
 from MaxText.cost import job_plan
 from MaxText.cost.hardware import find_hardware
 from MaxText.cost.job_plan import candidate_meshes
-from MaxText.cost.saved_step import lower_train_step
+from MaxText.cost.lowering import lower_train_step
 from tests.small_models import TINY, made_for_training, random_batch
 
 pytestmark = pytest.mark.multi_device
