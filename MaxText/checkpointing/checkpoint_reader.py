@@ -174,7 +174,8 @@ def read_tree(stored: StoredCheckpoint) -> tuple[dict[str, Any], dict[str, Array
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
             return tree, array_specs(arrays)
 
-    (tree, specs), checksums = retry(read), stored.metadata.checksums
+    tree, specs = retry(read)
+    checksums = stored.metadata.checksums
     if checksums is not None and (mismatch := first_spec_mismatch(specs, checksums)):
         raise CheckpointCorruptedError(f"{stored.items}: {mismatch}")
     return tree, specs

@@ -13,7 +13,6 @@ from MaxText.cost.hlo import HloModule
 from MaxText.cost.lowering import LoweredStep, compile_lowered, lower_train_step
 from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.saved_step import save_compiled
-from MaxText.cost.targets import CompileTarget
 from MaxText.errors import UserError
 from MaxText.metrics.tables import format_table, share
 from MaxText.runtime.compiled_steps import memory_stats
@@ -22,7 +21,9 @@ _GIB, _MIB = 2**30, 2**20
 _LARGE_ARRAYS = 8  # number shown
 
 
-def train_compile(config: Config, target: CompileTarget, log: Callable[[str], None]) -> None:
+def train_compile(
+    config: Config, target: targets.CompileTarget, log: Callable[[str], None]
+) -> None:
     """Compiles a train step for a machine, prints its cost, and saves it.
 
     Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
@@ -85,7 +86,7 @@ def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> dic
     return found
 
 
-def usable_bytes(target: CompileTarget) -> int:
+def usable_bytes(target: targets.CompileTarget) -> int:
     """Returns the usable bytes of a device; 0 if unknown."""
     if target.platform != "gpu":
         return target.memory
@@ -93,7 +94,9 @@ def usable_bytes(target: CompileTarget) -> int:
     return int(target.memory * float(fraction))
 
 
-def check_fits(target: CompileTarget, memory: Mapping[str, int], program: HloModule) -> None:
+def check_fits(
+    target: targets.CompileTarget, memory: Mapping[str, int], program: HloModule
+) -> None:
     """Raises UserError if a compiled step exceeds the target's memory."""
     limit = usable_bytes(target)
     if limit and sum(memory.values()) > limit and target.platform != "tpu":  # their compiler checks
@@ -102,7 +105,7 @@ def check_fits(target: CompileTarget, memory: Mapping[str, int], program: HloMod
         raise out_of_memory(target, "\n".join([needed, *describe_memory(target, memory, program)]))
 
 
-def out_of_memory(target: CompileTarget, what: str) -> UserError:
+def out_of_memory(target: targets.CompileTarget, what: str) -> UserError:
     """Returns an error with advice; `what` may end in the largest arrays."""
     name = target.name if target.num_slices == 1 else f"{target.num_slices}x{target.name}"
     return UserError(
@@ -116,7 +119,7 @@ def out_of_memory(target: CompileTarget, what: str) -> UserError:
 
 
 def describe_memory(
-    target: CompileTarget, memory: Mapping[str, int], program: HloModule
+    target: targets.CompileTarget, memory: Mapping[str, int], program: HloModule
 ) -> list[str]:
     total = sum(memory.values())
     rows = [

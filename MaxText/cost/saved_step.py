@@ -154,13 +154,14 @@ def _cached_steps(
 
     def save(batch: Any, compiled: jax.stages.Compiled, is_cache_hit: bool) -> None:
         with contextlib.suppress(Exception):
+            file = path(batch)
             if not is_cache_hit:
-                _save(path(batch), run(), batch, compiled)
+                _save(file, run(), batch, compiled)
                 return
             # XLA cannot serialize CPU programs of JAX's cache. The same program may be in the file.
-            kept, executable = read_signed(path(batch))
+            kept, executable = read_signed(file)
             if kept["program"] == _hash_of_program(compiled):
-                write_signed(path(batch), kept | {"run": run()}, executable)
+                write_signed(file, kept | {"run": run()}, executable)
 
     return SavedSteps(load, save, "cache")
 

@@ -42,15 +42,15 @@ class ShapeSpecializedStep:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
         began = time.perf_counter()
-        step = self._saved and self._saved.load(shapes)
-        if self._saved and step is not None:
-            seconds, source = time.perf_counter() - began, self._saved.source
+        saved = self._saved
+        if saved and (step := saved.load(shapes)):
+            seconds, source = time.perf_counter() - began, saved.source
         else:
             hits = compilation_cache.thread_cache_hits()
             step, seconds = self._compile_for(shapes)
             source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
-            if self._saved:
-                self._saved.save(shapes, step, bool(source))
+            if saved:
+                saved.save(shapes, step, bool(source))
         self._steps[_key(shapes)] = step
         rows, length = jax.tree.leaves(shapes)[0].shape
         shape = {"rows": rows, "length": length}
