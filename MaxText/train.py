@@ -142,7 +142,10 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     newest = checkpoints.latest_step()
     stage = batch_schedule.at(0 if newest is None else newest + 1)
     first_batch = functools.partial(batch_shapes, batch_schedule.batch_size(stage), stage.length)
-    eval_step = sharding.jit(make_eval_step(model, count_correct=config.masking.mlm_training))
+    eval_step = sharding.jit(
+        make_eval_step(model, count_correct=config.masking.mlm_training),
+        compiler_options=setup.compiler_options or None,
+    )
 
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents

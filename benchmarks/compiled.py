@@ -43,7 +43,7 @@ MODELS = {
 ROWS = (
     ("1.4b", "v5p-8", 1, 8, "full", ""),
     ("1.4b", "v5p-8", 1, 4, "minimal", ""),
-    ("1.4b", "v5p-8", 1, 2, "none", ""),
+    ("1.4b", "v5p-8", 1, 2, "save_qkv_proj", ""),  # not "none": MaxText then remats all, as "full"
     ("1.4b", "v6e-8", 1, 4, "full", ""),
     ("1.4b", "v5e-16", 2, 2, "full", ""),
     ("7b", "v5p-64", 1, 4, "full", ""),

@@ -174,24 +174,42 @@ def _shapes(layer: Any) -> list[Any]:
     return [(path, p.shape, p.dtype, p.get_metadata()["logical_axes"]) for path, p in flat]
 
 
+@jax.custom_vjp
+def barrier_gradients(values: Any) -> Any:
+    """Returns `values`, whose gradients pass an optimization barrier."""
+    return values
+
+
+def _barrier(gradients: Any) -> Any:
+    leaves, structure = jax.tree.flatten(gradients, is_leaf=is_zero)
+    barriered = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
+    # None for a symbolic zero, instead of an array of zeros.
+    return jax.tree.unflatten(structure, [None if is_zero(g) else next(barriered) for g in leaves])
+
+
+# With symbolic zeros, arguments are pairs (value, perturbed).
+barrier_gradients.defvjp(
+    lambda values: (jax.tree.map(lambda x: x.value, values), None),
+    lambda _, gradients: (_barrier(gradients),),
+    symbolic_zeros=True,
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sequential(index: int | None, weights: Any, carry: Any) -> tuple[Any, Any, Any]:
+def _sequential(index: int, weights: Any, carry: Any) -> tuple[Any, Any, Any]:
     """Returns a layer's weights, the remaining stack, and `carry`.
 
     In the backward pass a layer's gradients are written into the stacked ones as soon as the layer
-    is done, as in a scan, not once those of all layers exist. `index` is None if not stacked.
+    is done, as in a scan, not once those of all layers exist.
     """
-    if index is None:
-        return weights, None, carry
     return _take_layer(weights, index), weights, carry
 
 
-def _sequential_forward(index: int | None, *arguments: Any) -> tuple[Any, None]:
-    # With symbolic zeros, arguments are pairs (value, perturbed).
+def _sequential_forward(index: int, *arguments: Any) -> tuple[Any, None]:
     return _sequential(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
-def _sequential_backward(index: int | None, _: None, gradients: Any) -> tuple[Any, Any]:
+def _sequential_backward(index: int, _: None, gradients: Any) -> tuple[Any, Any]:
     def put(own: Any, accumulated: Any) -> Any:
         if is_zero(own):
             return accumulated
@@ -201,12 +219,7 @@ def _sequential_backward(index: int | None, _: None, gradients: Any) -> tuple[An
         return jax.lax.dynamic_update_index_in_dim(accumulated, own, index, 0)
 
     grad_weights, accumulated, grad_carry = gradients
-    if index is not None:
-        grad_weights = jax.tree.map(put, grad_weights, accumulated, is_leaf=is_zero)
-    leaves, structure = jax.tree.flatten((grad_weights, grad_carry), is_leaf=is_zero)
-    barriered = iter(jax.lax.optimization_barrier([g for g in leaves if not is_zero(g)]))
-    # None for a symbolic zero, instead of an array of zeros.
-    return jax.tree.unflatten(structure, [None if is_zero(g) else next(barriered) for g in leaves])
+    return _barrier((jax.tree.map(put, grad_weights, accumulated, is_leaf=is_zero), grad_carry))
 
 
 _sequential.defvjp(_sequential_forward, _sequential_backward, symbolic_zeros=True)
@@ -371,7 +384,7 @@ def apply_unrolled(
         else:
             place = index % len(weights)
             if sequential:
-                weights[place], _, carry = _sequential(None, weights[place], carry)  # pyright: ignore
+                weights[place], carry = barrier_gradients((weights[place], carry))
             own = weights[place]
 
         def one_layer(weights, carry, state, graphdef=graphdef, index=index):

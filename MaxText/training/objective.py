@@ -138,6 +138,8 @@ def loss_sums(
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches."""
     h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
+    if training and platform() == "tpu":
+        h_BTD = decoder.head_gradients_first(h_BTD)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 

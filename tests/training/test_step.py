@@ -15,6 +15,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
+from MaxText.training import objective
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import loss_sums
 from tests.small_models import assert_close, random_batch, tiny_config, trainer
@@ -175,6 +176,33 @@ def test_kept_values_differ_between_policies():
     policies = ("full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal")
     counts = [kept(policy) for policy in (*policies, "none")]
     assert counts == sorted(set(counts)), counts
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_tpu_gradients_of_the_head_come_before_those_of_layers(tied, monkeypatch):
+    config = tiny_config(logits_via_embedding=tied, base_num_decoder_layers=1)
+    model, batch = Model(config.model), random_batch(config, rows=2)
+    params = jax.jit(model.initialize)(jax.random.key(1))
+    V, D = config.model.shape.vocab_size, config.model.shape.dimensions.emb_dim
+    found = {}
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(objective, "platform", lambda platform=platform: platform)
+
+        def loss(params):
+            decoder, section = model.merge(params), config.model.objective
+            return loss_sums(decoder, batch, section, training=True).total
+
+        traced = jax.jit(jax.value_and_grad(loss)).trace(params)
+        barriers = [
+            {v.aval.shape for v in equation.invars}
+            for equation in traced.jaxpr.eqns
+            if equation.primitive.name == "optimization_barrier"
+        ]
+        found[platform] = traced.lower().compile()(params), barriers
+    h_BTD = (*batch.tokens_BT.shape, D)
+    assert found["cpu"][1] == []
+    assert {h_BTD, (V, D) if tied else (D, V)} in found["tpu"][1]
+    assert_close(found["tpu"][0], found["cpu"][0], 1e-6)
 
 
 # --- Dropout ----------------------------------------------------------------------------------
