@@ -176,7 +176,7 @@ def _shapes(layer: Any) -> list[Any]:
 
 @jax.custom_vjp
 def barrier_gradients(values: Any) -> Any:
-    """Returns `values`, whose gradients pass an optimization barrier."""
+    """Puts the gradients of `values` through one optimization barrier."""
     return values
 
 
