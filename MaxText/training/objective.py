@@ -33,6 +33,10 @@ def _cross_entropy_forward(logits_BTV, targets_BT):
     if platform() == "tpu":  # same bits; a gather reads float32 logits from memory, as a copy
         is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
         target_logits_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
+        # XLA may otherwise postpone this sum, and keep the logits through the backward pass.
+        target_logits_BT, log_normalizer_BT = jax.lax.optimization_barrier(
+            (target_logits_BT, log_normalizer_BT)
+        )
     else:
         target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
