@@ -243,8 +243,7 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
 
 def _find_roots(node: Node) -> None:
     restacked = _restacked_results(node)
-    # The gradient of reading a slice.
-    pads_with_constants = node.name == "dynamic_update_slice" and not node.inputs[0].roots
+    pads_with_constants = _writes_slices(node) and not node.inputs[0].roots
     for place, value in enumerate(node.outputs):
         if place in restacked:
             same = node.inputs[restacked[place]]
@@ -261,6 +260,13 @@ def _find_roots(node: Node) -> None:
                     value.size = converted.size
         else:
             _fuse(node, value)
+
+
+def _writes_slices(node: Node) -> bool:
+    """Returns whether a node is the gradient of slices of stacked weights."""
+    # Under vmap (pipeline stages) a scatter of matrices, unlike the rows of a token table.
+    windows = getattr(node.params.get("dimension_numbers"), "update_window_dims", ())
+    return node.name == "dynamic_update_slice" or len(windows) > 1
 
 
 def _is_read_from_memory(value: Value) -> bool:

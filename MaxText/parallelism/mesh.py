@@ -223,7 +223,7 @@ def compiler_options(
 ) -> dict[str, bool | int]:
     """Returns XLA options of the train step.
 
-    Those in XLA_FLAGS or LIBTPU_INIT_ARGS are left out: the user's values win.
+    Options in XLA_FLAGS or LIBTPU_INIT_ARGS keep the user's values.
     """
     options: dict[str, bool | int] = {}
     if platform == "tpu" and num_devices > 1:

@@ -119,6 +119,21 @@ def test_a_loop_of_one_iteration_is_none():
     assert names == ["dot_general"]
 
 
+@pytest.mark.parametrize("is_table", [False, True])
+def test_gradients_of_slices_under_vmap(is_table):
+    """As in a pipeline; unlike rows of a token table."""
+
+    def chosen(stack, indices):
+        if is_table:
+            return (jnp.take(stack[0, 0], indices, 0) ** 2).sum()
+        return (jax.vmap(lambda slices, index: slices[index])(stack, indices) ** 2).sum()
+
+    gradient = jax.make_jaxpr(lambda x, i: jax.grad(chosen)(x, i) + x)
+    closed = gradient(jnp.ones((4, 8, N, N)), jnp.arange(4))
+    names = [node.name for node in traced(closed.jaxpr).nodes if node.writes]
+    assert any(name.startswith("scatter") for name in names) == is_table
+
+
 def test_what_lives_from_the_first_loop_to_the_last():
     def loops(x):
         for _ in range(2):
