@@ -231,10 +231,10 @@ class Decoder(nnx.Module):
         XLA otherwise computes them after the backward pass of the layers, and keeps the gradient of
         the logits until then: 1 of 12 GB for a 7B model (benchmarks/compiled.py).
         """
-        reads_table = self.head.reads_table(self.config)
-        for part in (self.head, self.token_embedder)[: 1 + reads_table]:
-            weights, h_BTD = barrier_gradients((nnx.state(part), h_BTD))
-            nnx.update(part, weights)
+        parts = self.head, self.token_embedder  # a tied head reads the table
+        weights, h_BTD = barrier_gradients(([nnx.state(part) for part in parts], h_BTD))
+        for part, values in zip(parts, weights, strict=True):
+            nnx.update(part, values)
         return h_BTD
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
