@@ -108,7 +108,7 @@ def test_too_little_memory_of_a_tpu_is_a_message(start):
     done = start("train_compile.py", "compile_topology=v5e-1", *wide)
     assert done.returncode == 2
     assert done.stderr.startswith("error: v5e-1 ")
-    assert "f32[4,8192,28672]" in done.stderr
+    assert "Ran out of memory on HBM" in done.stderr  # some versions of libtpu list no arrays
     assert "Traceback" not in done.stderr
 
 
