@@ -21,7 +21,7 @@ from MaxText.config.layer_plan import LayerPlan
 from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.params import AbstractRngs
 from MaxText.layers.part import Scalars
-from MaxText.parallelism.logical_sharding import platform, with_token_major_layout
+from MaxText.parallelism.logical_sharding import cast_in_loop, platform, with_token_major_layout
 
 _PROJECTIONS = ("query_proj", "key_proj", "value_proj")
 _PRODUCTS_OF_ATTENTION = (*_PROJECTIONS, "slot_scores", "out_proj")
@@ -290,6 +290,7 @@ def scan_cycle(
         def one_layer(carry, weights, index):
             # Sliced in here, or the slices would be saved for the backward pass.
             own = _take_layer(weights, row) if length == 1 or is_shared else weights
+            own = cast_in_loop(own)
             return apply(nnx.merge(graphdef, own if select is None else select(own)), carry, index)
 
         in_scan = num_repeats > 1 or length > 1  # XLA removes a loop of one iteration

@@ -159,6 +159,25 @@ def with_token_major_layout(tree: Any) -> Any:
     return jax.tree.map(token_major, tree)
 
 
+def cast_in_loop(weights: Any) -> Any:
+    """Keeps casts and layout copies of a layer's weights in the loop over layers.
+
+    On TPU, XLA otherwise casts the whole stack before the forward pass and keeps the copy through
+    the backward pass: 0.6 of 15.1 GB for a 1.4B model on 4 chips. It moves casts out of loops even
+    through barriers, but not through reduce_precision, which changes no bit here.
+    """
+    if _current.get() is None or platform() != "tpu":
+        return weights
+
+    def held(x: jax.Array) -> jax.Array:
+        if x.dtype != jnp.float32:
+            return x
+        x = with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+
+    return jax.tree.map(held, weights)
+
+
 def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the current sharding for these axes; None on one device."""
     in_force = _current.get()
