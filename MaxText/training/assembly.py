@@ -72,7 +72,7 @@ def setup_train(
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )
-    options = compiler_options(platform, sharding.mesh.size, model_config.numerics.quantization)
+    options = compiler_options(platform, sharding.mesh.size)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
     return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
 

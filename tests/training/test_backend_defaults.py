@@ -20,11 +20,11 @@ def test_few_layers_are_unrolled_on_one_gpu(beyond):
 
 
 def test_options_of_the_user_win(monkeypatch):
-    assert compiler_options("gpu", 1, "fp8") == {"xla_gpu_enable_triton_gemm": False}
-    assert not compiler_options("gpu", 1, "")
-    assert not compiler_options("tpu", 1, "fp8")
-    (option,) = compiler_options("tpu", 8, "")
+    assert compiler_options("gpu", 1) == {"xla_gpu_enable_triton_gemm": False}
+    assert not compiler_options("cpu", 1)
+    assert not compiler_options("tpu", 1)
+    (option,) = compiler_options("tpu", 8)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{option}=8")
-    assert not compiler_options("tpu", 8, "")
+    assert not compiler_options("tpu", 8)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert not compiler_options("gpu", 1, "fp8")
+    assert not compiler_options("gpu", 1)
