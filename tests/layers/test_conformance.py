@@ -208,7 +208,7 @@ OPTIONS: list[list[dict[str, Any]]] = [
     [{}, {"base_num_kv_heads": 2, "use_qk_norm": True}, BIASES | {"base_num_kv_heads": 1}],
     [{}, DROPS],
 ]
-NUM_TESTED = 4  # rows in a run of the slow tests
+NUM_TESTED = 2  # rows in a run of the slow tests
 Row = tuple[int, ...]  # which value of each option
 
 
