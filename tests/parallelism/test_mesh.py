@@ -142,6 +142,21 @@ def test_layouts_are_constrained_where_xla_gathers_nothing_for_it(sizes, is_cons
     assert ("layout_constraint" in str(traced)) == is_constrained
 
 
+def test_casts_stay_in_the_loop_without_changing_a_bit(monkeypatch):
+    drawn = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)  # also denormals
+    matrix = np.nan_to_num(drawn.view(np.float32))
+    weights = {"matrix": matrix, "heads": matrix[None], "ids": drawn}
+    cast = logical_sharding.cast_in_loop
+    monkeypatch.setattr(logical_sharding, "platform", lambda: "tpu")
+    assert cast(weights) is weights  # exported for any platform
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with logical_sharding.axis_rules(mesh, LOGICAL_AXIS_RULES):
+        traced = jax.jit(lambda weights: cast(weights)).trace(weights)
+    assert str(traced.jaxpr).count("reduce_precision") == 1
+    found = traced.lower().compile()(weights)["matrix"]
+    assert np.array_equal(np.asarray(found).view(np.uint32), matrix.view(np.uint32))
+
+
 def test_a_batch_that_does_not_divide():
     sharding = ShardingPlan(make_mesh(MeshConfig(), jax.devices()[:1]), LOGICAL_AXIS_RULES)
     assert sharding.batch_slice() == (0, 1)
