@@ -337,7 +337,7 @@ def _scan_and_remat(subject: Subject) -> str | None:
 
 
 def _policies(subject: Subject) -> str | None:
-    """Compares gradients under the remat policy that saves most; another check has full remat."""
+    """Compares gradients with the policy of most saved values."""
     tags = set(re.findall(r"\bname\[name=(\w+)\]", str(subject.traced.jaxpr)))
     policy = max(SAVED_NAMES, key=lambda policy: len(tags.intersection(SAVED_NAMES[policy])))
     model = Model(subject.load_config(remat_policy=policy).model)
