@@ -67,7 +67,7 @@ class MemoryEstimate:
     batch: float  # ids and weights of all microbatches
     gradients: float  # plus their sum if there are several microbatches
     # Loss and gradients of a microbatch, besides their arguments. `between` are scanned weights in
-    # the compute dtype: the compiler converts all before the first loop and keeps them for
+    # the compute dtype, if the compiler converts them before the first loop and keeps them for
     # backward.
     peak: PeakMemory
     update: float  # temporaries of the optimizer update besides gradients
@@ -205,10 +205,12 @@ def _converted_bytes(program: Program) -> float:
     if config.memory.scan_layers is not True:
         return 0.0
     shardings = program.sharding.parameter_shardings(parameters)
+    in_loop = program.platform == "tpu" and program.sharding.mesh.shape["stage"] == 1
     return sum(
         math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
         for name, spec in parameters.items()
         if spec.owner == "layers" and spec.num_input_dims and width < spec.dtype.itemsize
+        if not in_loop or len(spec.shape) > 3  # matrices: logical_sharding.cast_in_loop
     )
 
 
