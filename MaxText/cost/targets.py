@@ -111,6 +111,9 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
         options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
         if chips == 1:
             options["chips_per_host_bounds"] = (1, 1, 1)
+        sides = [int(side) for side in _TOPOLOGIES[kind][chips].split("x")]
+        if any(wrap := _wraparound(sides)):
+            options["wrap"] = wrap
         name, topology = f"{kind}-{chips * chip.cores}", f"{kind}:{_TOPOLOGIES[kind][chips]}"
         return CompileTarget(name, platform, topology, chips, int(chip.memory), options, slices)
     if chip is not CPU and kind not in _GPUS:
@@ -195,6 +198,17 @@ def devices(target: CompileTarget) -> Sequence[Any]:
             f"pip install -c constraints.txt -e '.[{extra}]'. The device itself is not needed."
         ) from error
     return found.devices
+
+
+def _wraparound(sides: Sequence[int]) -> tuple[bool, bool, bool]:
+    """Returns the dimensions whose ends are linked.
+
+    All of whole 4 x 4 x 4 cubes (v4, v5p); sides of 16 in two dimensions (v5e, v6e).
+    """
+    if len(sides) == 2:
+        return sides[0] == 16, sides[1] == 16, False
+    is_torus = all(side % 4 == 0 for side in sides)
+    return is_torus, is_torus, is_torus
 
 
 def _unknown(name: str) -> UserError:
