@@ -51,6 +51,12 @@ def test_arrangements_have_as_many_chips_as_the_names_say():
         assert found.num_devices * cores == int(name.partition("-")[2])
 
 
+def test_tori_are_closed():
+    names = ("v5p-64", "v5p-128", "v5e-128", "v6e-256")
+    wrap = [targets.find_target(name).options.get("wrap") for name in names]
+    assert wrap == [None, (True, True, True), (False, True, False), (True, True, False)]
+
+
 @pytest.mark.parametrize(
     ("name", "near"),
     [
