@@ -201,9 +201,9 @@ def devices(target: CompileTarget) -> Sequence[Any]:
 
 
 def _wraparound(sides: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Returns the dimensions whose ends are linked.
+    """Returns, for each dimension, True if its ends are linked.
 
-    All of whole 4 x 4 x 4 cubes (v4, v5p); sides of 16 in two dimensions (v5e, v6e).
+    All are in whole 4 x 4 x 4 cubes (v4, v5p), and sides of 16 in two dimensions (v5e, v6e).
     """
     if len(sides) == 2:
         return sides[0] == 16, sides[1] == 16, False
