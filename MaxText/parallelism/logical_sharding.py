@@ -164,7 +164,8 @@ def cast_in_loop(weights: Any) -> Any:
 
     On TPU, XLA otherwise casts the whole stack before the forward pass and keeps the copy through
     the backward pass: 0.4 of 15.1 GB for a 1.4B model on 4 chips. It moves casts out of loops even
-    through barriers, but not through reduce_precision, which changes no bit here.
+    through barriers, but not through reduce_precision, which changes no bit here. No effect without
+    a mesh, as exported programs are for other machines, too.
     """
     if _current.get() is None or platform() != "tpu":
         return weights
