@@ -228,7 +228,7 @@ def compiler_options(platform: str, num_devices: int) -> dict[str, bool | int]:
         options[_WINDOWED_MATMUL_MIB] = 1_000_000  # none
     if platform == "gpu" and num_devices > 1 and jax.__version_info__ < (0, 11):  # removed there
         options |= {f"xla_gpu_enable_pipelined_{name}": True for name in _PIPELINED}
-    if platform == "gpu":  # cuBLAS trains GPT-2 small 0.5 % faster, 1B 1.4 %, with fp8 3 % (H200)
+    if platform == "gpu":  # cuBLAS: GPT-2 small 0.5 % faster, 1B 1.4 % (H200); 1B in fp8 3 % (H100)
         options["xla_gpu_enable_triton_gemm"] = False
     given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
     return {name: value for name, value in options.items() if name not in given}
