@@ -4,8 +4,8 @@
     python benchmarks/compiled.py OUT.json 7b,        rows whose name begins so
 
 The first call makes one environment for both sides (--python, 3.12; --env). Rows in OUT.json are
-kept. Time is the compiler's estimate, loops in full, which kernels and collectives lack. A
-compilation takes two to five minutes of CPU time.
+kept. Time is the compiler's estimate, loops in full, which kernels and collectives lack. Each row
+ends with the error of plan.py's memory. A compilation takes two to five minutes of CPU time.
 """
 
 import argparse
@@ -72,11 +72,16 @@ def name_of(row: tuple) -> str:
 def compile_own(keys: list[str], machine: str, slices: int):
     from MaxText.config import command_line
     from MaxText.cost import targets
+    from MaxText.cost.abstract_step import make_program
+    from MaxText.cost.hardware import find_hardware
     from MaxText.cost.lowering import compile_lowered, lower_train_step
+    from MaxText.cost.step_memory import estimate_memory
 
     config = command_line.parse("train_compile.py", keys, "").config
+    hardware = find_hardware(machine if slices == 1 else f"{slices}x{machine}")
+    planned = estimate_memory(make_program(config, hardware)).total / 1e9
     devices = targets.devices(targets.find_target(machine, slices))
-    return compile_lowered(lower_train_step(config, devices))[0]
+    return compile_lowered(lower_train_step(config, devices))[0], {"planned_GB": planned}
 
 
 def compile_maxtext(keys: list[str]):
@@ -105,16 +110,19 @@ def measure(side: str, row: tuple) -> dict:
     keys += f"compile_topology={machine} compile_topology_num_slices={slices}"
     given = list({key.partition("=")[0]: key for key in keys.split()}.values())  # the last wins
     is_own = side == "own"
-    step = compile_own(given, machine, slices) if is_own else compile_maxtext(given)
+    step, planned = compile_own(given, machine, slices) if is_own else (compile_maxtext(given), {})
     program = HloModule(step.as_text() or "")
     # Pallas kernels and collectives have no estimate.
     estimates = ((n, CYCLES.search(line.rest)) for _, n, line in program.executed(in_fusions=False))
     cycles = sum(times * int(match[1]) for times, match in estimates if match)
-    return {
-        "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
-        "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
-        "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
-    }
+    return (
+        planned
+        | {
+            "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
+            "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
+            "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
+        }
+    )
 
 
 def environment(folder: pathlib.Path, python: str) -> str:
@@ -152,7 +160,11 @@ def main() -> None:
         if len(figures) == 2:
             own, other = figures["own"], figures["maxtext"]
             ratios = [f"{key} {own[key] / other[key]:.3f}" for key in ("peak_GB", "estimated_ms")]
-            print(f"{name_of(row)}: {', '.join(ratios)} of MaxText's", flush=True)
+            error = own["planned_GB"] / own["peak_GB"] - 1
+            print(
+                f"{name_of(row)}: {', '.join(ratios)} of MaxText's; plan.py {error:+.0%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

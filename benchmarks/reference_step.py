@@ -7,6 +7,7 @@ clipping by global norm, causal attention in blocks of query rows.
 Legend: B sequences, T tokens, D width, N heads, H head width, V vocabulary.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -57,6 +58,21 @@ def layer_norm(x, norm):
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * norm["scale"] + norm["bias"]
 
 
+@jax.custom_vjp
+def matmul(x_BTI, kernel_IO):
+    return x_BTI @ kernel_IO
+
+
+def _gradients(operands, grad_BTO):
+    x_BTI, kernel_IO = operands
+    if kernel_IO.shape[0] <= kernel_IO.shape[1]:  # the narrower first: XLA transposes it in memory
+        return grad_BTO @ kernel_IO.T, jnp.einsum("bti,bto->io", x_BTI, grad_BTO)
+    return grad_BTO @ kernel_IO.T, jnp.einsum("bto,bti->oi", grad_BTO, x_BTI).T
+
+
+matmul.defvjp(lambda x, kernel: (matmul(x, kernel), (x, kernel)), _gradients)
+
+
 def attention(q_BNTH, k_BNTH, v_BNTH):
     length, head = q_BNTH.shape[2:]
     q_BNTH = q_BNTH * head**-0.5
@@ -73,26 +89,47 @@ def attention(q_BNTH, k_BNTH, v_BNTH):
 
 def block(x_BTD, layer, num_heads):
     B, T, D = x_BTD.shape
-    qkv = layer_norm(x_BTD, layer["norm1"]) @ layer["qkv"] + layer["qkv_bias"]
+    qkv = matmul(layer_norm(x_BTD, layer["norm1"]), layer["qkv"]) + layer["qkv_bias"]
     q, k, v = qkv.reshape(B, T, 3, num_heads, D // num_heads).transpose(2, 0, 3, 1, 4)
     mixed = attention(q, k, v).transpose(0, 2, 1, 3).reshape(B, T, D)
-    x_BTD = x_BTD + mixed @ layer["out"] + layer["out_bias"]
-    hidden = layer_norm(x_BTD, layer["norm2"]) @ layer["wi"] + layer["wi_bias"]
-    return x_BTD + jax.nn.gelu(hidden) @ layer["wo"] + layer["wo_bias"]
+    x_BTD = x_BTD + matmul(mixed, layer["out"]) + layer["out_bias"]
+    hidden = matmul(layer_norm(x_BTD, layer["norm2"]), layer["wi"]) + layer["wi_bias"]
+    return x_BTD + matmul(jax.nn.gelu(hidden), layer["wo"]) + layer["wo_bias"]
+
+
+@jax.custom_vjp
+def cross_entropy(logits_BTV, targets_BT):
+    return _cross_entropy(logits_BTV, targets_BT)[0]
+
+
+def _cross_entropy(logits_BTV, targets_BT):
+    log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    return log_z_BT - target_BT, (logits_BTV, targets_BT, log_z_BT)
+
+
+def _logits_gradient(operands, grad_BT):  # without a scatter into [B, T, V]
+    logits_BTV, targets_BT, log_z_BT = operands
+    is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
+    return (jnp.exp(logits_BTV - log_z_BT[..., None]) - is_target_BTV) * grad_BT[..., None], None
+
+
+cross_entropy.defvjp(_cross_entropy, _logits_gradient)
 
 
 def loss_function(params, tokens_BT, targets_BT, size: Size, scan: bool):
     x_BTD = params["tokens"][tokens_BT] + params["positions"]
     if scan:
-        one = jax.checkpoint(lambda x, layer: block(x, layer, size.num_heads), prevent_cse=False)
+        keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        one = functools.partial(block, num_heads=size.num_heads)
+        one = jax.checkpoint(one, prevent_cse=False, policy=keep)
         x_BTD, _ = jax.lax.scan(lambda x, layer: (one(x, layer), None), x_BTD, params["layers"])
     else:
         for layer in params["layers"]:
             x_BTD = block(x_BTD, layer, size.num_heads)
     x_BTD = layer_norm(x_BTD, params["norm"])
-    logits_BTV = x_BTD @ params["tokens"].T
-    target = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
-    return (jax.nn.logsumexp(logits_BTV, axis=-1) - target).mean()
+    logits_BTV = matmul(x_BTD, params["tokens"].T)
+    return cross_entropy(logits_BTV, targets_BT).mean()
 
 
 def make_step(size: Size, *, scan: bool):

@@ -1,15 +1,18 @@
-"""Speed of our train step against a handwritten step, alternating.
+"""Speed of our train step on CPU against a handwritten one, or MaxText 0.2.5, in turn.
 
-    python benchmarks/step_time.py                 both jobs, and the time to the first step
-    python benchmarks/step_time.py --jobs small --rounds 15
+    python benchmarks/step_time.py                              both jobs, against the one by hand
+    python benchmarks/step_time.py --maxtext /tmp/compiled/bin/python   train.py against MaxText
+    python benchmarks/step_time.py --maxtext PYTHON --keys remat_policy=minimal scan_layers=false
 
 small: 6 layers of width 384, vocabulary 8192, 16 x 256 tokens. big: GPT-2 small's 12 layers of
-width 768, vocabulary 50304, 4 x 512 tokens. Both sides train the same model in float32 with the
-same allocator setting; the ratio is MaxText / by hand.
+width 768, vocabulary 50304, 4 x 512 tokens. All train in float32. Ratios are ours / the other.
+compiled.py makes the environment of MaxText; --keys are for MaxText alone.
 """
 
 import argparse
+import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -88,38 +91,65 @@ def compare(name: str, rounds: int) -> None:
     print(f"  ratio: {train_steps.ratio_words(seconds['MaxText'] / seconds['by hand'])}\n")
 
 
-def first_step() -> None:
-    """Prints the seconds to the first step line, cold and warm."""
-    import reference_step
+MAXTEXT = """hardware=cpu skip_jax_distributed_system=true dtype=float32 weight_dtype=float32
+    attention=dot_product decoder_block=gpt3 mlp_activations=['gelu'] logits_via_embedding=true"""
+FIND = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
+STEP = re.compile(r"completed step: \d+, seconds: ([\d.]+)")
 
-    keys = keys_of(reference_step.Size(*JOBS["small"]))
-    keys |= {"dataset_type": "synthetic", "steps": 1, "loss_curve": False}
-    with tempfile.TemporaryDirectory() as folder:
-        keys |= {"base_output_directory": folder, "jax_cache_dir": f"{folder}/cache"}
-        for cache in ("cold", "warm"):
-            command = [sys.executable, "-u", str(ROOT / "MaxText/train.py")]
-            command += [f"{key}={value}" for key, value in keys.items()]
-            command.append(f"run_name={cache}")
-            began = time.perf_counter()
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None
-                for line in process.stdout:
-                    if line.startswith("completed step: 0"):
-                        seconds = time.perf_counter() - began
-                        print(f"time to first step, small job, {cache} cache: {seconds:.1f} s")
+
+def median_of_run(command: list[str]) -> float:
+    """Returns the median seconds of a step of a run, without the first two."""
+    import numpy as np
+
+    run = subprocess.run(
+        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    seconds = [float(text) for text in STEP.findall(run.stdout)][2:]
+    if not seconds:
+        sys.exit(run.stdout)
+    return float(np.median(seconds))
+
+
+def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int) -> None:
+    """Prints seconds of whole runs of both programs."""
+    import numpy as np
+    import reference_step
+    import train_steps
+
+    keys = keys_of(reference_step.Size(*JOBS[name])) | {
+        "head_dim": 64, "dataset_type": "synthetic", "steps": 8, "enable_checkpointing": False,
+        "run_name": "x", "base_output_directory": tempfile.mkdtemp(),
+    }  # fmt: skip
+    own = [f"{key}={value}" for key, value in keys.items()]
+    shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
+    found = subprocess.run([python, "-c", FIND], capture_output=True, text=True, check=True)
+    base = found.stdout.strip() + "/configs/base.yml"
+    program = [python, "-m", "maxtext.trainers.pre_train.train", base]
+    sides = {
+        "ours": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own],
+        "MaxText 0.2.5": [*program, *MAXTEXT.split(), *shared, *more],
+    }
+    runs = [[median_of_run(command) for command in sides.values()] for _ in range(rounds)]
+    ours, other = np.array(runs).T
+    print(f"{name}: ours {ours.round(3)}, MaxText 0.2.5 {other.round(3)} s/step")
+    print(f"  ratio: {train_steps.ratio_words(ours / other)}\n", flush=True)
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Our train step against one by hand.")
+    parser = argparse.ArgumentParser(description="Our train step against others.")
     parser.add_argument("--jobs", nargs="*", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-first-step", action="store_true")
+    parser.add_argument("--maxtext", help="Python of an environment with MaxText 0.2.5")
+    parser.add_argument("--keys", nargs="*", default=[], help="of MaxText alone")
     options = parser.parse_args()
+    if options.maxtext:
+        for name in options.jobs:
+            compare_with_maxtext(name, options.maxtext, options.keys, options.rounds)
+        return
     program_start.reexec_with_malloc_tuning()
     print(*start_up.choose_platform("auto"), sep="\n")
-    if not options.no_first_step:
-        first_step()
     for name in options.jobs:
         compare(name, options.rounds)
 

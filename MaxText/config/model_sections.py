@@ -252,7 +252,7 @@ class MemoryConfig(Section):
     layers on CPU, layers that differ, and with dense_conn; else scan."""
     remat_policy: RematPolicy = key("auto")
     """Rematerialization in the backward pass. full: recompute whole layers; minimal: all but
-    matmuls; none: nothing. auto: none for unrolled layers on CPU, else full."""
+    matmuls; none: nothing. auto: full; on CPU minimal, or none for unrolled layers."""
 
 
 _STAGES = {f"{network}_pipeline_parallelism": OtherThan((1,)) for network in ("ici", "dcn")}

@@ -1,5 +1,8 @@
 """Linear layers over any number of dimensions, and embedding tables."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -33,7 +36,7 @@ class Dense(nnx.Module):
         self.axes = axes
         self.dtype = used_in or init.dtype
         self.precision = init.precision
-        self.dot_general = jax.lax.dot_general  # replaced in quantized layers
+        self.dot_general = dot_general  # replaced in quantized layers
         self.is_quantizable = used_in is None
         dtype = init.weight_dtype
         self.kernel = param(
@@ -96,8 +99,41 @@ class Embedding(nnx.Module):
         if rounded is not None:
             table = table.astype(rounded)
         table = pad_vocab(table.astype(dtype), ("vocab", "embed"))
-        logits = jnp.einsum("btd,vd->btv", x_BTD.astype(dtype), table, precision=self.precision)
+        logits = dot_general(x_BTD.astype(dtype), table, (((2,), (1,)), ((), ())), self.precision)
         return logits[..., : self.embedding.shape[0]]
+
+
+def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
+    """jax.lax.dot_general of the last dimensions of x with a kernel.
+
+    On CPU, the product of the kernel's gradient begins with the narrower operand, which XLA
+    transposes in memory. JAX begins with the gradient of the output: 20 to 40 % more time for a
+    layer that widens, or a head.
+    """
+    if platform() != "cpu":
+        return jax.lax.dot_general(x, kernel, dims, precision=precision)
+    return _cpu_dot(dims, precision, x, kernel)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _cpu_dot(dims: Any, precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(x, kernel, dims, precision=precision)
+
+
+def _cpu_dot_backward(dims: Any, precision: Any, operands: Any, g: jax.Array) -> Any:
+    x, kernel = operands
+    (_, inputs), _ = dims
+    outputs = tuple(axis for axis in range(kernel.ndim) if axis not in inputs)
+    rows = tuple(range(x.ndim - len(inputs)))
+    dot = functools.partial(jax.lax.dot_general, precision=precision)
+    grad_x = dot(g, kernel, ((tuple(range(len(rows), g.ndim)), outputs), ((), ())))
+    narrower_first = (x, g) if x.size <= g.size else (g, x)
+    axes = inputs + outputs if x.size <= g.size else outputs + inputs
+    grad_kernel = dot(*narrower_first, ((rows, rows), ((), ())))
+    return grad_x, grad_kernel.transpose([axes.index(axis) for axis in range(kernel.ndim)])
+
+
+_cpu_dot.defvjp(lambda *arguments: (_cpu_dot(*arguments), arguments[2:]), _cpu_dot_backward)
 
 
 def pad_vocab(kernel: jax.Array, axes: Axes) -> jax.Array:

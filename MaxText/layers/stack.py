@@ -289,7 +289,8 @@ def scan_cycle(
 
         def one_layer(carry, weights, index):
             # Sliced in here, or the slices would be saved for the backward pass.
-            own = _take_layer(weights, row) if length == 1 or is_shared else weights
+            has_rows = is_shared or length == 1 < plan.cycle
+            own = _take_layer(weights, row) if has_rows else weights
             own = cast_in_loop(own)
             return apply(nnx.merge(graphdef, own if select is None else select(own)), carry, index)
 
@@ -320,10 +321,11 @@ def scan_cycle(
     starts = first + jnp.arange(0, num_repeats * plan.cycle, plan.cycle)
     by_cycle = None
     if not is_shared:
-        by_cycle = jax.tree.map(
-            lambda leaf: leaf.reshape(num_repeats, leaf.shape[0] // num_repeats, *leaf.shape[1:]),
-            weights,
-        )
+        by_cycle = weights
+        if plan.cycle > 1:
+            by_cycle = jax.tree.map(
+                lambda leaf: leaf.reshape(num_repeats, -1, *leaf.shape[1:]), weights
+            )
         if not in_layer:
             by_cycle = _by_run(blueprint, by_cycle)
     carry, scalars = jax.lax.scan(one_cycle, carry, (by_cycle, starts))

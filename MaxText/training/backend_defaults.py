@@ -51,13 +51,12 @@ def resolve_auto(
     else:
         scanned, reason = True, "compile time does not grow with depth"
     scan = choose("scan_layers", config.memory.scan_layers, scanned, reason)
-    unrolled_cpu = on_cpu and not scan
-    policy = choose(
-        "remat_policy",
-        config.memory.remat_policy,
-        "none" if unrolled_cpu else "full",
-        "saves no memory for unrolled layers on CPU" if unrolled_cpu else "least memory",
-    )
+    policy, reason = "full", "least memory"
+    if on_cpu and scan:
+        policy, reason = "minimal", "recomputed matmuls take longer than memory on CPU"
+    elif on_cpu:
+        policy, reason = "none", "saves no memory for unrolled layers on CPU"
+    policy = choose("remat_policy", config.memory.remat_policy, policy, reason)
     config = _with(config, "numerics", dtype=dtype)
     config = _with(config, "memory", scan_layers=scan, remat_policy=policy)
     if config.dense_connections.dense_conn:
