@@ -1,4 +1,4 @@
-"""Errors of plan.py's step times against published runs; compiled.py has those of memory."""
+"""Errors of plan.py's step times against published runs."""
 
 import pathlib
 import sys

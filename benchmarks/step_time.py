@@ -1,12 +1,13 @@
-"""Speed of our train step on CPU against a handwritten one, or MaxText 0.2.5, in turn.
+"""Speed of the train step on CPU against others, in turn.
 
     python benchmarks/step_time.py                              both jobs, against the one by hand
     python benchmarks/step_time.py --maxtext /tmp/compiled/bin/python   train.py against MaxText
     python benchmarks/step_time.py --maxtext PYTHON --keys remat_policy=minimal scan_layers=false
 
 small: 6 layers of width 384, vocabulary 8192, 16 x 256 tokens. big: GPT-2 small's 12 layers of
-width 768, vocabulary 50304, 4 x 512 tokens. All train in float32. Ratios are ours / the other.
-compiled.py makes the environment of MaxText; --keys are for MaxText alone.
+width 768, vocabulary 50304, 4 x 512 tokens. All train in float32. The other step is written by
+hand, or MaxText 0.2.5's in the environment of compiled.py (--keys are for it alone). Ratios are
+own / other.
 """
 
 import argparse
@@ -127,13 +128,13 @@ def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int) -
     base = found.stdout.strip() + "/configs/base.yml"
     program = [python, "-m", "maxtext.trainers.pre_train.train", base]
     sides = {
-        "ours": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own],
+        "own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own],
         "MaxText 0.2.5": [*program, *MAXTEXT.split(), *shared, *more],
     }
     runs = [[median_of_run(command) for command in sides.values()] for _ in range(rounds)]
-    ours, other = np.array(runs).T
-    print(f"{name}: ours {ours.round(3)}, MaxText 0.2.5 {other.round(3)} s/step")
-    print(f"  ratio: {train_steps.ratio_words(ours / other)}\n", flush=True)
+    own_seconds, other = np.array(runs).T
+    print(f"{name}: own {own_seconds.round(3)}, MaxText 0.2.5 {other.round(3)} s/step")
+    print(f"  ratio: {train_steps.ratio_words(own_seconds / other)}\n", flush=True)
 
 
 def main() -> None:
