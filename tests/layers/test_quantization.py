@@ -18,8 +18,7 @@ from MaxText.layers.quantization import QuantizedDot
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, tiny_config
 
-# Error of the norm, exclusive; e5m2 has 2 bits. "float32" is the dot_general of dense layers.
-ERROR = {"int8": (0, 0.02), "fp8": (0, 0.08), "float32": (-1, 1e-6)}
+ERROR = {"int8": (0, 0.02), "fp8": (0, 0.08), "float32": (-1, 1e-6)}  # of the norm, exclusive
 SHAPES = {
     "linear": (((2,), (0,)), ((), ()), (4, 16, 64), (64, 32)),
     "heads": (((2, 3), (1, 0)), ((), ()), (4, 16, 4, 16), (16, 4, 32)),
