@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -81,7 +82,7 @@ def compile_own(keys: list[str], machine: str, slices: int):
     hardware = find_hardware(machine if slices == 1 else f"{slices}x{machine}")
     planned = estimate_memory(make_program(config, hardware)).total / 1e9
     devices = targets.devices(targets.find_target(machine, slices))
-    return compile_lowered(lower_train_step(config, devices))[0], {"planned_GB": planned}
+    return compile_lowered(lower_train_step(config, devices))[0], planned
 
 
 def compile_maxtext(keys: list[str]):
@@ -109,20 +110,21 @@ def measure(side: str, row: tuple) -> dict:
     keys = f"{KEYS}{MODELS[model]}per_device_batch_size={rows} remat_policy={policy} {more} "
     keys += f"compile_topology={machine} compile_topology_num_slices={slices}"
     given = list({key.partition("=")[0]: key for key in keys.split()}.values())  # the last wins
-    is_own = side == "own"
-    step, planned = compile_own(given, machine, slices) if is_own else (compile_maxtext(given), {})
+    figures: dict[str, Any] = {}
+    if side == "own":
+        step, figures["planned_GB"] = compile_own(given, machine, slices)
+    else:
+        step = compile_maxtext(given)
     program = HloModule(step.as_text() or "")
     # Pallas kernels and collectives have no estimate.
     estimates = ((n, CYCLES.search(line.rest)) for _, n, line in program.executed(in_fusions=False))
     cycles = sum(times * int(match[1]) for times, match in estimates if match)
-    return (
-        planned
-        | {
-            "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
-            "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
-            "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
-        }
-    )
+    figures |= {
+        "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
+        "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
+        "collectives_GB": {row.kind: row.num_bytes / 1e9 for row in program.collectives()},
+    }
+    return figures
 
 
 def environment(folder: pathlib.Path, python: str) -> str:

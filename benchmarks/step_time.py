@@ -112,7 +112,7 @@ def median_of_run(command: list[str]) -> float:
     return float(np.median(seconds))
 
 
-def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int) -> None:
+def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int, folder: str) -> None:
     """Prints seconds of whole runs of both programs."""
     import numpy as np
     import reference_step
@@ -120,7 +120,7 @@ def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int) -
 
     keys = keys_of(reference_step.Size(*JOBS[name])) | {
         "head_dim": 64, "dataset_type": "synthetic", "steps": 8, "enable_checkpointing": False,
-        "run_name": "x", "base_output_directory": tempfile.mkdtemp(),
+        "run_name": "x", "base_output_directory": folder,
     }  # fmt: skip
     own = [f"{key}={value}" for key, value in keys.items()]
     shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
@@ -139,15 +139,16 @@ def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int) -
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description="Our train step against others.")
+    parser = argparse.ArgumentParser(description="The train step against others.")
     parser.add_argument("--jobs", nargs="*", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--maxtext", help="Python of an environment with MaxText 0.2.5")
     parser.add_argument("--keys", nargs="*", default=[], help="of MaxText alone")
     options = parser.parse_args()
     if options.maxtext:
-        for name in options.jobs:
-            compare_with_maxtext(name, options.maxtext, options.keys, options.rounds)
+        with tempfile.TemporaryDirectory() as folder:
+            for name in options.jobs:
+                compare_with_maxtext(name, options.maxtext, options.keys, options.rounds, folder)
         return
     program_start.reexec_with_malloc_tuning()
     print(*start_up.choose_platform("auto"), sep="\n")

@@ -104,11 +104,11 @@ class Embedding(nnx.Module):
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
-    """jax.lax.dot_general of the last dimensions of x with ones of a kernel, in order.
+    """jax.lax.dot_general of the last dimensions of x with a kernel.
 
-    On CPU, the product of the kernel's gradient begins with the narrower operand, which XLA
-    transposes in memory. JAX begins with the gradient of the output: 20 to 40 % more time for a
-    layer that widens, or a head.
+    The kernel's contracted dimensions are in order. On CPU, the product of the kernel's gradient
+    begins with the narrower operand, which XLA transposes in memory. JAX begins with the gradient
+    of the output: 20 to 40 % more time for a layer that widens, or a head.
     """
     if platform() != "cpu":
         return jax.lax.dot_general(x, kernel, dims, precision=precision)
@@ -127,8 +127,9 @@ def _cpu_dot_backward(dims: Any, precision: Any, operands: Any, g: jax.Array) ->
     rows = tuple(range(x.ndim - len(inputs)))
     dot = functools.partial(jax.lax.dot_general, precision=precision)
     grad_x = dot(g, kernel, ((tuple(range(len(rows), g.ndim)), outputs), ((), ())))
-    narrower_first = (x, g) if x.size <= g.size else (g, x)
-    axes = inputs + outputs if x.size <= g.size else outputs + inputs
+    narrower_first, axes = (x, g), inputs + outputs
+    if g.size < x.size:
+        narrower_first, axes = (g, x), outputs + inputs
     grad_kernel = dot(*narrower_first, ((rows, rows), ((), ())))
     return grad_x, grad_kernel.transpose([axes.index(axis) for axis in range(kernel.ndim)])
 

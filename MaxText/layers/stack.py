@@ -289,7 +289,7 @@ def scan_cycle(
 
         def one_layer(carry, weights, index):
             # Sliced in here, or the slices would be saved for the backward pass.
-            has_rows = is_shared or length == 1 < plan.cycle
+            has_rows = is_shared or (length == 1 and plan.cycle > 1)
             own = _take_layer(weights, row) if has_rows else weights
             own = cast_in_loop(own)
             return apply(nnx.merge(graphdef, own if select is None else select(own)), carry, index)
