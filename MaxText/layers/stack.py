@@ -57,20 +57,42 @@ def apply_remat(function: Callable, policy: RematPolicy, *, in_scan: bool) -> Ca
 
 @jax.custom_vjp
 def _unstacked(stacked: Any) -> list[Any]:
-    """Splits a stacked tree into layers; its gradient is one concatenation.
+    """Splits a stacked tree into layers.
 
     Gradients of plain slices would each have the stacked size: on CPU, adding them up costs more
-    than the layers themselves.
+    than the layers themselves. So the gradient joins those of the layers instead.
     """
     num_layers = jax.tree.leaves(stacked)[0].shape[0]
     return [_take_layer(stacked, index) for index in range(num_layers)]
 
 
-def _unstacked_backward(_: None, gradients: list[Any]) -> tuple[Any]:
-    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
+def _unstacked_forward(stacked: Any) -> tuple[list[Any], Any]:
+    if platform() != "cpu":
+        return _unstacked(stacked), None
+    # With constant indices, XLA compiles kernels for each layer. The barrier hides the constants,
+    # so that layers share kernels: GPT-2 with 6 layers compiles in 3/4 of the time.
+    num_layers = jax.tree.leaves(stacked)[0].shape[0]
+    indices = list(jax.lax.optimization_barrier(jnp.arange(num_layers)))
+    take = jax.lax.dynamic_index_in_dim
+    return [
+        jax.tree.map(lambda leaf: take(leaf, index, keepdims=False), stacked)  # noqa: B023
+        for index in indices
+    ], indices
 
 
-_unstacked.defvjp(lambda stacked: (_unstacked(stacked), None), _unstacked_backward)
+def _unstacked_backward(indices: Any, gradients: list[Any]) -> tuple[Any]:
+    def join(*leaves: jax.Array) -> jax.Array:
+        if indices is None:
+            return jnp.stack(leaves)
+        stacked = jnp.zeros((len(leaves), *leaves[0].shape), leaves[0].dtype)
+        for leaf, index in zip(leaves, indices, strict=True):
+            stacked = jax.lax.dynamic_update_index_in_dim(stacked, leaf, index, 0)
+        return stacked
+
+    return (jax.tree.map(join, *gradients),)
+
+
+_unstacked.defvjp(_unstacked_forward, _unstacked_backward)
 
 
 @dataclasses.dataclass(frozen=True)
