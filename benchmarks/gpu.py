@@ -1,6 +1,6 @@
 """Tokens per second on one GPU, also with PyTorch and fp8.
 
-    python benchmarks/gpu.py OUT.json [gpt2 torch ...]    all or chosen rows, in about 5 minutes
+    python benchmarks/gpu.py OUT.json [gpt2 torch ...]    all or chosen rows, in about 7 minutes
 
 Runs `train.py` once per row on synthetic data and takes the median of the last half of its steps.
 The row `torch` trains the same GPT-2 small (transformers, torch.compile, bfloat16 autocast, fused
@@ -16,7 +16,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BATCH, LENGTH, STEPS = 32, 1024, 40
+BATCH, LENGTH, STEPS = 32, 1024, 200
 ONE_BILLION = (
     "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
     "head_dim=128 base_mlp_dim=8192 base_num_decoder_layers=16 vocab_size=32000 "
