@@ -1,13 +1,13 @@
 """Speed of the train step on CPU against others, in turn.
 
-    python benchmarks/step_time.py                              both jobs, against the one by hand
-    python benchmarks/step_time.py --maxtext /tmp/compiled/bin/python   train.py against MaxText
+    python benchmarks/step_time.py                   both jobs, against the one by hand
+    python benchmarks/step_time.py --maxtext PYTHON --torch PYTHON --nanogpt FOLDER    train.py
     python benchmarks/step_time.py --maxtext PYTHON --keys remat_policy=minimal scan_layers=false
 
 small: 6 layers of width 384, vocabulary 8192, 16 x 256 tokens. big: GPT-2 small's 12 layers of
 width 768, vocabulary 50304, 4 x 512 tokens. All train in float32. The other step is written by
-hand, or MaxText 0.2.5's in the environment of compiled.py (--keys are for it alone). Ratios are
-own / other.
+hand, or whole runs alternate: of train.py, of MaxText 0.2.5 in the environment of compiled.py
+(--keys are for it alone), and of torch_steps.py. Ratios are own / other.
 """
 
 import argparse
@@ -98,6 +98,31 @@ FIND = "import importlib.util as u; print(u.find_spec('maxtext').submodule_searc
 STEP = re.compile(r"completed step: \d+, seconds: ([\d.]+)")
 
 
+def programs(name: str, options: argparse.Namespace, folder: str) -> dict[str, list[str]]:
+    """Returns the commands that train a job, ours first."""
+    import reference_step
+
+    keys = keys_of(reference_step.Size(*JOBS[name])) | {
+        "head_dim": 64, "dataset_type": "synthetic", "steps": 8, "enable_checkpointing": False,
+        "run_name": "x", "base_output_directory": folder,
+    }  # fmt: skip
+    own = [f"{key}={value}" for key, value in keys.items()]
+    sides = {"own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own]}
+    if options.maxtext:
+        find = [options.maxtext, "-c", FIND]
+        found = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+        program = [options.maxtext, "-m", "maxtext.trainers.pre_train.train"]
+        shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
+        maxtext = [*program, f"{found}/configs/base.yml", *MAXTEXT.split(), *shared, *options.keys]
+        sides["MaxText 0.2.5"] = maxtext
+    if options.torch:
+        script = [options.torch, str(ROOT / "benchmarks/torch_steps.py"), *map(str, JOBS[name])]
+        sides["transformers"] = script
+        if options.nanogpt:
+            sides["nanoGPT"] = [*script, "--nanogpt", options.nanogpt]
+    return sides
+
+
 def median_of_run(command: list[str]) -> float:
     """Returns the median seconds of a step of a run, without the first two."""
     import numpy as np
@@ -112,29 +137,17 @@ def median_of_run(command: list[str]) -> float:
     return float(np.median(seconds))
 
 
-def compare_with_maxtext(name: str, python: str, more: list[str], rounds: int, folder: str) -> None:
-    """Prints seconds of whole runs of both programs."""
+def compare_runs(name: str, options: argparse.Namespace, folder: str) -> None:
+    """Prints seconds of whole runs of all programs."""
     import numpy as np
-    import reference_step
     import train_steps
 
-    keys = keys_of(reference_step.Size(*JOBS[name])) | {
-        "head_dim": 64, "dataset_type": "synthetic", "steps": 8, "enable_checkpointing": False,
-        "run_name": "x", "base_output_directory": folder,
-    }  # fmt: skip
-    own = [f"{key}={value}" for key, value in keys.items()]
-    shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
-    found = subprocess.run([python, "-c", FIND], capture_output=True, text=True, check=True)
-    base = found.stdout.strip() + "/configs/base.yml"
-    program = [python, "-m", "maxtext.trainers.pre_train.train", base]
-    sides = {
-        "own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own],
-        "MaxText 0.2.5": [*program, *MAXTEXT.split(), *shared, *more],
-    }
-    runs = [[median_of_run(command) for command in sides.values()] for _ in range(rounds)]
-    own_seconds, other = np.array(runs).T
-    print(f"{name}: own {own_seconds.round(3)}, MaxText 0.2.5 {other.round(3)} s/step")
-    print(f"  ratio: {train_steps.ratio_words(own_seconds / other)}\n", flush=True)
+    sides = programs(name, options, folder)
+    runs = [[median_of_run(side) for side in sides.values()] for _ in range(options.rounds)]
+    own, *others = np.array(runs).T
+    print(f"{name}: own {own.round(3)} s/step")
+    for side, seconds in zip(list(sides)[1:], others, strict=True):
+        print(f"  {side} {seconds.round(3)}, ratio: {train_steps.ratio_words(own / seconds)}")
 
 
 def main() -> None:
@@ -144,11 +157,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--maxtext", help="Python of an environment with MaxText 0.2.5")
     parser.add_argument("--keys", nargs="*", default=[], help="of MaxText alone")
+    parser.add_argument("--torch", help="Python of an environment with torch and transformers")
+    parser.add_argument("--nanogpt", help="folder of nanoGPT's model.py, to be run with --torch")
     options = parser.parse_args()
-    if options.maxtext:
+    if options.maxtext or options.torch:
         with tempfile.TemporaryDirectory() as folder:
             for name in options.jobs:
-                compare_with_maxtext(name, options.maxtext, options.keys, options.rounds, folder)
+                compare_runs(name, options, folder)
         return
     program_start.reexec_with_malloc_tuning()
     print(*start_up.choose_platform("auto"), sep="\n")
