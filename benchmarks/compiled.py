@@ -161,12 +161,10 @@ def main() -> None:
         args.out.write_text(json.dumps(done, indent=1))
         if len(figures) == 2:
             own, other = figures["own"], figures["maxtext"]
-            ratios = [f"{key} {own[key] / other[key]:.3f}" for key in ("peak_GB", "estimated_ms")]
+            peak, ms = (own[key] / other[key] for key in ("peak_GB", "estimated_ms"))
+            ratios = f"peak_GB {peak:.3f}, estimated_ms {ms:.3f} of MaxText's"
             error = own["planned_GB"] / own["peak_GB"] - 1
-            print(
-                f"{name_of(row)}: {', '.join(ratios)} of MaxText's; plan.py {error:+.0%}",
-                flush=True,
-            )
+            print(f"{name_of(row)}: {ratios}; plan.py {error:+.0%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Train steps of GPT-2 in PyTorch, for comparisons: prints the seconds of each.
+"""Prints the seconds of train steps of GPT-2 in PyTorch.
 
     python benchmarks/torch_steps.py 12 768 12 50257 1024 32 --steps 200
     python benchmarks/torch_steps.py 6 384 6 8192 256 16 --nanogpt FOLDER    its model.py
