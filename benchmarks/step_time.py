@@ -95,11 +95,9 @@ def programs(name: str, options: argparse.Namespace, folder: str) -> dict[str, l
     import reference_step
 
     keys = keys_of(reference_step.Size(*JOBS[name])) | {
-        "steps": 8,
-        "enable_checkpointing": False,
-        "run_name": "x",
+        "steps": 8, "enable_checkpointing": False, "run_name": "x",
         "base_output_directory": folder,
-    }
+    }  # fmt: skip
     own = [f"{key}={value}" for key, value in keys.items()]
     sides = {"own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own]}
     if options.maxtext:

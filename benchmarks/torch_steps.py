@@ -16,21 +16,26 @@ import torch  # type: ignore
 
 
 def build(nanogpt: str | None, layers: int, width: int, heads: int, vocabulary: int, length: int):
-    """Returns the model and a function from ids to logits."""
+    """Returns the model and a function from ids and targets to the loss."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocabulary}
     if nanogpt:
         sys.path.insert(0, nanogpt)
         from model import GPT, GPTConfig  # type: ignore
 
         model = GPT(GPTConfig(**sizes, block_size=length, dropout=0.0, bias=True))
-        # Without targets it returns logits of the last token only.
-        return model, lambda ids: model(ids, ids)[0]
+        return model, lambda ids, targets: model(ids, targets)[1]
     from transformers import GPT2Config, GPT2LMHeadModel  # type: ignore
 
     none = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    config = GPT2Config(**sizes, **none, n_positions=length, attn_implementation="sdpa")
-    model = GPT2LMHeadModel(config)
-    return model, lambda ids: model(ids, use_cache=False).logits
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, **none, n_positions=length, attn_implementation="sdpa")
+    )
+
+    def loss_of(ids, targets):
+        logits = model(ids, use_cache=False).logits.view(-1, vocabulary)
+        return torch.nn.functional.cross_entropy(logits.float(), targets.view(-1))
+
+    return model, loss_of
 
 
 def main() -> None:
@@ -43,22 +48,17 @@ def main() -> None:
     _, _, _, vocabulary, length, batch = options.sizes
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    model, logits_of = build(options.nanogpt, *options.sizes[:-1])
+    model, loss_of = build(options.nanogpt, *options.sizes[:-1])
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)
-
-    @torch.compile
-    def loss_of(ids):
-        logits, targets = logits_of(ids[:, :-1]), ids[:, 1:].reshape(-1)
-        return torch.nn.functional.cross_entropy(logits.view(-1, vocabulary).float(), targets)
-
+    loss_of = torch.compile(loss_of)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     for step in range(options.steps):
         ids = torch.randint(vocabulary, (batch, length + 1), device=device)
         wait()
         began = time.perf_counter()
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = loss_of(ids)
+            loss = loss_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
