@@ -27,7 +27,6 @@ ROWS = {
     "torch": "",
     "1b flash": ONE_BILLION + "attention=flash",
     "1b fp8": ONE_BILLION + "attention=flash quantization=fp8",
-    "gpt2 scanned": GPT2 + "remat_policy=none scan_layers=true",
 }
 
 
@@ -53,10 +52,9 @@ def train_run(keys: str) -> dict:
 
 
 def torch_gpt2() -> dict:
-    command = [sys.executable, str(ROOT / "benchmarks/torch_steps.py"), "12", "768", "12", "50257"]
-    done = subprocess.run(
-        [*command, str(LENGTH), str(BATCH), "--steps", str(STEPS)], capture_output=True, text=True
-    )
+    keys = f"12 768 12 50257 {LENGTH} {BATCH} --steps {STEPS}"
+    command = [sys.executable, str(ROOT / "benchmarks/torch_steps.py"), *keys.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
     seconds = [float(line.split()[-1]) for line in done.stdout.splitlines() if "seconds:" in line]
     if done.returncode:
         return {"error": done.stderr[-3000:]}

@@ -58,9 +58,7 @@ def layer_norm(x, norm):
     return (x - mean) * jax.lax.rsqrt(variance + 1e-5) * norm["scale"] + norm["bias"]
 
 
-@jax.custom_vjp
-def matmul(x_BTI, kernel_IO):
-    return x_BTI @ kernel_IO
+matmul = jax.custom_vjp(lambda x_BTI, kernel_IO: x_BTI @ kernel_IO)
 
 
 def _gradients(operands, grad_BTO):
@@ -73,6 +71,24 @@ def _gradients(operands, grad_BTO):
 matmul.defvjp(lambda x, kernel: (matmul(x, kernel), (x, kernel)), _gradients)
 
 
+def _softmax_product(scores_BNTS, v_BNSH):
+    exp_BNTS = jnp.exp(scores_BNTS - scores_BNTS.max(-1, keepdims=True))
+    sum_BNT1 = exp_BNTS.sum(-1, keepdims=True)
+    o_BNTH = exp_BNTS @ v_BNSH / sum_BNT1
+    return o_BNTH, (exp_BNTS, sum_BNT1, o_BNTH, v_BNSH)
+
+
+def _softmax_gradients(saved, grad_BNTH):  # rowsum(dO * O), not rowsum(P * dP), as FlashAttention
+    exp_BNTS, sum_BNT1, o_BNTH, v_BNSH = saved
+    grad_BNTH = grad_BNTH / sum_BNT1
+    grad_BNTS = grad_BNTH @ v_BNSH.mT - (grad_BNTH * o_BNTH).sum(-1, keepdims=True)
+    return exp_BNTS * grad_BNTS, exp_BNTS.mT @ grad_BNTH
+
+
+softmax_product = jax.custom_vjp(lambda scores, v: _softmax_product(scores, v)[0])
+softmax_product.defvjp(_softmax_product, _softmax_gradients)
+
+
 def attention(q_BNTH, k_BNTH, v_BNTH):
     length, head = q_BNTH.shape[2:]
     q_BNTH = q_BNTH * head**-0.5
@@ -82,8 +98,7 @@ def attention(q_BNTH, k_BNTH, v_BNTH):
         end = min(start + QUERY_BLOCK, length)
         scores = jnp.einsum("bnth,bnsh->bnts", q_BNTH[:, :, start:end], k_BNTH[:, :, :end])
         scores = jnp.where(places[start:end, None] >= places[None, :end], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1)
-        outputs.append(jnp.einsum("bnts,bnsh->bnth", weights, v_BNTH[:, :, :end]))
+        outputs.append(softmax_product(scores, v_BNTH[:, :, :end]))
     return jnp.concatenate(outputs, axis=2)
 
 
@@ -95,11 +110,6 @@ def block(x_BTD, layer, num_heads):
     x_BTD = x_BTD + matmul(mixed, layer["out"]) + layer["out_bias"]
     hidden = matmul(layer_norm(x_BTD, layer["norm2"]), layer["wi"]) + layer["wi_bias"]
     return x_BTD + matmul(jax.nn.gelu(hidden), layer["wo"]) + layer["wo_bias"]
-
-
-@jax.custom_vjp
-def cross_entropy(logits_BTV, targets_BT):
-    return _cross_entropy(logits_BTV, targets_BT)[0]
 
 
 def _cross_entropy(logits_BTV, targets_BT):
@@ -114,6 +124,7 @@ def _logits_gradient(operands, grad_BT):  # without a scatter into [B, T, V]
     return (jnp.exp(logits_BTV - log_z_BT[..., None]) - is_target_BTV) * grad_BT[..., None], None
 
 
+cross_entropy = jax.custom_vjp(lambda logits, targets: _cross_entropy(logits, targets)[0])
 cross_entropy.defvjp(_cross_entropy, _logits_gradient)
 
 
@@ -127,41 +138,34 @@ def loss_function(params, tokens_BT, targets_BT, size: Size, scan: bool):
     else:
         for layer in params["layers"]:
             x_BTD = block(x_BTD, layer, size.num_heads)
-    x_BTD = layer_norm(x_BTD, params["norm"])
-    logits_BTV = matmul(x_BTD, params["tokens"].T)
+    logits_BTV = matmul(layer_norm(x_BTD, params["norm"]), params["tokens"].T)
     return cross_entropy(logits_BTV, targets_BT).mean()
 
 
 def make_step(size: Size, *, scan: bool):
-    """(params, moments, batch) -> the next, loss, and norm.
-
-    With scan=False `params["layers"]` is a list of one dict per layer.
-    """
+    """(params, moments, batch) -> the next, loss, and norm."""
 
     def step(params, moments, tokens_BT, targets_BT):
         loss, gradients = jax.value_and_grad(loss_function)(
             params, tokens_BT, targets_BT, size, scan
         )
-        norm = optax.tree.norm(gradients)
         updates, moments = OPTIMIZER.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, loss, norm
+        return optax.apply_updates(params, updates), moments, loss, optax.tree.norm(gradients)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
 
 def init_state(size: Size, *, scan: bool):
-    """(params, moments) to start from."""
+    """(params, moments); without scan, layers are a list of dicts."""
     params = jax.jit(initialize, static_argnums=0)(size, jax.random.key(0))
     if not scan:
-        layers = params["layers"]
-        layer = lambda i: jax.tree.map(lambda x: x[i], layers)  # noqa: E731
-        params["layers"] = list(map(layer, range(size.num_layers)))
+        leaves, treedef = jax.tree.flatten(params["layers"])
+        params["layers"] = [treedef.unflatten(layer) for layer in zip(*leaves, strict=True)]
     return params, OPTIMIZER.init(params)
 
 
 def flops(size: Size) -> float:
     """FLOPs of one training step: matmuls, causal half of attention, times 3."""
     L, D, T = size.num_layers, size.width, size.length
-    tokens = size.batch * T
     matrices = L * 12 * D * D + size.vocabulary * D
-    return 6.0 * tokens * matrices + 12.0 * L * tokens * T * D / 2
+    return 6.0 * size.batch * T * (matrices + L * T * D)

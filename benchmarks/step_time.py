@@ -105,8 +105,8 @@ def programs(name: str, options: argparse.Namespace, folder: str) -> dict[str, l
         found = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
         program = [options.maxtext, "-m", "maxtext.trainers.pre_train.train"]
         shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
-        maxtext = [*program, f"{found}/configs/base.yml", *MAXTEXT.split(), *shared, *options.keys]
-        sides["MaxText 0.2.5"] = maxtext
+        program += [f"{found}/configs/base.yml", *MAXTEXT.split(), *shared, *options.keys]
+        sides["MaxText 0.2.5"] = program
     if options.torch:
         script = [options.torch, str(ROOT / "benchmarks/torch_steps.py"), *map(str, JOBS[name])]
         sides["transformers"] = script

@@ -103,6 +103,9 @@ def make_train_step(
         loss = jnp.asarray(sum(losses.values()))
         learning_rate = jnp.asarray(schedule(state.step))
         updates, new_opt_state = optimizer.update(gradients, opt_state, params)
+        if platform() == "cpu":
+            # Computed once, for their norm and the parameters: less to compile and to compute.
+            updates = jax.lax.optimization_barrier(updates)
         norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
         metrics = losses | aux | norms
         guard_state = None
