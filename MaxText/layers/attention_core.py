@@ -238,7 +238,7 @@ def attend(
         mask_BKRS = mask_BKRS[0]
     scores_BKRS = jnp.where(mask_BKRS, scores_BKRS, -jnp.inf)
     if platform() == "cpu" and dropout_key is None and not capture.is_on():
-        o_BKRH = _cpu_softmax_product(spec.precision, scores_BKRS, values)
+        o_BKRH: jax.Array = _cpu_softmax_product(spec.precision, scores_BKRS, values)
     else:
         probabilities = jax.nn.softmax(scores_BKRS, axis=-1)
         if capture.is_on():
