@@ -82,7 +82,7 @@ def _unstacked_forward(stacked: Any) -> tuple[list[Any], Any]:
 
 def _unstacked_backward(indices: Any, gradients: list[Any]) -> tuple[Any]:
     def join(*leaves: jax.Array) -> jax.Array:
-        if indices is None or leaves[0].ndim < 2:  # XLA compiles each update of few vectors
+        if indices is None or leaves[0].ndim < 2:  # XLA compiles each update of a vector
             return jnp.stack(leaves)
         stacked = jnp.zeros((len(leaves), *leaves[0].shape), leaves[0].dtype)
         for leaf, index in zip(leaves, indices, strict=True):
