@@ -1,5 +1,6 @@
 """The corpus of `prepare_source`, divided into independent shards."""
 
+import functools
 import os
 import platform
 import re
@@ -129,15 +130,16 @@ def open_corpus(
     """
     entries = split_entries(prepare_source)
     found: dict[str, SourceFile] = {}  # without duplicates
+    real_folder = functools.cache(os.path.realpath)  # asks the system about every parent
     for file in (file for entry in entries for file in resolve_files(entry)):
-        is_local = not is_url(file.path)
-        found.setdefault(os.path.realpath(file.path) if is_local else file.path, file)
+        if not is_url(path := file.path):
+            path = os.path.join(real_folder(os.path.dirname(path)), os.path.basename(path))
+            path = os.path.realpath(path) if os.path.islink(path) else path
+        found.setdefault(path, file)
     files = [*found.values()]
     shards = split_into_shards(files, _splits(files), text_field, shard_bytes, max_bad_records)
-    names = [
-        f"Python {platform.python_version()} standard library" if entry == STDLIB else entry
-        for entry in entries
-    ]
+    stdlib = f"Python {platform.python_version()} standard library"
+    names = [stdlib if entry == STDLIB else entry for entry in entries]
     return Corpus(", ".join(names), len(files), shards)
 
 

@@ -221,5 +221,5 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
         )
     return [
         SourceFile(path, name, os.path.getsize(path), FileFormat(Layout.STDLIB))
-        for path, name in ((str(root / name), name) for name in names)
+        for path, name in ((f"{root}/{name}", name) for name in names)
     ]
