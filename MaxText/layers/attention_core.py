@@ -84,7 +84,9 @@ def dot_product_attention(
         block = min(own, max(block_size, -(-own // MAX_BLOCKS)))
     positions = jnp.arange(length)
     outputs = []
-    for start in range(0, own, block):
+    # From the last block: each takes its keys from those of the next, so that their gradients are
+    # added up from the smallest to the largest, not each padded to all keys.
+    for start in reversed(range(0, own, block)):
         end = min(start + block, own)
         keys_end = end if causal and parts == 1 else length
 
@@ -100,17 +102,21 @@ def dot_product_attention(
         if segments_BT is not None:
             same_BTS = block_rows(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
             mask_BTS = mask_BTS & same_BTS
+        k_BKSH, v_BKSH = k_BKSH[:, :, :keys_end], v_BKSH[:, :, :keys_end]
         o_BTNH = run(
             block_rows(q_BTNH, 1),
-            k_BKSH[:, :, :keys_end],
-            v_BKSH[:, :, :keys_end],
+            k_BKSH,
+            v_BKSH,
             mask_BTS,
             distance_1TS,
             dropout_key=None if dropout_key is None else jax.random.fold_in(dropout_key, start),
         )
-        outputs.append(o_BTNH)
+        outputs.insert(0, o_BTNH)
     if parts == 1:
-        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+        if len(outputs) == 1:
+            return outputs[0]
+        # XLA takes long to compile a concatenation of transposed blocks for CPU.
+        return jnp.concatenate([o.swapaxes(1, 2) for o in outputs], axis=2).swapaxes(1, 2)
     shape = (q_BTNH.shape[0], parts, -1, *q_BTNH.shape[2:])
     return jnp.concatenate([o.reshape(shape) for o in outputs], axis=2).reshape(q_BTNH.shape)
 
