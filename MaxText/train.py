@@ -5,7 +5,6 @@ point, loop, final outputs.
 """
 
 import functools
-import gc
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,6 @@ def main() -> int:
     """Trains; returns a code of exit_codes.py."""
     preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
-    gc.disable()  # until the loop: a tenth of the start, which leaves little garbage
     try:
         return train(loaded.config, preemption)
     except BaseException as error:
@@ -51,8 +49,6 @@ def main() -> int:
         if isinstance(error, BrokenPipeError):
             processes.exit_now(exit_codes.BROKEN_PIPE)
         raise
-    finally:
-        gc.enable()
 
 
 def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
@@ -223,7 +219,6 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as fields:
             fields |= compiling.result()
-        gc.enable()
         reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
         is_healthy = rollback.is_healthy and not run_logger.trend.diverged
         if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
