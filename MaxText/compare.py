@@ -1,6 +1,5 @@
 """Compares configurations under one budget."""
 
-import functools
 import sys
 from pathlib import Path
 
@@ -49,8 +48,7 @@ def main() -> None:
         from MaxText.experiments.execution import run_comparison
 
         try:
-            log = functools.partial(print, flush=True)
-            run_comparison(args, variants, solve_for, sys.argv, log)
+            run_comparison(args, variants, solve_for, sys.argv, print)
         except SystemExit:  # SIGTERM
             print(_INTERRUPTED, file=sys.stderr)
             raise

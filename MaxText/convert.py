@@ -41,7 +41,7 @@ def main() -> None:
             from MaxText.run.grow import grow as convert
         else:
             from MaxText.conversion.convert import convert
-        convert(asked, lambda line: print(line, flush=True))
+        convert(asked, print)
 
 
 if __name__ == "__main__":

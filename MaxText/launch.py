@@ -1,6 +1,5 @@
 """Starts a run of several processes."""
 
-import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -43,8 +42,6 @@ OPERANDS = {
     "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})(\n({_ANY}))*"),
     "slurm": ("one of submit, status, stop", "submit|status|stop"),
 }
-
-log = functools.partial(print, flush=True)  # at once: other programs print between lines
 
 
 def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
@@ -89,7 +86,7 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     run, number = resolve_run_args(train_args), int(operands[0])
     command = [*TRAIN_COMMAND, *run.arguments]
     if options.dry_run:
-        commands, port = Commands(log, dry_run=True), supervision.free_port()
+        commands, port = Commands(print, dry_run=True), supervision.free_port()
         for process in range(number):
             devices = options.devices_per_process
             environment = supervision.process_env({}, number, process, port, devices)
@@ -99,9 +96,9 @@ def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Se
     logs = options.log_dir or f"maxtext_output/logs/{run.run_name}"
     options = options.model_copy(update={"log_dir": logs})
     what = "1 process" if number == 1 else f"{number} processes"
-    log(f"launch: {what}; logs are in {logs}")
+    print(f"launch: {what}; logs are in {logs}")
     try:
-        return supervision.supervise(command, number, options, run.folder, log)
+        return supervision.supervise(command, number, options, run.folder, print)
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
 
@@ -114,7 +111,7 @@ def _launch_gcloud(
     if train_args and "run" not in operands:
         raise UserError("arguments of train.py, after --, are only for the action run.")
     arguments = resolve_run_args(train_args).arguments if train_args else []
-    vm = TpuVm(options, Commands(log, dry_run=options.dry_run))
+    vm = TpuVm(options, Commands(print, dry_run=options.dry_run))
     for action in operands:
         if action == "run":
             vm.run(arguments)
@@ -124,12 +121,12 @@ def _launch_gcloud(
 
 
 def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
-    commands = Commands(log, dry_run=options.dry_run)
+    commands = Commands(print, dry_run=options.dry_run)
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
         logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute()
         named = {"name": options.name or run.run_name, "log_dir": str(logs)}
-        slurm.submit(options.model_copy(update=named), run.arguments, commands, log)
+        slurm.submit(options.model_copy(update=named), run.arguments, commands, print)
         return 0
     if not options.job_id:
         raise UserError(f"{operands[0]} requires --job-id=NUMBER (printed by submit).")

@@ -1,4 +1,4 @@
-"""Start of a program: signals during imports, memory, launch time.
+"""Start of a program: signals, output, memory, launch time.
 
 Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
 exit without a traceback.
@@ -9,6 +9,7 @@ that every module has one name.
 
 import contextlib
 import gc
+import io
 import os
 import platform
 import signal
@@ -40,7 +41,7 @@ _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
 def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = False) -> None:
-    """Takes over Ctrl-C until `leave_to_python` or another handler.
+    """Sets up a program: output, memory, and Ctrl-C until `leave_to_python`.
 
     Only if the module with the __name__ `importer` was started, not imported; `also_sigterm` exits
     with a preemption's code.
@@ -55,6 +56,8 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     if tune_malloc:
         reexec_with_malloc_tuning()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log file shows each line at once
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)

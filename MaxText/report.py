@@ -101,7 +101,7 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
         warnings=found.problems,
         refresh=(options.watch or 0) if is_running else 0,
     )
-    print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n", flush=True)
+    print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n")
     return is_running
 
 

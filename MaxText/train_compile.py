@@ -33,7 +33,7 @@ def main() -> None:
         targets.prepare_environment(target)
         from MaxText.cost.ahead_of_time import train_compile
 
-        train_compile(config, target, lambda line: print(line, flush=True))
+        train_compile(config, target, print)
 
 
 if __name__ == "__main__":

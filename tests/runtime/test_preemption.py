@@ -34,7 +34,7 @@ IMPORTS = """
     from MaxText import program_start
 
     program_start.install("__main__", also_sigterm=True)
-    print("importing", flush=True)
+    print("importing")  # reaches a pipe at once
     time.sleep(60)
 """
 SAVES = r"(?s).*{}.*\npending: True saving after \d+\n{}.*run_name=first.*"
