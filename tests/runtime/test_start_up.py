@@ -171,8 +171,8 @@ FAIL = """
     from MaxText.runtime.watchdog import Watchdog
 
     processes.mark_initialized(2)
-    # What an interpreter that ends would wait for.
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    sys.stdout.reconfigure(line_buffering=True)  # as programs do
+    threading.Thread(target=time.sleep, args=(60,)).start()  # an interpreter's end waits for it
     time.sleep = lambda seconds: print("waited", flush=True)
     print("printed")
     try:
