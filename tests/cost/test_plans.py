@@ -316,13 +316,10 @@ def test_stages_of_a_pipeline():
         ("v4-8", "v4", 4, 4, 1),
         ("v3-8", "v3", 4, 8, 1),
         ("v5litepod-256", "v5e", 256, 256, 1),
-        ("v6e-8", "v6e", 8, 8, 1),
         ("tpu7x-16", "tpu7x", 8, 16, 1),
-        ("8xH100", "H100", 8, 8, 1),
         ("1xh200", "H200", 1, 1, 1),
         ("16xA100-40", "A100-40", 16, 16, 2),
         ("a100-40", "A100", 40, 40, 5),
-        ("h100-8", "H100", 8, 8, 1),
     ],
 )
 def test_names_of_hardware(name, chip, num_chips, num_devices, slices):

@@ -66,7 +66,6 @@ def test_tori_are_closed():
         ("h100-0", "h100-8"),
         ("h100-12", "8"),
         ("", "v5p-8"),
-        ("v5p-8;rm", "v5p-8"),
     ],
 )
 def test_other_names_are_refused_with_those_there_are(name, near):
