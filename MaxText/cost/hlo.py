@@ -143,15 +143,16 @@ class HloModule:
             kind = instruction.kind.removesuffix("-start")
             if kind not in _COLLECTIVES:
                 continue
-            # TPU repeats a collective in the start, the fusion and the done that overlap it.
-            if channel := _CHANNEL.search(instruction.rest):
-                if channel[1] in channels:
-                    continue
-                channels.add(channel[1])
-            size = max((size for size, _ in _arrays(instruction.shape)), default=0)
             # TPU's reduce-scatter is a fusion around an all-reduce that keeps a part of it.
             if kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
                 kind = "reduce-scatter"
+            # TPU repeats a collective in the fusions that overlap it. Outside of fusions, those of
+            # jax.shard_map share a channel.
+            elif channel := _CHANNEL.search(instruction.rest):
+                if channel[1] in channels and computation in self._in_fusion:
+                    continue
+                channels.add(channel[1])
+            size = max((size for size, _ in _arrays(instruction.shape)), default=0)
             total = found.setdefault(kind, [0, 0])
             total[0] += times
             total[1] += times * size

@@ -85,6 +85,8 @@ def test_a_collective_in_several_computations_counts_once():
     again = "  %again = bf16[256,64]{1,0} all-gather(%q), channel_id=1, dimensions={0}\n"
     overlapped = TEXT.replace("  ROOT %only_within", again + "  ROOT %only_within")
     assert HloModule(overlapped).collectives() == HloModule(TEXT).collectives()
+    in_shard_map = TEXT.replace("channel_id=4", "channel_id=1")
+    assert HloModule(in_shard_map).collectives() == HloModule(TEXT).collectives()
 
 
 def test_large_arrays_lie_in_the_main_memory_and_not_within_fusions():
