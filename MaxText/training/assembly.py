@@ -36,7 +36,7 @@ class TrainSetup(NamedTuple):
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
     replicated_fraction: float  # of the parameters
     auto_choices: Sequence[str]  # one line for each `auto`
-    compiler_options: dict[str, bool | int]  # of the step
+    compiler_options: dict[str, bool | int | str]  # of the step
 
 
 def setup_train(

@@ -28,3 +28,6 @@ def test_options_of_the_user_win(monkeypatch):
     assert not compiler_options("tpu", 8)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
     assert not compiler_options("gpu", 1)
+    options = compiler_options("gpu", 8)
+    monkeypatch.setenv("XLA_FLAGS", f"--{min(options)}=off --xla_gpu_enable_triton_gemm=true")
+    assert len(compiler_options("gpu", 8)) == len(options) - 1 == 2
