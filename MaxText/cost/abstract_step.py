@@ -196,8 +196,8 @@ def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: Sharding
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
     if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
-    parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
-    refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts, stages)
+    parts = sharding.num_length_parts
+    refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts)
     return asked.attention.attention in ("autoselected", "flash") and refused is None
 
 

@@ -7,7 +7,7 @@ Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value he
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.errors import first_line
 from MaxText.layers.attention_core import AttentionSpec, kv_head_repeats, softmax_layers
-from MaxText.parallelism.logical_sharding import platform, split_axes
+from MaxText.parallelism.logical_sharding import current_num_stages, platform, split_axes
 
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
 # as large compiles five times longer, four times does not fit a v5p.
@@ -31,16 +31,16 @@ _RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 
 
 def kernel_unsupported_reason(
-    config: ModelConfig, backend: str, num_length_parts: int = 1, num_stages: int = 1
+    config: ModelConfig, backend: str, num_length_parts: int = 1
 ) -> str | None:
     """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
     layers = dict.fromkeys(softmax_layers(config))
-    reasons = (_unsupported_reason(*one, backend, num_length_parts, num_stages) for one in layers)
+    reasons = (_unsupported_reason(*one, backend, num_length_parts) for one in layers)
     return next(filter(None, reasons), None if layers else "no layer has softmax attention")
 
 
 def _unsupported_reason(
-    window: int | None, layer: LayerConfig, backend: str, num_length_parts: int, num_stages: int
+    window: int | None, layer: LayerConfig, backend: str, num_length_parts: int
 ) -> str | None:
     config, d = layer
     attention = config.attention
@@ -65,8 +65,6 @@ def _unsupported_reason(
             (d.head_dim % 8, f"head_dim {d.head_dim} is not a multiple of 8"),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
             (window and not attention.causal, "cuDNN has no bidirectional windows"),
-            (is_split, "sequences are split over devices"),
-            (num_stages > 1, "pipeline stages: JAX cannot batch cuDNN's document masks"),
         ]
     else:
         length, is_large = d.max_target_length, d.head_dim * dtype.itemsize > _LARGEST_HEAD
@@ -81,32 +79,36 @@ def _unsupported_reason(
     return next((reason for holds, reason in refused if holds), None)
 
 
-def cudnn_failure_reason(config: ModelConfig, devices: Iterable[Any]) -> str | None:
+def cudnn_failure_reason(
+    config: ModelConfig, devices: Iterable[Any], num_length_parts: int = 1
+) -> str | None:
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
     length, on_device = config.shape.max_target_length, SingleDeviceSharding(device)
+    own_length = length // num_length_parts
 
-    def heads_shape(heads: int, head_dim: int) -> jax.ShapeDtypeStruct:
-        shape = (1, length, heads, head_dim)
-        return jax.ShapeDtypeStruct(shape, config.numerics.dtype, sharding=on_device)
+    def abstract(*shape: int, dtype: Any = config.numerics.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
 
-    segments_BT = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=on_device)
+    first = abstract(1, dtype=jnp.int32) if num_length_parts > 1 else None
+    segments = tuple(abstract(1, n, dtype=jnp.int32) for n in (own_length, length))
     # Other sizes, such as mlp_dim, would only compile the same kernel again.
     kinds = dict.fromkeys(
         (window, own.attention.attention_scale, d.num_query_heads, d.num_kv_heads, d.head_dim)
         for window, (own, d) in softmax_layers(config)
     )
     for window, scale, num_heads, num_kv_heads, head_dim in kinds:
-        queries, keys = (heads_shape(n, head_dim) for n in (num_heads, num_kv_heads))
+        queries = abstract(1, own_length, num_heads, head_dim)
+        keys = abstract(1, length, num_kv_heads, head_dim)
         spec = AttentionSpec(config.attention.causal, window, scale)
 
-        def total(q, k, v, segments, spec=spec):
-            return _cudnn(None, q, k, v, segments, segments, spec=spec).sum()
+        def total(*arrays, spec=spec):
+            return _cudnn(*arrays, spec=spec).sum()
 
-        gradients = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+        gradients = jax.jit(jax.grad(total, argnums=(1, 2, 3)))
         try:
-            gradients.lower(queries, keys, keys, segments_BT).compile()
+            gradients.lower(first, queries, keys, keys, *segments).compile()
         except Exception as error:  # its type depends on what cuDNN lacks
             reason = first_line(error)
             return f"cuDNN has no kernel for it: {reason}"
@@ -117,7 +119,7 @@ def supports_shape(q_BTNH: jax.Array, query_sharding: NamedSharding | None) -> b
     length = q_BTNH.shape[1]
     own = length if query_sharding is None else query_sharding.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
-        return own == length and length % 2 == 0  # JAX requires it for gradients
+        return own % 2 == 0  # JAX requires it for gradients
     return own % TILE == 0
 
 
@@ -137,9 +139,12 @@ def flash_attention(
     """
     assert spec.slopes_N is None, spec
     assert spec.precision in (None, "default"), spec
-    run = _cudnn if platform() == "gpu" else _splash
+    on_gpu = platform() == "gpu"
+    run = functools.partial(_cudnn if on_gpu else _splash, spec=spec)
     if query_sharding is None or key_sharding is None:
-        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT, spec=spec)
+        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+    if on_gpu and current_num_stages() > 1:
+        run = _on_one_stage(run)
     mesh = query_sharding.mesh
     batch, length, heads = (split_axes(query_sharding, dim) for dim in range(3))
     if (repeats := kv_head_repeats(q_BTNH, k_BSKH, query_sharding, key_sharding)) > 1:
@@ -147,20 +152,20 @@ def flash_attention(
     queries = keys = PartitionSpec(batch, length, heads)
     mask = mask_spec = None
     if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
-        parts = math.prod(mesh.shape[axis] for axis in length)
-        shard = query_sharding.shard_shape(q_BTNH.shape)
-        mask = _splash_kernel(
-            (shard[1] * parts, k_BSKH.shape[1]), shard[2], parts, spec, platform() == "cpu"
-        )
-        mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
+        _, own_length, own_heads, _ = query_sharding.shard_shape(q_BTNH.shape)
+        if on_gpu:
+            mask, mask_spec = jnp.arange(0, q_BTNH.shape[1], own_length), PartitionSpec(length)
+        else:
+            parts = math.prod(mesh.shape[axis] for axis in length)
+            shape = own_length * parts, k_BSKH.shape[1]
+            mask = _splash_kernel(shape, own_heads, parts, spec, platform() == "cpu")
+            mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
     segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
 
     def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
         if length:  # in here, so that gradients of keys and values are reduce-scattered
-            k_BSKH, v_BSKH = (
-                jax.lax.all_gather(x, length, axis=1, tiled=True) for x in (k_BSKH, v_BSKH)
-            )
-        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments, spec=spec)
+            k_BSKH, v_BSKH = (_gather_length(x, length) for x in (k_BSKH, v_BSKH))
+        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments)
 
     return jax.shard_map(
         gather_and_run,
@@ -169,6 +174,27 @@ def flash_attention(
         out_specs=queries,
         check_vma=False,
     )(mask, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_length(x_BSKH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return jax.lax.all_gather(x_BSKH, axes, axis=1, tiled=True)
+
+
+def _scatter_length(axes: tuple[str, ...], _: None, dx_BSKH: jax.Array) -> tuple[jax.Array]:
+    """Reduce-scatters the gradients of the gathered keys or values.
+
+    By a leading dimension: of any other, XLA for TPU makes an all-reduce and a slice.
+    """
+    batch, length, heads, head_dim = dx_BSKH.shape
+    parts = jax.lax.axis_size(axes)
+    own_length = length // parts
+    dx_PBKSH = dx_BSKH.reshape(batch, parts, own_length, heads, head_dim).transpose(1, 0, 3, 2, 4)
+    own = jax.lax.psum_scatter(dx_PBKSH.reshape(parts, -1, head_dim), axes)
+    return (own.reshape(batch, heads, own_length, head_dim).swapaxes(1, 2),)
+
+
+_gather_length.defvjp(lambda x_BSKH, axes: (_gather_length(x_BSKH, axes), None), _scatter_length)
 
 
 def block_size(length: int) -> int:
@@ -271,17 +297,42 @@ def _splash(
 
 
 def _cudnn(
-    kernel, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
+    first_1, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
 ):
-    """Runs cuDNN's attention on one device; segment masks take [T, S]."""
-    del kernel
-    mask_B1TS = None
+    """Runs cuDNN's attention on one device.
+
+    `first_1` is the position of the first query if sequences are split. Masks of segments and of
+    split sequences take [T, S].
+    """
+    is_causal, mask_B1TS = spec.causal, None
+    window = None if spec.window is None else (spec.window - 1, 0)
     if query_segments_BT is not None:
         mask_B1TS = (query_segments_BT[:, :, None] == key_segments_BS[:, None])[:, None]
-    window = None if spec.window is None else (spec.window - 1, 0)
+    if first_1 is not None:  # cuDNN's own masks begin at the first key
+        position_T, position_S = (jnp.arange(x.shape[1]) for x in (q_BTNH, k_BSKH))
+        seen_TS = spec.visible((first_1 + position_T)[:, None] - position_S)
+        mask_B1TS = seen_TS[None, None] if mask_B1TS is None else mask_B1TS & seen_TS
+        is_causal, window = False, None
     o_BTNH = jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH,
-        mask=mask_B1TS, scale=spec.scale, is_causal=spec.causal, local_window_size=window,
+        mask=mask_B1TS, scale=spec.scale, is_causal=is_causal, local_window_size=window,
         implementation="cudnn",
     )  # fmt: skip
     return checkpoint_name(o_BTNH, _RESIDUALS)
+
+
+def _on_one_stage(run: Callable) -> Callable:
+    """Returns `run` for vmap over pipeline stages.
+
+    JAX cannot batch cuDNN's masks, but each device has one stage. Gradients work only outside of
+    the vmap, as in layers/pipeline.py.
+    """
+    on_stage = jax.custom_batching.custom_vmap(run)
+
+    @on_stage.def_vmap
+    def _(num_stages, is_batched, *arrays):
+        assert num_stages == 1, num_stages
+        own = jax.tree.map(lambda x, batched: x[0] if batched else x, arrays, tuple(is_batched))
+        return run(*own)[None], True
+
+    return on_stage

@@ -84,15 +84,13 @@ def _with(config: ModelConfig, name: str, **values: object) -> ModelConfig:
 def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
     if backend == "cpu":
         return "fastest on CPU"
-    parts, stages = 1, 1
-    if sharding is not None:
-        parts, stages = sharding.num_length_parts, sharding.mesh.shape["stage"]
-    problem = flash_attention.kernel_unsupported_reason(config, backend, parts, stages)
+    parts = 1 if sharding is None else sharding.num_length_parts
+    problem = flash_attention.kernel_unsupported_reason(config, backend, parts)
     if problem is not None or backend == "tpu":
         return problem
     if sharding is None:
         return "cuDNN's kernel was not tried"
-    return flash_attention.cudnn_failure_reason(config, sharding.mesh.devices.flat)
+    return flash_attention.cudnn_failure_reason(config, sharding.mesh.devices.flat, parts)
 
 
 def _aggregation_impl(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
+from MaxText.layers import flash_attention
 from MaxText.parallelism.mesh import make_sharding_plan, microbatch_size
 from tests.multi_device.same_results import (
     assert_read_as,
@@ -85,6 +86,24 @@ def test_equal_losses_and_gradients(name):
     stages = mesh.get("ici_pipeline_parallelism", 1) * mesh.get("dcn_pipeline_parallelism", 1)
     for leaf in jax.tree.leaves(gradients["layers"]):
         assert leaf.addressable_shards[0].data.shape[0] * stages == leaf.shape[0]
+
+
+def test_attention_of_a_gpu_with_sequences_split(monkeypatch):
+    """cuDNN's call by JAX's own attention, with a mask that vmap refuses as cuDNN's does."""
+    attend = jax.nn.dot_product_attention
+    alone = jax.custom_batching.custom_vmap(lambda mask: mask)
+    alone.def_vmap(lambda *_: pytest.fail("vmap of a mask"))
+
+    def stand_in(q, k, v, *, mask, implementation, **given):
+        assert implementation == "cudnn"
+        return attend(q, k, v, mask=alone(mask), **given)
+
+    keys = FLASH | KINDS
+    expected, _, _ = results("llama2", 1, **keys | {"attention": "dot_product"})
+    monkeypatch.setattr(flash_attention, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    found, _, _ = results("llama2", 4, **keys, **TWO, ici_context_parallelism=2)
+    assert_same(found, expected, keys)
 
 
 def test_accumulation_dropout_and_another_number_of_stages(tmp_path):
