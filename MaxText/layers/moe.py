@@ -31,6 +31,35 @@ def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int,
     return group, max(min(group, int(group * factor / config.num_experts)), 1)
 
 
+@jax.custom_vjp
+def _take_rows(x_ND: jax.Array, index_M: jax.Array, uses_NR: jax.Array) -> jax.Array:
+    """Returns rows x[index], [M, D], zeros where the index is N.
+
+    `uses` are the places in M that take a row, or M. So gradients are taken, not scattered: XLA for
+    TPU expands the indices of a scatter to the size of the rows.
+    """
+    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+
+
+def _take_rows_forward(x_ND: jax.Array, index_M: jax.Array, uses_NR: jax.Array):
+    return _take_rows(x_ND, index_M, uses_NR), (index_M, uses_NR)
+
+
+def _take_rows_backward(residuals: tuple[jax.Array, jax.Array], dy_MD: jax.Array):
+    index_M, uses_NR = residuals
+    return sum(_take_rows(dy_MD, use_N, index_M[:, None]) for use_N in uses_NR.T), None, None
+
+
+_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+
+
+def _places(index_M: jax.Array, size: int) -> jax.Array:
+    """Returns the place in M of each number below `size`, or M."""
+    number = index_M.shape[0]
+    places = jnp.full((size,), number, jnp.int32)
+    return places.at[index_M].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
+
+
 class Experts(nnx.Module):
     """E MLPs without biases, plain or gated, stacked along an expert axis."""
 
@@ -162,7 +191,7 @@ class RoutedMoE(nnx.Module):
     def _capacity_dispatch(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array, capacity: int
     ) -> jax.Array:
-        num_groups, _, width = x.shape
+        num_groups, group, width = x.shape
         num_experts, experts = self.config.num_experts, self.experts
         expert_load = jnp.zeros((num_groups, num_experts), jnp.int32)
         slots = []
@@ -176,13 +205,12 @@ class RoutedMoE(nnx.Module):
             slot = choices[..., choice] * capacity + position_in_expert
             slots.append(jnp.where(fits, slot, num_experts * capacity))
 
-        def fill(x_SD: jax.Array, slots_S: list[jax.Array]) -> jax.Array:
-            filled = jnp.zeros((num_experts * capacity, width), x.dtype)
-            for slot_S in slots_S:
-                filled = filled.at[slot_S].set(x_SD, mode="drop")
-            return filled
-
-        filled = jax.vmap(fill)(x, slots).reshape(num_groups, num_experts, capacity, width)
+        slots_GP = jnp.concatenate(slots, axis=1)  # P: pairs of a choice and a token
+        places = functools.partial(_places, size=num_experts * capacity)
+        pairs_GN = jax.vmap(places)(slots_GP)  # N: slots
+        tokens_GN = jnp.where(pairs_GN < slots_GP.shape[1], pairs_GN % group, group)
+        filled = jax.vmap(_take_rows)(x, tokens_GN, jnp.stack(slots, axis=-1))
+        filled = filled.reshape(num_groups, num_experts, capacity, width)
         # Resharded from groups to experts and back; slots of an expert shard like tokens.
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
@@ -198,12 +226,10 @@ class RoutedMoE(nnx.Module):
         out = with_logical_constraint(with_logical_constraint(out, *by_expert), *by_group)
         out = out.reshape(num_groups, num_experts * capacity, width)
 
-        def collect(out_D: jax.Array, slot_S: jax.Array) -> jax.Array:
-            return out_D.at[slot_S].get(mode="fill", fill_value=0)
-
+        rows = jax.vmap(_take_rows)(out, slots_GP, pairs_GN[..., None])
         return sum(
-            gates[..., choice, None].astype(x.dtype) * jax.vmap(collect)(out, slot)
-            for choice, slot in enumerate(slots)
+            gates[..., choice, None].astype(x.dtype) * y
+            for choice, y in enumerate(jnp.split(rows, len(slots), axis=1))
         )  # type: ignore[return-value]
 
     def _dropless(
@@ -217,7 +243,8 @@ class RoutedMoE(nnx.Module):
             choices = choices.reshape(-1)
             order = jnp.argsort(choices, stable=True)
             sizes = jnp.bincount(choices, length=num_experts).astype(jnp.int32)
-            rows = tokens[order // per_token]
+            places = _places(order, order.size)
+            rows = _take_rows(tokens, order // per_token, places.reshape(-1, per_token))
             product = lambda a, b: jax.lax.ragged_dot(  # noqa: E731
                 a, b, sizes, precision=experts.precision
             )
@@ -227,8 +254,8 @@ class RoutedMoE(nnx.Module):
                 out = jax.lax.psum(out, tensor_axes)
             weights = (gates * routed).reshape(-1)[order]
             out = out * weights[:, None].astype(out.dtype)
-            y = jnp.zeros_like(tokens).at[order // per_token].add(out)
-            return y.reshape(x.shape)
+            y = _take_rows(out, places, order[:, None]).reshape(-1, per_token, x.shape[-1])
+            return y.sum(1).reshape(x.shape)
 
         operands = (x, gates, choices, routed, experts.inputs(), experts.outputs())
         found = current_batch_axes("activation_batch", "activation_length", "activation_mlp")

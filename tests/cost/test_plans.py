@@ -191,9 +191,9 @@ def test_long_contexts_on_gpus_write_no_scores():
     assert "attention: flash (assumes that cuDNN has a kernel for it)" in fused.program.auto_choices
     assert fused.memory.peak.size < blocked.memory.peak.size / 4
     assert fused.time.estimate < blocked.time.estimate
-    # Those that cuDNN does not have.
     split = plan_of("4xH100", ici_fsdp_parallelism=1, ici_context_parallelism=4, **keys)
-    assert not split.program.assumes_cudnn
+    assert split.program.assumes_cudnn
+    assert not plan_of("1xH100", position_embedding="alibi", **keys).program.assumes_cudnn
 
 
 def test_each_key_is_given_once_in_what_is_proposed():
