@@ -196,8 +196,7 @@ def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: Sharding
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
     if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
-    parts = sharding.num_length_parts
-    refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", parts)
+    refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", sharding.num_length_parts)
     return asked.attention.attention in ("autoselected", "flash") and refused is None
 
 
