@@ -31,26 +31,25 @@ def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int,
     return group, max(min(group, int(group * factor / config.num_experts)), 1)
 
 
+def _rows(x_ND: jax.Array, index_M: jax.Array) -> jax.Array:
+    """Returns x[index], [M, D], zeros where the index is N."""
+    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+
+
 @jax.custom_vjp
 def _take_rows(x_ND: jax.Array, index_M: jax.Array, uses_NR: jax.Array) -> jax.Array:
-    """Returns rows x[index], [M, D], zeros where the index is N.
+    """Returns the same as `_rows`.
 
     `uses` are the places in M that take a row, or M. So gradients are taken, not scattered: XLA for
     TPU expands the indices of a scatter to the size of the rows.
     """
-    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+    return _rows(x_ND, index_M)
 
 
-def _take_rows_forward(x_ND: jax.Array, index_M: jax.Array, uses_NR: jax.Array):
-    return _take_rows(x_ND, index_M, uses_NR), uses_NR
-
-
-def _take_rows_backward(uses_NR: jax.Array, dy_MD: jax.Array):
-    taken = (dy_MD.at[use_N].get(mode="fill", fill_value=0) for use_N in uses_NR.T)
-    return sum(taken), None, None
-
-
-_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+_take_rows.defvjp(
+    lambda x_ND, index_M, uses_NR: (_rows(x_ND, index_M), uses_NR),
+    lambda uses_NR, dy_MD: (sum(_rows(dy_MD, use_N) for use_N in uses_NR.T), None, None),
+)
 
 
 def _places(index_M: jax.Array, size: int) -> jax.Array:

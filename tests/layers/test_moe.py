@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from scipy.special import softmax
 
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.model import Model
@@ -43,9 +44,7 @@ def silu(x):
 
 def by_hand(weights, x_SD, capacity=None, kept=None):
     """Token by token: first choices of all tokens take places before second ones."""
-    scores = x_SD @ weights["gate"]["kernel"]
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    p = softmax(x_SD @ weights["gate"]["kernel"], axis=-1)
     order = np.argsort(-p, axis=-1)[:, :2]
     gates = np.take_along_axis(p, order, 1)
     gates /= gates.sum(-1, keepdims=True)
@@ -81,8 +80,7 @@ def test_tokens_visit_their_experts(factor):
     # E sum_e f_e P_e of each row, over the tokens that are there.
     total = 0.0
     for row in x.astype(np.float64):
-        scores = row[:13] @ weights["gate"]["kernel"]
-        p = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        p = softmax(row[:13] @ weights["gate"]["kernel"], axis=-1)
         first = np.bincount(p.argmax(-1), minlength=4) / 13
         total += 13 * 4 * (first * p.mean(0)).sum()
     np.testing.assert_allclose(scalars["moe_lb_loss"], 0.01 * total, rtol=1e-4)
@@ -112,18 +110,23 @@ def test_losses_of_a_batch_are_the_sums_of_those_of_microbatches():
 
     @jax.jit
     def run(params, batch):
-        halves = [
-            jax.tree.map(lambda x, rows=rows: x[rows], batch) for rows in (slice(2), slice(2, 4))
-        ]
-        return [
-            loss_sums(model.merge(params), some, config.model.objective, training=True)
-            for some in (batch, *halves)
-        ]
+        return loss_sums(model.merge(params), batch, config.model.objective, training=True)
 
-    full, *halves = run(random_params(model), batch)
+    params = random_params(model)
+    halves = jax.tree.map(lambda x: x[:2], batch), jax.tree.map(lambda x: x[2:], batch)
+    full, *halves = (run(params, part) for part in (batch, *halves))
     assert full.token_sums["moe_lb_loss"] > 0
     assert full.token_sums["moe_z_loss"] > 0
     jax.tree.map(lambda x, a, b: np.testing.assert_allclose(x, a + b, rtol=2e-5), full, *halves)
+
+
+def test_second_derivatives_are_those_of_the_gradients():
+    run, _ = experts(capacity_factor=1.25)
+    squares = lambda x: (run(x, training=True)[0] ** 2).sum()  # noqa: E731
+    x, v = tokens(), 0.01 * np.random.default_rng(1).normal(size=(1, 16, 32)).astype(np.float32)
+    slope = jax.jit(jax.value_and_grad(lambda x: (jax.grad(squares)(x) * v).sum()))
+    change = slope(x + v)[0] - slope(x - v)[0]
+    np.testing.assert_allclose(change, 2 * (slope(x)[1] * v).sum(), rtol=0.02)
 
 
 def test_policies_of_the_second_expert():

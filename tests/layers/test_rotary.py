@@ -107,9 +107,7 @@ def test_whole_heads_turn_as_halves_do(num_dims, dtype):
     x = np.asarray(x_BTNH, np.float64)
     half = num_dims // 2
     pairs = x[..., :half] + 1j * x[..., half:num_dims]
-    angles = positions_BT[..., None, None] * np.array(
-        plain(num_dims, PositionConfig().rope_max_timescale)
-    )
-    turned = pairs * np.exp(1j * angles)
+    rates = np.array(plain(num_dims, PositionConfig().rope_max_timescale))
+    turned = pairs * np.exp(1j * positions_BT[..., None, None] * rates)
     expected = np.concatenate([turned.real, turned.imag, x[..., num_dims:]], axis=-1)
     np.testing.assert_allclose(halves[0], expected, rtol=10 * tolerance, atol=10 * tolerance)
