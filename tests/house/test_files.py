@@ -1,4 +1,4 @@
-"""Size, name, manners and imports of the source files; seeded faults that still apply."""
+"""Names, manners and imports of the source files; seeded faults that still apply."""
 
 import ast
 import re
@@ -19,26 +19,26 @@ from tests.house.sources import (
 from tests.programs import ended, started
 from tests.seeded_faults.__main__ import all_faults
 
-MAX_LINES = 600
-MAX_LINES_OF_TRAIN = 300
 FOLDERS = ("MaxText", "tests", "benchmarks")
 FILES = [path for folder in FOLDERS for path in python_files(folder)]
 ENTRY_SCRIPTS = {path for path in PACKAGE.glob("*.py") if is_program(path)}
 TEXT_ENDINGS = {".py", ".md", ".yml", ".yaml", ".toml", ".txt", ".sh"}
 
 
-def test_files_are_short():
-    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    largest = sorted(lines.items(), key=lambda item: -item[1])[:5]
-    print("\n".join(f"{count:4d} lines: {name}" for name, count in largest))
-    assert not [name for name, count in lines.items() if count > MAX_LINES]
-    assert lines["MaxText/train.py"] <= MAX_LINES_OF_TRAIN
-
-
 def test_names_say_what_is_inside():
     unsaying = {"utils", "util", "common", "helpers", "helper", "misc"}
     paths = [*FILES, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
     assert not [shown(path) for path in paths if path.stem in unsaying]
+
+
+def test_names_of_classes_are_unique():
+    names = Counter(
+        node.name
+        for path in python_files("MaxText")
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_file_says_what_it_is_for():
