@@ -251,7 +251,7 @@ class MetricLogger:
             **fields,
         )
         if not metrics.get("skipped"):
-            self.run_logger.trend.add(row["learning/lm_loss"])
+            self.run_logger.trend.add(row["learning/lm_loss"], updates)
             if not math.isfinite(shown["loss"]) and self.config.guard.abort_on_nan_loss:
                 raise TrainingDivergedError(
                     f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "

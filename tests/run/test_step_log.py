@@ -1,6 +1,5 @@
 """When steps are reported, what their seconds count, and which runs end as diverged."""
 
-import json
 import time
 from types import SimpleNamespace
 
@@ -192,46 +191,3 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
     assert reports[4]["learning/lm_loss"] == pytest.approx(3.0)
     reports = run_of(start, 2, [5.0, 90.0, 80.0], skipped={1, 2})
     assert reports[2]["learning/lm_loss"] == 80.0
-
-
-def falling(start, end, count, noise=0.1):
-    mean = end + (start - end) * np.exp(-np.arange(count) / (count / 5))
-    return list(mean + noise * np.random.default_rng(0).normal(size=count))
-
-
-@pytest.mark.parametrize(
-    ("losses", "baseline", "diverged"),
-    [
-        (falling(10.8, 3.0, 60), 6.4, False),
-        (falling(8.3, 5.0, 3), 6.4, False),
-        ([8.3, 8.1], 6.4, False),  # short: it has not come below the baseline yet
-        ([8.3], 6.4, False),
-        ([5.56, 5.61, 5.58, 5.63], None, False),  # random tokens
-        ([*falling(8.0, 3.0, 60), 70.0, 3.0], 6.4, False),  # a spike
-        ([*falling(8.0, 3.0, 60), 70.0], 6.4, False),
-        ([8.3, 1290.0, 400.0, 200.0, 100.0, 90.0, 80.0, 74.5], 6.4, True),
-        ([*falling(8.0, 3.0, 60), *[7.2] * 9], 6.4, True),  # back above the baseline
-        ([8.3, *[30.0] * 8, *[7.4] * 9], 6.4, True),
-        ([8.3, *[30.0] * 8, *[6.0] * 9], 6.4, False),  # recovered
-        ([8.3, *[30.0] * 8, *[7.4] * 9], None, False),
-        ([8.0, None, None, None], None, True),
-        ([8.0, float("nan"), float("inf")], None, True),
-    ],
-)
-def test_the_end_of_a_run_that_blew_up(losses, baseline, diverged):
-    trend = LossTrend(baseline)
-    for loss in losses:
-        # As each checkpoint saves it and each restart reads it.
-        trend = LossTrend(baseline, json.loads(json.dumps(trend.state, allow_nan=False)))
-        trend.add(loss)
-    assert bool(trend.diverged) == diverged, trend.diverged
-
-
-def test_a_rollback_forgets_later_steps():
-    trend = LossTrend(6.4)
-    for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
-        trend.add(loss)
-    trend.roll_back()
-    for loss in [5.0, 4.9]:
-        trend.add(loss)
-    assert not trend.diverged
