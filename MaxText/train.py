@@ -220,17 +220,16 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         with events.timed("compile", step=training.step) as fields:
             fields |= compiling.result()
         reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
-        is_healthy = rollback.is_healthy and not run_logger.trend.diverged
-        if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
-            # No later step can show that it was healthy.
-            checkpoints.promote(metric_logger.newest_step)
-        checkpoints.close()
         if reason == loop.PREEMPTED:
+            checkpoints.close()
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            training.finish(run_folder, setup)
+            training.write_sample(run_folder, model)
+            problem = training.confirm_final_state()
+            checkpoints.close()
+            training.finish(run_folder, setup, problem)
             end.reason = loop.COMPLETED
     if end.message:
         print(end.message, file=sys.stderr)

@@ -5,7 +5,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from MaxText.storage.paths import COMMIT_MARK, is_object_store_path
 from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
+# Suffixes of checkpoints that are kept for inspection and never restored.
+_UNREADABLE, _UNHEALTHY = "unreadable", "unhealthy"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
@@ -248,6 +250,23 @@ class CheckpointManager:
         self._delete_after(step)
         self._resumed_from = None
 
+    def set_aside(self, is_broken: Callable[[int], bool]) -> list[int]:
+        """Renames checkpoints of broken states to `<step>.unhealthy`; returns their steps.
+
+        No resume and no rollback uses them; they stay on disk to be inspected or renamed back.
+        Collective; raises like `save`.
+        """
+        self._finish()
+        listed = all_succeed("listing checkpoints", self.steps)
+        broken = [step for step in listed if is_broken(step)]
+        self._healthy.forget(is_broken)
+        if broken:
+            # Before the renaming: a process killed in between must not roll back to one of these.
+            self._write_healthy()
+            self._rename(broken, _UNHEALTHY)
+            self._close_manager()  # Orbax would keep listing them
+        return broken
+
     def rollbacks(self) -> tuple[Rollback, ...]:
         """Returns the rollbacks in order; UserError if the file cannot be read."""
         if not self._config.enable_checkpointing:
@@ -372,17 +391,21 @@ class CheckpointManager:
         if not self._corrupted:
             return
         self._write_healthy()
+        self._rename(self._corrupted, _UNREADABLE)
+        self._corrupted.clear()
+
+    def _rename(self, steps: Collection[int], suffix: str) -> None:
+        """Renames checkpoints to `<step>.<suffix>`. Collective."""
 
         def rename() -> None:
-            for step in sorted(self._corrupted) if jax.process_index() == 0 else ():
-                target = self.directory / f"{step}.unreadable"
+            for step in sorted(steps) if jax.process_index() == 0 else ():
+                target = self.directory / f"{step}.{suffix}"
                 if target.exists():
-                    target = self.directory / f"{step}.unreadable-{int(time.time())}"
+                    target = self.directory / f"{step}.{suffix}-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
 
-        all_succeed("renaming corrupted checkpoints", rename)
-        self._finalized -= self._corrupted
-        self._corrupted.clear()
+        all_succeed(f"renaming {suffix} checkpoints", rename)
+        self._finalized -= set(steps)
 
     def _delete_after(self, last: int) -> None:
         listed = all_succeed("listing newer checkpoints", self.steps)

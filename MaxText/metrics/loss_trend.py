@@ -128,6 +128,8 @@ class LossTrend:
         if not losses:
             return math.inf
         median = statistics.median(losses)
+        if len(self._last) < _WINDOW:
+            return median + max(abs(median), _EARLY_LOSS_RISE)
         deviation = max(self._step_scatter(), _MIN_DEVIATION_SHARE * max(abs(median), 1.0))
         return median + _OUTLIER_DEVIATIONS * deviation
 

@@ -1,5 +1,6 @@
 """The training loop: batch, step, evaluation, checkpoint, end."""
 
+import collections
 import contextlib
 import dataclasses
 import shlex
@@ -18,7 +19,9 @@ from MaxText.errors import TrainingDivergedError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.run.final_state import MAX_SKIPPED_AT_END, broken_state_reason, skipped_at_end
 from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
@@ -28,6 +31,8 @@ from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
+
+_JUDGING_BATCHES = 3  # newest batches that are kept on the devices
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
 
@@ -76,6 +81,11 @@ class Loop:
     step: int
     last_step: int
     eval_loss: float | None = None  # of the last evaluation; None without one
+    # Batches that can judge the final state: the first one of this start, and the newest ones.
+    first_batch: Any = None
+    newest_batches: collections.deque[Any] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_JUDGING_BATCHES)
+    )
 
     def run(self, evaluation_due: bool) -> str:
         """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.
@@ -141,6 +151,9 @@ class Loop:
         self.watchdog.enter("step", self.step)
         with self.run_logger.profiler.step(self.step):
             self.state, metrics = self.train_step(self.state, batch)
+        if self.first_batch is None:
+            self.first_batch = batch
+        self.newest_batches.appendleft(batch)
         self.metric_logger.add(self.step, metrics)
         self.run_logger.profiler.finished(self.step, metrics)
 
@@ -181,26 +194,95 @@ class Loop:
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.get_state(), kept)
 
-    def finish(self, run_folder: epath.Path, setup: TrainSetup) -> None:
+    def write_sample(self, run_folder: epath.Path, model: Model) -> None:
+        """Generates text with the final parameters, if the configuration asks for it."""
+        config, run_logger = self.config, self.run_logger
+        line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
+        if not config.decoding.sample_tokens or tokenizer is None:
+            return
+        with _optional("sample", line):
+            from MaxText.inference.decoding import write_sample
+
+            text = write_sample(
+                model, self.state.params, self.sharding, config, tokenizer, run_folder
+            )
+            # Its time is part of the finish, which the stop row records.
+            run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
+            line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+
+    def confirm_final_state(self) -> str:
+        """Promotes the final checkpoint, or sets it aside if its state is broken.
+
+        Uses up the state. Returns a description of a broken end of the run, "" for a healthy one.
+        """
+        last_step = int(self.state.step) - 1
+        num_skipped = skipped_at_end(self.state.guard, last_step)
+        state, self.state = self.state, None  # donated
+        reason = broken_state_reason(
+            self.train_step,
+            state,
+            self._judging_batches(last_step),
+            self.run_logger.trend.outlier_limit,
+        )
+        skipped = ""
+        if num_skipped > MAX_SKIPPED_AT_END:
+            skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
+        if not reason:
+            if not skipped and self.rollback.is_healthy and not self.run_logger.trend.diverged:
+                # No later step can show that it was healthy.
+                self.checkpoints.promote(last_step)
+            return skipped and f"{skipped}, but the state is healthy on other data"
+        broken_since = last_step - num_skipped  # no later step changed the parameters
+        problem = f"the state after step {broken_since} is broken ({reason})"
+        if skipped:
+            problem = f"{skipped}: {problem}"
+        return problem + self._set_aside(broken_since)
+
+    def _judging_batches(self, last_step: int) -> Iterator[Any]:
+        """Yields batches for the final state, the newest first.
+
+        A start after the last step has trained on none, and reads the batch of that step again.
+        """
+        batches = [*self.newest_batches, self.first_batch]
+        if self.first_batch is None:
+            self.batches.seek(last_step)
+            self.step = last_step
+            batches = [self.next_batch()]
+        for batch in batches:
+            if batch is not None and self.train_step.fits(batch):
+                yield batch
+
+    def _set_aside(self, broken_since: int) -> str:
+        """Renames the checkpoints of a broken state if there is one of an earlier state.
+
+        Returns what became of them, for a message.
+        """
+        earlier = [step for step in self.checkpoints.steps() if step < broken_since]
+        if not earlier:
+            return ""
+        try:
+            broken = self.checkpoints.set_aside(lambda step: step >= broken_since)
+        except OSError as error:
+            return f". Its checkpoints could not be renamed: {error}"
+        if not broken:
+            return ""
+        names = ", ".join(f"{step}.unhealthy" for step in broken)
+        return f". Renamed its checkpoints to {names}; a restart resumes from step {earlier[-1]}"
+
+    def finish(self, run_folder: epath.Path, setup: TrainSetup, problem: str = "") -> None:
         """Prints and writes the final outputs of a run.
 
-        Raises TrainingDivergedError if the training loss diverged.
+        Args:
+          problem: What is wrong with the final state, of `confirm_final_state`.
+
+        Raises:
+          TrainingDivergedError: If the training loss diverged or the final state is broken.
         """
         config, run_logger, model = self.config, self.run_logger, setup.model
         line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
         entropy = self.batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
         if self.eval_loss is not None and entropy is not None:
             line(f"Validation loss {self.eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
-        if config.decoding.sample_tokens and tokenizer is not None:
-            with _optional("sample", line):
-                from MaxText.inference.decoding import write_sample
-
-                text = write_sample(
-                    model, self.state.params, self.sharding, config, tokenizer, run_folder
-                )
-                # Its time is part of the finish, which the stop row records.
-                run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
-                line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
         if config.monitoring.loss_curve and jax.process_index() == 0:
             with _optional("loss curve", line):
                 from MaxText.reports.report_writer import write_loss_curve
@@ -221,6 +303,8 @@ class Loop:
                 words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
             line(f"Generate:    {words} prompt='The '")
         line(f"Report:      {command_line.program_command('report')} {folder}")
+        if problem:
+            raise TrainingDivergedError(f"{problem}. Lower learning_rate, or inspect the data.")
         if diverged := run_logger.trend.diverged:
             raise TrainingDivergedError(
                 f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "
