@@ -168,7 +168,12 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata
     from MaxText.run.records import write_run_files
-    from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
+    from MaxText.run.restore import (
+        complete_message,
+        end_of_record,
+        restore_data_position,
+        restore_or_initialize,
+    )
 
     restored = restore_or_initialize(
         checkpoints,
@@ -181,9 +186,17 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         resolved=growth,
     )
     last_step = restore_data_position(restored, train_batches, run.steps)
-    if restored.first_step > last_step and not restored.metadata.get("evaluation_is_due"):
-        print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
-        return 0
+    evaluation_is_due = bool(restored.metadata.get("evaluation_is_due"))
+    if restored.first_step > last_step and not evaluation_is_due:
+        record = end_of_record(run_folder, restored)
+        # Process 0 keeps the record. Without its end, this start makes up for what is missing.
+        if processes.all_processes_agree(index != 0 or record.is_complete):
+            print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
+            return exit_codes.DIVERGED if record.has_diverged else exit_codes.SUCCESS
+        evaluates = evaluation.eval_interval > 0 and eval_batches is not None
+        evaluation_is_due = evaluates and not processes.all_processes_agree(
+            index != 0 or record.has_evaluation
+        )
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
@@ -219,7 +232,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as fields:
             fields |= compiling.result()
-        reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
+        reason = training.run(evaluation_is_due)
         if reason == loop.PREEMPTED:
             checkpoints.close()
             print(preemption.summary(checkpoints.latest_step(), run.run_name))

@@ -123,7 +123,8 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
         flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
         inherited_tokens=inherited.get("tokens") or 0.0,
         inherited_flops=inherited.get("flops") or 0.0,
-        last_step=steps[-1]["step"] if steps else None,
+        # A run whose end was made up for after a kill may have an evaluation only.
+        last_step=max((row["step"] for row in last), default=None),
         final_loss=evaluations[-1].get("eval/avg_loss") if evaluations else None,
     )
 
