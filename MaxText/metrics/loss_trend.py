@@ -39,10 +39,12 @@ class LossTrend:
         now = self._now()
         self._lowest, self._highest = min(self._lowest, now), max(self._highest, now)
 
-    def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> "LossTrend":
+    def add_rows(
+        self, rows: Iterable[Mapping[str, Any]], tag: str = "learning/lm_loss"
+    ) -> "LossTrend":
         for row in rows:
-            if "learning/lm_loss" in row and not row.get("learning/skipped"):
-                self.add(row["learning/lm_loss"])
+            if tag in row and not row.get("learning/skipped"):
+                self.add(row[tag])
         return self
 
     def roll_back(self) -> None:
