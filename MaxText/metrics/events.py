@@ -30,6 +30,7 @@ PHASES: dict[str, str] = {
     "rollback": "train",
     "data_retry": "train",
     "growth": "startup",
+    "peak_measured": "startup",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
     "sample": "shutdown",

@@ -75,10 +75,12 @@ class LossTrend:
             self._lowest = min(self._lowest, now)
             self._highest = max(self._highest, now)
 
-    def add_rows(self, rows: Iterable[Mapping[str, Any]]) -> "LossTrend":
+    def add_rows(
+        self, rows: Iterable[Mapping[str, Any]], tag: str = "learning/lm_loss"
+    ) -> "LossTrend":
         for row in rows:
-            if "learning/lm_loss" in row and not row.get("learning/skipped"):
-                self.add(row["learning/lm_loss"], row.get("updates") or 1)
+            if tag in row and not row.get("learning/skipped"):
+                self.add(row[tag], row.get("updates") or 1)
         return self
 
     def roll_back(self) -> None:
