@@ -62,13 +62,18 @@ def test_decay_mask_and_overrides_by_name():
         **MUDD,
         adam_weight_decay=0.5,
         adamw_mask=["scale", "static"],
-        weight_decay_overrides=[["layers/0/mlp", 0.25]],
-        learning_rate_overrides=[["^connections/", 0.1]],
+        # The first match wins, also over the mask.
+        weight_decay_overrides=[["layers/0/mlp", 0.25], ["layers/0", 0.75], ["3/wi|1/.*_k", 0.0]],
+        learning_rate_overrides=[["^connections/", 0.1], ["after/2", 7.0], ["/0/.*query", 3.0]],
     )
     expected = {
         "connections/after/2/static": -RATE * 0.1,
-        "connections/after/3/wi/kernel": -RATE * 0.1 * 2,
+        "connections/after/3/wi/kernel": -RATE * 0.1,
+        "connections/after/3/wo/kernel": -RATE * 0.1 * 2,
         "layers/0/mlp/wo/kernel": -RATE * 1.5,
+        "layers/0/self_attention/out/kernel": -RATE * 2.5,
+        "layers/0/self_attention/query/kernel": -RATE * 3 * 2.5,
+        "layers/0/pre_mlp_layer_norm/scale": -RATE * 2.5,
         "layers/2/mlp/wo/kernel": -RATE * 2,
         "layers/1/pre_self_attention_layer_norm_q/scale": -RATE,
     }
@@ -109,6 +114,106 @@ def test_switches_keep_the_paths_of_the_optimizer_state():
     assert plain == structure(adam_weight_decay=0.0)
     assert plain == structure(learning_rate_overrides=[["mlp", 0.5]])
     assert plain == structure(adam_bias_correction=False)
+
+
+def clipped(gradient, threshold=0.0, kind="global_norm"):
+    if threshold and kind == "global_norm":
+        return gradient * min(1.0, threshold / np.sqrt((gradient**2).sum()))
+    return np.clip(gradient, -threshold, threshold) if threshold else gradient
+
+
+def adam(gradients, b1=0.7, b2=0.9, eps=0.05, eps_root=0.02, corrected=True, nesterov=False):
+    """Kingma and Ba 2015, algorithm 1; with nesterov Dozat 2016."""
+    m = v = 0.0
+    for count, gradient in enumerate(gradients, 1):
+        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+        first, second = (m / (1 - b1**count), v / (1 - b2**count)) if corrected else (m, v)
+        if nesterov:
+            first = b1 * m / (1 - b1 ** (count + 1)) + (1 - b1) * gradient / (1 - b1**count)
+        yield first / (np.sqrt(second + eps_root) + eps)
+
+
+def lion(gradients, b1=0.7, b2=0.9):
+    """Chen et al. 2023, algorithm 2."""
+    m = 0.0
+    for gradient in gradients:
+        yield np.sign(b1 * m + (1 - b1) * gradient)
+        m = b2 * m + (1 - b2) * gradient
+
+
+def sgd(gradients, momentum=0.5, nesterov=False):
+    trace = 0.0
+    for gradient in gradients:
+        trace = momentum * trace + gradient
+        yield momentum * trace + gradient if nesterov else trace
+
+
+def muon(gradients, beta=0.8, eps=0.05, nesterov=False):
+    """Jordan et al. 2024, of each matrix [inputs, outputs], with the size of Liu et al. 2025."""
+    m = 0.0
+    for count, gradient in enumerate(gradients, 1):
+        m = beta * m + (1 - beta) * gradient
+        x = m / (1 - beta**count)
+        if nesterov:
+            x = beta * m / (1 - beta ** (count + 1)) + (1 - beta) * gradient / (1 - beta**count)
+        x = x / (np.sqrt((x**2).sum((-2, -1), keepdims=True)) + eps)
+        for _ in range(5):
+            gram = x @ x.swapaxes(-2, -1)
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        yield x * 0.2 * np.sqrt(max(x.shape[-2:]))
+
+
+ADAM = {"adam_b1": 0.7, "adam_b2": 0.9, "adam_eps": 0.05, "adam_eps_root": 0.02}
+MUON = ADAM | {"opt_type": "muon", "muon_beta": 0.8, "nesterov": False}
+WO, NORM, HEAD = "layers/mlp/wo/kernel", "decoder_norm/scale", "logits_dense/kernel"
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "name", "clipping"),
+    [
+        (adam, {}, WO, ()),
+        (adam, {}, NORM, (0.5,)),
+        (adam, {}, NORM, (0.5, "value")),
+        (functools.partial(adam, corrected=False), {"adam_bias_correction": False}, NORM, ()),
+        (lion, {"opt_type": "lion"}, WO, (0.5, "value")),
+        (sgd, {"opt_type": "sgd", "momentum": 0.5, "nesterov": False}, NORM, (0.5,)),
+        (muon, MUON, WO, ()),
+        (functools.partial(muon, nesterov=True), MUON | {"nesterov": True}, WO, (0.5, "value")),
+        (adam, MUON, NORM, ()),
+        (functools.partial(adam, nesterov=True), MUON | {"nesterov": True}, HEAD, ()),
+    ],
+)  # fmt: skip
+def test_updates_are_those_of_the_papers(rule, keys, name, clipping):
+    """Gradients that differ by element and step, clipped before the moments see them."""
+    shape = parameters_of(tiny_config("llama2", **PLAIN).model)[name].shape
+    draw = np.random.default_rng(0).normal
+    gradients = [scale * draw(size=shape) for scale in (1.0, 3.0, 0.2, 1.0)]
+    linear = {"lr_schedule_type": "linear", "adam_weight_decay": 0.1}
+    names = ("gradient_clipping_threshold", "gradient_clipping_type")
+    options = dict(zip(names, clipping, strict=False))
+    keys = ADAM | linear | options | keys
+    given = [lambda _, gradient=gradient: jnp.float32(gradient) for gradient in gradients]
+    found, _ = steps_of(given, only=name, **keys)
+    schedule = learning_rate_schedule(tiny_config(**PLAIN | linear).schedule)
+    directions = rule([clipped(gradient, *clipping) for gradient in gradients])
+    for step, (updates, direction) in enumerate(zip(found, directions, strict=True)):
+        expected = -float(schedule(step)) * (direction + 0.1 * 2)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-3, atol=2e-5 * RATE)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "lion", "muon"])
+def test_the_first_moment_has_its_format(opt_type):
+    for dtype, keys in (("float32", {}), ("bfloat16", {"mu_dtype": "bfloat16"})):
+        optimizer, parameters = optimizer_of(opt_type=opt_type, **keys)
+        params = map_param_names(parameters, lambda name: jnp.zeros(parameters[name].shape))  # noqa: B023
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params))
+        dtypes = {}
+        for path, leaf in leaves:
+            for moment in ("mu", "nu"):
+                if f".{moment}[" in jax.tree_util.keystr(path):
+                    dtypes.setdefault(moment, set()).add(str(leaf.dtype))
+        assert dtypes["mu"] == {dtype}
+        assert dtypes.get("nu", {"float32"}) == {"float32"}
 
 
 def test_lion_and_momentum_by_hand():
