@@ -23,10 +23,10 @@ from MaxText.config.loading import (
     converted_value,
     format_accepted,
     load,
-    merge,
+    review_file,
     unknown_key,
 )
-from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.maxtext_keys import ALIASES, find_mapping, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.schema import (
     Key,
@@ -321,7 +321,7 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
                 what = "a key" if argument == "--why" else "a YAML file"
                 raise UserError(f"{argument} needs {what} after it")
             if argument == "--from-maxtext":
-                return _maxtext_report(name)
+                return _maxtext_report(program, name, remaining)
             key = _known(name)
             return explain_value(_loaded(program, remaining, load), key.name)
     return ""
@@ -398,25 +398,44 @@ def _show_config(loaded: LoadedConfig) -> str:
     return serialization.resolved_yaml(loaded.config, comments)
 
 
-def _maxtext_report(path: str) -> str:
+def _maxtext_report(program: str, path: str, arguments: Sequence[str]) -> str:
+    """Returns what `program` makes of a config file written for MaxText."""
     file = config_files.find_config(path)
-    entries, problems = config_files.read(file)
-    given = [entry for entry in entries if entry.name not in sources.FILE_KEYS]
-    result = sources.CollectedSettings(problems=problems)
-    supported = merge(sources.distinct(given, result), result.problems).kept
+    review = review_file(path, arguments, program)
     groups = {
-        "Supported": [f"{one.name}: {one.origin.raw}" for one in supported],
-        "Accepted under another name or value, or without effect": result.notices,
-        "Not supported: change or remove these": list(map(_problem_line, result.problems)),
+        "Supported": [_setting_line(setting) for setting in review.settings],
+        "Accepted under another name or value, or without effect": review.notices,
+        "Not supported: change or remove these": list(map(_problem_line, review.problems)),
     }
-    lines = [f"{config_files.short_path(file)}, {len(entries)} keys"]
-    for heading, found in groups.items():
-        lines += ["", f"{heading} ({len(found)}):", *(f"  {line}" for line in found)]
+    optional = {
+        "MaxText's defaults, which stay": [_setting_line(one) for one in review.defaults],
+        "MaxText's defaults of keys that are not here, which have no effect": [
+            _setting_line(one) for one in review.absent_defaults
+        ],
+        f"Still needed by {program}": list(map(_problem_line, review.missing)),
+    }
+    groups |= {heading: entries for heading, entries in optional.items() if entries}
+    num_keys = len(config_files.read(file)[0])
+    lines = [f"{config_files.short_path(file)}, {num_keys} keys"]
+    for heading, entries in groups.items():
+        lines += ["", f"{heading} ({len(entries)}):", *(f"  {line}" for line in entries)]
     return "\n".join(lines) + "\n"
 
 
+def _setting_line(setting: sources.Setting) -> str:
+    """Returns "key: value", or "key.entry: value"."""
+    name = setting.name
+    if isinstance(setting.value, dict) and len(setting.value) == 1:
+        (entry,) = setting.value
+        if setting.written != name:
+            name = f"{name}.{entry}"
+    mapping = find_mapping(setting.written, values.from_text(setting.origin.raw))
+    value = mapping.text if mapping and mapping.name else setting.origin.raw
+    return f"{name}: {value}"
+
+
 def _problem_line(problem: ConfigIssue) -> str:
-    shown = ("accepted", "nearest", "note")
+    shown = ("accepted", "closest", "nearest", "note", "try")
     facts = (f"{label}: {text}" for label, text in problem.context if label in shown)
     return "; ".join([problem.message, *facts])
 

@@ -33,6 +33,7 @@ class Source(enum.Enum):
     """Sources of values, weakest first; DERIVED ones are computed."""
 
     DEFAULT = "schema default"
+    MAXTEXT_DEFAULT = "MaxText's default"  # in a copy of MaxText's base.yml
     DECODER_BLOCK = "decoder_block"
     BASE_CONFIG = "base_config"
     SAVED_CONFIG = "saved config"

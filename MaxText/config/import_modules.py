@@ -27,13 +27,14 @@ def collect(
     arguments: Sequence[str],
     overrides: Mapping[str, Any] = {},
     own: CheckpointConfig | None = None,
+    files: Sequence[str] = (),
 ) -> CollectedSettings:
     """Imports the modules named by the settings, then calls sources.collect.
 
     Raises ConfigurationError for one that cannot be imported. One that was imported before and has
     not changed stays.
     """
-    collected = sources.collect(arguments, overrides, own)
+    collected = sources.collect(arguments, overrides, own, files)
     setting = collected.last(KEY)
     if setting is None:
         return collected
@@ -44,7 +45,7 @@ def collect(
     if problems := [problem for name in names if (problem := _import(name, setting.place))]:
         raise ConfigurationError(problems)
     # Environment variables of the new keys count now.
-    collected = sources.collect(arguments, overrides, own)
+    collected = sources.collect(arguments, overrides, own, files)
     collected.notices += changes({sources.IMPORTED: collected.imported}, "the configuration")
     return collected
 

@@ -5,8 +5,10 @@ preset of model_name, environment (M_<KEY>), command line. jax is not imported, 
 reported in a fraction of a second.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import io
 import os
 import re
 import secrets
@@ -64,6 +66,65 @@ def load(
     return _resolve(collected, program)
 
 
+class FileReview(NamedTuple):
+    """What this program makes of a config file, as `train.py FILE` would."""
+
+    settings: list[Setting]  # accepted values, weakest first
+    defaults: list[Setting]  # values that a copy of MaxText's base.yml has left as they are
+    absent_defaults: list[Setting]  # the same, of keys that are not here
+    notices: list[str]
+    problems: list[ConfigIssue]
+    missing: list[ConfigIssue]  # what the program needs besides the file
+
+
+def review_file(path: str, arguments: Sequence[str], program: str) -> FileReview:
+    """Validates a config file by the rules of a program, without its notices and errors.
+
+    Args:
+      path: Of a YAML or JSON file.
+      arguments: Config paths and key=value over the file.
+      program: Such as "train.py".
+    """
+    collected = import_modules.collect(arguments, files=[path])
+    notices = collected.notices
+    collected.notices = []
+    problems, unused = _problems_and_notices(collected, None)
+    of_program, _ = _problems_and_notices(collected, program)
+    missing = [problem for problem in of_program if problem not in problems]
+    notices += unused
+    places = {place for problem in problems for place in problem.location}
+    accepted = [
+        setting
+        for setting in collected.settings
+        if setting.place not in places
+        and not any(line.endswith(f"({setting.place})") for line in unused)
+    ]
+    shown = (Source.CONFIG_FILE, Source.BASE_CONFIG, Source.SAVED_CONFIG, *_SET_BY_USER)
+    defaults = collected.maxtext_defaults
+    return FileReview(
+        settings=[one for one in accepted if one.origin.source in shown],
+        defaults=[setting for setting in defaults if setting.place not in places],
+        absent_defaults=collected.absent_defaults,
+        notices=list(dict.fromkeys(notices)),
+        problems=problems,
+        missing=missing,
+    )
+
+
+def _problems_and_notices(
+    collected: CollectedSettings, program: str | None
+) -> tuple[list[ConfigIssue], list[str]]:
+    """Returns the problems of a configuration, and notices of keys without effect."""
+    notices = io.StringIO()
+    problems: list[ConfigIssue] = []
+    try:
+        with contextlib.redirect_stderr(notices):
+            _resolve(collected, program)
+    except ConfigurationError as error:
+        problems += error.problems
+    return problems, notices.getvalue().splitlines()
+
+
 def load_config(config_file: str | Path | None = None, **overrides: Any) -> Config:
     """Returns the configuration of a file and Python values, as `load`."""
     arguments = [] if config_file is None else [str(config_file)]
@@ -99,8 +160,8 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     problems += _find_unused_decoder_block(origins, kept)
     config = unflatten({name: value for name, value in typed.items() if name not in wrong})
     broken, of_rules = _check_rules(config, winners, program)
-    # What rules miss may stand in a file that could not be read.
-    problems += [] if collected.is_file_missing else broken
+    # What rules miss may stand in a file that could not be read, or in a preset that is not there.
+    problems += [] if collected.is_incomplete else broken
     idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
     if typed["strict_config"] is True:
         problems += idle.values()

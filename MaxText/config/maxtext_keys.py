@@ -1,10 +1,14 @@
 """Keys of MaxText and other programs: aliases, and refused keys.
 
 A key with the exact meaning of one here is accepted under its old name, as is a value that is
-spelled differently or that holds here anyway. Any other is refused with a sentence that says what
-to use. maxtext_keys.yml has the tables.
+spelled differently, that holds here anyway, or that is MaxText's default. Any other is refused with
+a sentence that says what to use. The tables are in maxtext_keys.yml, the defaults in
+maxtext_defaults.yml.
 """
 
+import fnmatch
+import functools
+from collections.abc import Collection
 from importlib import resources
 from typing import Any, Literal, NamedTuple
 
@@ -49,10 +53,14 @@ def _unsupported(row: dict[str, Any]) -> UnsupportedKey:
     return UnsupportedKey(row["why"], row.get("use", ""), row.get("accepts", "off"))
 
 
-_TABLES = yaml.load(
-    (resources.files("MaxText.config") / "maxtext_keys.yml").read_text(encoding="utf-8"),
-    getattr(yaml, "CSafeLoader", yaml.SafeLoader),
-)
+def _read_table(name: str) -> dict[str, Any]:
+    return yaml.load(
+        (resources.files("MaxText.config") / name).read_text(encoding="utf-8"),
+        getattr(yaml, "CSafeLoader", yaml.SafeLoader),
+    )
+
+
+_TABLES = _read_table("maxtext_keys.yml")
 # Old name -> key here, where both mean exactly the same.
 ALIASES: dict[str, str] = _TABLES["aliases"]
 UNSUPPORTED = {key: _unsupported(row) for row in _TABLES["absent"] for key in row["keys"]}
@@ -65,6 +73,8 @@ TRANSLATIONS = {
     (key, value): KeyMapping(*target) if len(target) == 2 else KeyMapping("", why=target[0])
     for key, value, *target in _TABLES["translations"]
 }
+_NEAREST_BLOCKS: list[tuple[str, str]] = _TABLES["nearest_blocks"]
+_NEAREST_MODELS: list[tuple[str, str]] = _TABLES["nearest_models"]
 # Key of another program -> (whose it is, key here). Values mean something else there (a global
 # batch, a computed width), so these are not aliases; docs/reference/migration.md has more.
 REFERENCE_KEYS = {
@@ -74,7 +84,10 @@ REFERENCE_KEYS = {
 }
 
 # Ways to say that something is off, which is true of everything that is not here.
-_OFF = frozenset({"null", "", "none", "false", "0", "[]", "{}"})
+_OFF = (None, False, 0.0, (), {})
+# A file with this many keys of MaxText that are not here is a copy of its base.yml, which has all
+# of them. The smallest, of version 0.1.0, has 180.
+_MIN_ABSENT_KEYS = 100
 
 
 def current_entry(key: str, entry: str) -> str:
@@ -82,6 +95,7 @@ def current_entry(key: str, entry: str) -> str:
 
 
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
+    """Returns what another program's `name=value` means here; None if nothing is known of it."""
     if values.is_null(value):
         spelled = "null"
     else:
@@ -90,9 +104,77 @@ def find_mapping(name: str, value: Any) -> KeyMapping | None:
         return found
     families = (one for start, one in _FAMILIES.items() if name.startswith(start))
     reason = UNSUPPORTED.get(name) or next((one for one in families if one.accepts == "any"), None)
-    if reason and (reason.accepts == "any" or (reason.accepts == "off" and spelled in _OFF)):
+    if reason is None:
+        return None
+    if reason.accepts == "any" or (reason.accepts == "off" and _is_off(_canonical(value))):
         return KeyMapping("", why=reason.sentence)
+    if is_maxtext_default(name, value):
+        return KeyMapping("", why=f"{reason.sentence} (the value is MaxText's default)")
     return None
+
+
+def _canonical(value: Any) -> Any:
+    """Returns a value as YAML 1.1 and Python would read it, so that spellings compare equal."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_canonical, value))
+    if isinstance(value, dict):
+        return {str(name): _canonical(item) for name, item in value.items()}
+    if value == "" or values.is_null(value):
+        return None
+    if isinstance(value, values.UntypedScalar):
+        for convert_to in (bool, float):
+            try:
+                return values.convert(value, convert_to)
+            except values.InvalidValueError:
+                continue
+    return str(value) if isinstance(value, str) else value
+
+
+def _is_off(value: Any) -> bool:
+    """Returns whether a canonical value, or every entry of it, switches a feature off."""
+    if isinstance(value, dict):
+        return all(map(_is_off, value.values()))
+    return value in _OFF
+
+
+@functools.cache
+def maxtext_defaults() -> dict[str, list[Any]]:
+    """Returns the values that MaxText's base.yml has had for each of its keys.
+
+    Of logical_axis_rules they are the rules of the list.
+    """
+    return {
+        name: [_canonical(value) for value in defaults]
+        for name, defaults in _read_table("maxtext_defaults.yml").items()
+    }
+
+
+def is_maxtext_default(name: str, value: Any) -> bool:
+    """Returns whether a value of MaxText's key `name` is the default of one of its versions."""
+    defaults = maxtext_defaults().get(name, [])
+    if name == "logical_axis_rules":
+        return isinstance(value, list) and all(_canonical(rule) in defaults for rule in value)
+    return _canonical(value) in defaults
+
+
+def is_maxtext_base(names: Collection[str]) -> bool:
+    """Returns whether a file with these keys is MaxText's base.yml, or a copy with changes."""
+    absent = [name for name in names if name in UNSUPPORTED and name in maxtext_defaults()]
+    return len(absent) >= _MIN_ABSENT_KEYS
+
+
+def nearest_keys(name: str, value: str) -> str:
+    """Returns the keys that come closest to a decoder_block or model_name of MaxText.
+
+    Empty if nothing is known of it.
+    """
+    if name == "model_name":
+        blocks = (block for pattern, block in _NEAREST_MODELS if fnmatch.fnmatch(value, pattern))
+        block = next(blocks, "")
+        keys = nearest_keys("decoder_block", block) or (block and f"decoder_block={block}")
+        return f"MaxText's models/{value}.yml as config file, with {keys}" if keys else ""
+    matches = (keys for pattern, keys in _NEAREST_BLOCKS if fnmatch.fnmatch(value, pattern))
+    return next(matches, "")
 
 
 def other_meaning(name: str) -> str:

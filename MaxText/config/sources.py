@@ -8,11 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from MaxText.config import config_files, values
+from MaxText.config import axis_rules, config_files, values
 from MaxText.config.config_files import Origin, Setting, Source, short_path
-from MaxText.config.maxtext_keys import ALIASES, UNSUPPORTED, find_mapping
+from MaxText.config.maxtext_keys import (
+    ALIASES,
+    UNSUPPORTED,
+    find_mapping,
+    find_unsupported,
+    is_maxtext_base,
+    is_maxtext_default,
+    nearest_keys,
+)
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
-from MaxText.config.schema import SCHEMA_VERSION, all_keys, split_entry
+from MaxText.config.schema import SCHEMA_VERSION, all_keys, all_names, split_entry
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
 SWEEP_KEYS = {
@@ -23,6 +31,8 @@ SWEEP_KEYS = {
 # In a saved configuration and in a checkpoint's metadata: {module: SHA-256 of its source}.
 IMPORTED = "imported_modules"
 FILE_KEYS = ("base_config", "schema_version", IMPORTED, *SWEEP_KEYS)
+
+_NAMES_DATA = ("dataset_path", "grain_train_files", "data_mixture_weights", "prepare_source")
 
 # What an argument of a program is: key=value, or a config file.
 ARGUMENT = re.compile(r"([A-Za-z_][\w.\-]*)=(.*)", re.DOTALL)
@@ -43,11 +53,16 @@ class CollectedSettings:
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
     problems: list[ConfigIssue] = dataclasses.field(default_factory=list)
-    is_file_missing: bool = False
+    # whether a file, a preset or an argument that may be one could not be read
+    is_incomplete: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
     sweep_blocks: dict[str, Setting] = dataclasses.field(default_factory=dict)  # by SWEEP_KEYS
     imported: dict[str, str] = dataclasses.field(default_factory=dict)  # IMPORTED of a file
+    # Values that a copy of MaxText's base.yml has left as they are there: of keys here, and of
+    # keys that are absent here.
+    maxtext_defaults: list[Setting] = dataclasses.field(default_factory=list)
+    absent_defaults: list[Setting] = dataclasses.field(default_factory=list)
 
     def last(self, name: str) -> Setting | None:
         return next((s for s in reversed(self.settings) if s.name == name), None)
@@ -57,6 +72,7 @@ def collect(
     arguments: Sequence[str],
     overrides: Mapping[str, Any] = {},
     own: CheckpointConfig | None = None,
+    files: Sequence[str] = (),
 ) -> CollectedSettings:
     """Collects the settings of all sources.
 
@@ -64,6 +80,7 @@ def collect(
       arguments: Config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of load_config()).
       own: Configuration that weights record, below a config file.
+      files: Config paths below those of the arguments, whatever their suffix.
     """
     result = CollectedSettings()
     if own is not None:
@@ -72,13 +89,13 @@ def collect(
     paths, typed = _read_arguments(arguments, result)
     typed += distinct(_python_settings(overrides, Source.ARGUMENT), result)
     environment_settings = _read_environment(result)
-    for path in paths:
+    for path in [*files, *paths]:
         try:
             result.config_path = config_files.find_config(path)
             result.settings += _read_chain(result.config_path, Source.CONFIG_FILE, result)
         except ConfigurationError as error:
             result.problems += error.problems
-            result.is_file_missing = True
+            result.is_incomplete = True
 
     place = len(result.settings)
     result.settings += environment_settings + typed
@@ -90,7 +107,11 @@ def collect(
         place = next(i for i, each in enumerate(result.settings) if each.origin.file == file)
     result.settings[place:place] = preset
     bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Source.DECODER_BLOCK, result)
-    result.settings[:0] = bundle
+    defaults = result.maxtext_defaults
+    if any(setting.name in _NAMES_DATA and setting.value for setting in result.settings):
+        # MaxText's default would be synthetic data in place of the data that was named.
+        defaults = [setting for setting in defaults if setting.name != "dataset_type"]
+    result.settings[:0] = [*defaults, *bundle]
     return result
 
 
@@ -113,15 +134,30 @@ def _read_arguments(
         elif YAML_PATH.fullmatch(argument) and not argument.startswith("-"):
             paths.append(argument)
         else:
-            name = argument.lstrip("-").replace("-", "_")
-            what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
-            if argument.startswith("-"):
-                what = f"argument {argument!r} has no value: write {name}=VALUE"
-            is_path = os.path.exists(os.path.expanduser(argument))
-            remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
-            facts = ("write", remedy), nearest_fact(name, all_keys(), "{}=...")
-            result.problems.append(ConfigIssue(what, ("command line",), facts))
+            result.problems.append(_unreadable_argument(argument))
+            # It may have been meant as the config file.
+            is_option = argument.startswith("-")
+            result.is_incomplete |= not is_option and re.search(r"[/.\\]", argument) is not None
     return paths, distinct(settings, result, last_wins=True)
+
+
+def _unreadable_argument(argument: str) -> ConfigIssue:
+    """Returns the problem of an argument that is neither key=value nor a config file."""
+    location = ("command line",)
+    name = argument.lstrip("-").replace("-", "_")
+    is_option = argument.startswith("-")
+    if is_option and name in (*all_names(), *ALIASES):
+        return ConfigIssue(f"argument {argument!r} has no value: write {name}=VALUE", location)
+    nearest = nearest_fact(name, all_names(), "{}=...")
+    if is_option and (reason := find_unsupported(name)):
+        return ConfigIssue(f"argument {argument!r} is no key here: {reason.sentence}", location)
+    if is_option:
+        what = f"argument {argument!r} is neither a key nor an option"
+        return ConfigIssue(what, location, (nearest,))
+    what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
+    is_path = os.path.exists(os.path.expanduser(argument))
+    remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
+    return ConfigIssue(what, location, (("write", remedy), nearest))
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
@@ -181,6 +217,8 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
             for entry in entries
             if entry.name not in FILE_KEYS
         ]
+        if here is not Source.SAVED_CONFIG and is_maxtext_base([one.name for one in settings]):
+            settings = _without_maxtext_defaults(path, settings, result)
         found[:0] = distinct(settings, result)
         blocks = {name: entry for name, entry in special.items() if name in SWEEP_KEYS}
         result.sweep_blocks = blocks | result.sweep_blocks
@@ -199,10 +237,46 @@ def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Se
         except ConfigurationError as error:
             at = (base.place,)
             result.problems += [dataclasses.replace(one, location=at) for one in error.problems]
+            result.is_incomplete = True
             break
         if layer is Source.CONFIG_FILE:
             here = Source.BASE_CONFIG
     return found
+
+
+# Of these a copy of MaxText's base.yml has a value that fits Google's machines and files.
+_DETECTED = ("hardware", "tokenizer_type", "tokenizer_path", "grain_file_type")
+
+
+def _without_maxtext_defaults(
+    path: Path, settings: Sequence[Setting], result: CollectedSettings
+) -> list[Setting]:
+    """Returns the settings of a copy of MaxText's base.yml that its user changed.
+
+    The others are defaults, which a decoder_block, a preset and a key set anywhere else beat.
+    """
+    changed: list[Setting] = []
+    defaults: list[Setting] = []
+    for setting in settings:
+        if setting.name == "logical_axis_rules" and isinstance(setting.value, list):
+            rules = [rule for rule in setting.value if not is_maxtext_default(setting.name, [rule])]
+            setting = dataclasses.replace(setting, value=rules)
+        if not is_maxtext_default(setting.name, setting.value):
+            changed.append(setting)
+        elif find_unsupported(setting.name, (setting.name,)):
+            result.absent_defaults.append(setting)
+        elif setting.name not in (*_DETECTED, "logical_axis_rules"):
+            origin = dataclasses.replace(setting.origin, source=Source.MAXTEXT_DEFAULT)
+            defaults.append(dataclasses.replace(setting, origin=origin))
+    silent = CollectedSettings()  # no notices
+    result.maxtext_defaults[:0] = distinct(defaults, silent)
+    result.problems += silent.problems
+    result.notices.append(
+        f"note: {short_path(path)} is a copy of MaxText's base.yml: {len(result.absent_defaults)} "
+        "keys that are not here have MaxText's defaults and no effect; "
+        f"{', '.join(_DETECTED)} are detected unless changed"
+    )
+    return changed
 
 
 def _check_version(entry: Setting, result: CollectedSettings) -> None:
@@ -227,10 +301,8 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     known, file = config_files.preset_names(folder), folder / f"{chosen}.yml"
     is_path = YAML_PATH.fullmatch(chosen)
     if not is_path and chosen not in known:
-        nearest = nearest_fact(str(chosen), known)
-        facts = nearest, ("known", ", ".join(known)), ("default", default)
-        what = f"{name}: there is no {short_path(file)}"
-        result.problems.append(ConfigIssue(what, place, facts))
+        result.problems.append(_unknown_name(name, str(chosen), file, place))
+        result.is_incomplete = True
         return []
     try:
         if is_path:
@@ -240,6 +312,7 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         # A saved configuration has the keys of a bundle that has since been moved.
         if not is_saved:
             result.problems += [dataclasses.replace(one, location=place) for one in error.problems]
+            result.is_incomplete = True
         return []
     kept = []
     for inner in settings:
@@ -249,6 +322,22 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
         elif inner.name not in ("model_name", name):
             kept.append(inner)
     return kept
+
+
+def _unknown_name(name: str, chosen: str, file: Path, place: tuple[str, ...]) -> ConfigIssue:
+    """Returns the problem of a decoder_block or model_name without a file."""
+    known = config_files.preset_names(file.parent)
+    family = re.match(r"[a-z]*", chosen)
+    same_family = [one for one in known if family and family[0] and one.startswith(family[0])]
+    closest = nearest_keys(name, chosen)
+    nearest = close_matches(chosen, known) or same_family
+    facts = (
+        ("closest", closest),
+        ("nearest", ", ".join(nearest)),
+        ("known", "" if closest or nearest else ", ".join(known)),
+        ("default", str(all_keys()[name].default)),
+    )
+    return ConfigIssue(f"{name}: there is no {short_path(file)}", place, facts)
 
 
 def sweep_not_supported(name: str, place: str) -> ConfigIssue:
@@ -275,6 +364,13 @@ def distinct(
             written = f"{setting.written}={setting.origin.raw}"
             notices.append(f"note: {written} {found.sentence}")
             name, value = found.name, found.value
+        if name == "logical_axis_rules" and isinstance(value, list):
+            value, dropped = _without_foreign_rules(value)
+            if dropped:
+                notices.append(
+                    f"note: logical_axis_rules: {dropped} of MaxText's own rules are for names or "
+                    "axes that are not here"
+                )
         if setting.origin.source is not Source.SAVED_CONFIG:  # by an older version of this program
             result.notices += notices
         if not name:
@@ -291,6 +387,22 @@ def distinct(
             continue
         kept[name] = setting
     return list(kept.values())
+
+
+def _without_foreign_rules(rules: list[Any]) -> tuple[list[Any], int]:
+    """Drops MaxText's default rules of names and axes that are not here; returns their number."""
+
+    def is_foreign(rule: Any) -> bool:
+        if not is_maxtext_default("logical_axis_rules", [rule]):
+            return False
+        try:
+            axis_rules.parse([rule])
+        except values.InvalidValueError:
+            return True
+        return False
+
+    known = [rule for rule in rules if not is_foreign(rule)]
+    return known, len(rules) - len(known)
 
 
 def print_notices(notices: Sequence[str]) -> None:

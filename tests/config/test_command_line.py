@@ -1,5 +1,7 @@
 """Options, messages and exit codes."""
 
+import re
+
 import pytest
 
 from MaxText.config import config_files
@@ -116,3 +118,56 @@ def test_how_programs_end(error, code, said, capfd):
     assert (caught.value.code, capfd.readouterr().err) == (code, said)
     print("more", flush=True)
     assert capfd.readouterr().out == ("" if code == 141 else "more\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "decoder_block: mistral", "decoder_block: qwen3", "model_name: mixtral-8x7b",
+        "opt_type: adagrad", "base_num_kv_heads: 5", "dataset_type: hf", "steps: many",
+    ],
+)  # fmt: skip
+def test_from_maxtext_supports_nothing_that_training_refuses(line, answer, write):
+    path = write(f"{line}\nlearning_rate: 1.0e-3\ndataset_path: folder\n")
+    with pytest.raises(UserError):
+        load([path], "train.py")
+    supported, refused = answer("--from-maxtext", path).split("Not supported")
+    assert line not in supported
+    assert line.partition(":")[0] in refused
+    assert "learning_rate: 1.0e-3" in supported
+
+
+def test_from_maxtext_shows_names_of_entries_and_keys_without_effect(answer, write):
+    path = write(
+        "checkpoint_storage_use_ocdbt: false\nprofiler_steps: 3\nprofiler: xplane\n"
+        "dataset_path: d\nposition_embedding: none\nrotary_pct: 0.5\n"
+    )
+    text = answer("--from-maxtext", path)
+    assert "  checkpoint_storage.use_ocdbt: false\n" in text
+    assert "  profiler_window.steps: 3\n" in text
+    assert "  rotary_pct: 0.5\n" not in text
+    assert "rotary_pct: has no effect with position_embedding=" in text
+
+
+def test_from_maxtext_reads_json_and_arguments_over_the_file(answer, write):
+    path = write('{"decoder_block": "mistral", "steps": 5}', "maxtext.json")
+    assert "decoder_block: there is no" in answer("--from-maxtext", path)
+    assert "(0):\n\nStill needed" in answer("--from-maxtext", path, "decoder_block=llama2")
+
+
+@pytest.mark.parametrize(
+    "argument", ["no_such_file.json", "model_name=no-such-preset", "decoder_block=no_such_block",
+                 "nowhere.yml", ".", "configs/gpt2"],
+)  # fmt: skip
+def test_consequences_of_a_missing_configuration_are_not_listed(argument, answer):
+    text = answer(argument, code=2)
+    assert text.startswith("error: 1 problem in the configuration")
+    assert "no dataset is set" not in text
+
+
+@pytest.mark.parametrize("argument", ["--resume", "--no-such-option", "--restore", "-v"])
+def test_advice_names_no_key_that_does_not_exist(argument, answer):
+    text = answer(argument, "dataset_path=d", code=2)
+    named = re.findall(r"write (\w+)=", text)
+    assert not named
+    assert "write steps=VALUE" in answer("--steps", "dataset_path=d", code=2)
