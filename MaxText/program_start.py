@@ -1,7 +1,7 @@
 """Start of a program: signals, output, memory, launch time.
 
-Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
-exit without a traceback.
+Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C, SIGTERM and
+the notices of a scheduler exit without a traceback.
 
 Before a script can import it, the script puts its parent folder on sys.path in place of its own, so
 that every module has one name.
@@ -20,7 +20,13 @@ from types import FrameType
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 
-_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
+# Notices that the process is about to be ended: SIGHUP when a terminal or an SSH session closes,
+# SIGUSR1 and SIGUSR2 from schedulers (sbatch --signal=USR1@60, submitit, Grid Engine's -notify).
+NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals that ask a program to save and exit, besides Ctrl-C.
+STOP_SIGNALS = (signal.SIGTERM, *NOTICES)
+
+_CODES = {signal.SIGINT: INTERRUPTED, **dict.fromkeys(STOP_SIGNALS, PREEMPTED)}
 
 # By default glibc returns large temporaries to the system after each step, and the next step faults
 # them in again in 4 KiB pages: a third of a small CPU step. So heaps are never trimmed. Blocks of
@@ -40,19 +46,25 @@ _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted proces
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
-def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = False) -> None:
-    """Sets up a program: output, memory, and Ctrl-C until `leave_to_python`.
+class StopRequestedError(KeyboardInterrupt):
+    """Raised by SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2; handled like Ctrl-C."""
 
-    Only if the module with the __name__ `importer` was started, not imported; `also_sigterm` exits
-    with a preemption's code.
+
+def install(importer: str, *, tune_malloc: bool = False) -> None:
+    """Sets up a program: output, memory, and signals until `leave_to_python`.
+
+    Only if the module with the __name__ `importer` was started, not imported. Ctrl-C exits with its
+    own code, the signals in STOP_SIGNALS with that of a preemption. Those that the parent process
+    ignores (nohup) stay ignored.
     """
     command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
     if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
         return
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     if tune_malloc:
         reexec_with_malloc_tuning()
@@ -92,9 +104,12 @@ def launch_time() -> float:
 
 
 def leave_to_python() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt."""
+    """From here on Ctrl-C raises KeyboardInterrupt, STOP_SIGNALS StopRequestedError."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, _request_stop)
 
 
 @contextlib.contextmanager
@@ -110,6 +125,13 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _request_stop(number: int, _frame: FrameType | None) -> None:
+    # A second SIGTERM ends a program that does not come to its handlers. A closing terminal sends
+    # SIGHUP twice, and that must not cut the cleanup short.
+    signal.signal(number, signal.SIG_IGN if number in NOTICES else signal.SIG_DFL)
+    raise StopRequestedError
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

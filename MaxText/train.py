@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from MaxText import program_start
 
-program_start.install(__name__, also_sigterm=True, tune_malloc=True)  # before the slow imports
+program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line

@@ -275,10 +275,13 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
         # The interpreter would flush it once more at its end.
         _discard_stdout()
         raise SystemExit(exit_codes.BROKEN_PIPE) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if stopped:
-            sys.stderr.write(f"{stopped}\n")
-        raise SystemExit(exit_codes.INTERRUPTED) from None
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                sys.stderr.write(f"{stopped}\n")
+        is_request = isinstance(error, program_start.StopRequestedError)
+        code = exit_codes.PREEMPTED if is_request else exit_codes.INTERRUPTED
+        raise SystemExit(code) from None
 
 
 def stdout_writer() -> Callable[[str], None]:

@@ -41,7 +41,7 @@ from MaxText.experiments.variants import Variant, confounding_keys, folder_of
 from MaxText.metrics.run_record import read_run
 from MaxText.metrics.step_line import format_duration
 from MaxText.metrics.tables import format_loss
-from MaxText.program_start import handled
+from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
 from MaxText.reports.report_writer import write_report
 
 Log = Callable[[str], None]
@@ -270,12 +270,17 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def signals_as_exceptions() -> contextlib.AbstractContextManager[None]:
-    """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
+    """Raises StopRequestedError on STOP_SIGNALS, so no run outlives the program."""
+    stopping = False
 
     def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        nonlocal stopping
+        # Only the first: the run at work is saving, and a closing terminal sends SIGHUP twice.
+        if not stopping:
+            stopping = True
+            raise StopRequestedError
 
-    return handled((signal.SIGTERM, signal.SIGHUP), stop)
+    return handled(STOP_SIGNALS, stop)
 
 
 def train(run: Trial) -> int:

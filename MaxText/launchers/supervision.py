@@ -16,7 +16,7 @@ from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config.keys import key
 from MaxText.launchers.commands import LaunchOptions, Log
-from MaxText.program_start import handled
+from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 from MaxText.storage.paths import parse_path
 
@@ -42,8 +42,8 @@ def supervise(
     """Runs `number` processes to completion, restarting all after a failure.
 
     The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
-    SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
-    last attempt's exit code, or 128 + n for signal n.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded and end restarting. A second SIGTERM
+    or SIGINT kills. Returns the last attempt's exit code, or 128 + n for signal n.
     """
     most, restarts = options.max_restarts if options.supervise else 0, 0
     received: list[int] = []
@@ -51,10 +51,13 @@ def supervise(
 
     def forward(signal_number: int, _frame: object) -> None:
         received.append(signal_number)
+        # A notice may come twice, and SIGTERM follows it: none of these cuts a save short.
+        demands = [number for number in received if number not in NOTICES]
+        is_second = signal_number not in NOTICES and len(demands) > 1
         if attempt is not None:
-            attempt.send(signal.SIGKILL if len(received) > 1 else signal_number)
+            attempt.send(signal.SIGKILL if is_second else signal_number)
 
-    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), forward):
+    with handled((*STOP_SIGNALS, signal.SIGINT), forward):
         while True:
             before = newest_checkpoint(run_folder)
             port = free_port()  # the last port may still be in TIME_WAIT

@@ -105,7 +105,9 @@ def test_restarts(run, ends, number, max_restarts, code, starts):
     assert run.starts(0) == starts
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+)
 def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
     program = f"""
         import sys
