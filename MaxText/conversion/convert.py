@@ -66,6 +66,8 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         folder = resolve_hf_path(request.source, "from")
         given = {name: values.from_text(text) for name, text in request.keys.items()}
         weights = HFWeights(folder, given)
+        for note in weights.notes:
+            log(note)
         if request.verify:
             hf_export.check_verifiable(weights.family, weights.config)
         tokenizer_copy.check_ids(folder, weights.config.model.shape.vocab_size)

@@ -27,7 +27,7 @@ import numpy as np
 from MaxText.config.data_sections import DataConfig
 from MaxText.errors import UserError
 from MaxText.storage import file_access
-from MaxText.storage.atomic import sync_file
+from MaxText.storage.atomic import apply_umask, sync_file
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
@@ -104,6 +104,7 @@ def cached_arrays(
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
+            apply_umask(staging)  # mkdtemp's folders are closed to the other users of a cache
             with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
         finally:
