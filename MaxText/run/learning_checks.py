@@ -77,7 +77,7 @@ def first_batch_reasons(batch: Batch, *, is_repeated: bool) -> list[str]:
     has_targets_B = (np.asarray(batch.loss_mask_BT) > 0).any(axis=1)
     tokens_BT = np.asarray(batch.tokens_BT)[has_targets_B]
     num_distinct = len(np.unique(tokens_BT, axis=0))
-    if len(ids) > 1 and 2 * num_distinct <= len(tokens_BT):
+    if len(ids) > 1 and 4 * num_distinct <= 3 * len(tokens_BT):
         reasons.append(
             f"the first batch of {len(tokens_BT)} sequences has {num_distinct} distinct: the data "
             "hold less than one batch, so the loss will be that of memorized text"
