@@ -202,6 +202,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
+    from MaxText.run.learning_checks import LearningChecks
     from MaxText.run.records import MetricLogger, open_run_logger
     from MaxText.run.rollback import RollbackController
 
@@ -214,13 +215,21 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     rollback = RollbackController(
         guard, checkpoints, events.emit, train_batches, abstract_state, restored
     )
-    metric_logger = MetricLogger(run_logger, config, last_step, rollback.observe)
+    learning_checks = LearningChecks(
+        config, setup, sharding, events.emit, first_step=restored.first_step, last_step=last_step
+    )
+
+    def observe(step, metrics):
+        learning_checks.observe(step, metrics)
+        rollback.observe(step, metrics)
+
+    metric_logger = MetricLogger(run_logger, config, last_step, observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, sharding, batch_schedule, eval_batch_size, train_batches, eval_batches, train_step,
         eval_step, checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
-        restored.state, restored.first_step, last_step,
+        learning_checks, restored.state, restored.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as stack:
         # All are called, the last one first, even if one fails. A background save is atomic.

@@ -147,7 +147,8 @@ class LearningRateDecay(Options):
 class ScheduleConfig(Section):
     """Learning rate schedule."""
 
-    learning_rate: Positive = key(3e-5, "Peak learning rate.")
+    learning_rate: NonNegative = key(3e-5)
+    """Peak learning rate; 0 leaves every parameter as it is, with a warning."""
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key("cosine")
     """Learning rate schedule after warm-up; wsd is warm-up, stable, decay."""
     learning_rate_schedule_steps: CountOrAuto = key(-1, unit="steps")

@@ -211,6 +211,9 @@ def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Lo
         if work and ahead:
             line += f", about {format_duration(seconds / work * ahead)} left"
         log(line)
+        for row in record.events:
+            if row["event"] == "warning":
+                log(f"{name}: WARNING: {row.get('reason')}.")
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:

@@ -225,6 +225,8 @@ class Terminal(Sink):
             count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {fields['reason']}")
+        if event.kind == "warning":
+            self.line(f"WARNING: {fields['reason']}.")
         # A repeated event was printed before, and its exclusions when the data were opened.
         if event.kind == "rollback" and not fields.get("again"):
             first, end = fields["samples"]

@@ -247,6 +247,8 @@ def event_text(row: Mapping[str, Any]) -> str:
         count = row.get("count") or 1
         what = kind.removesuffix("_skipped")
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
+    if kind == "warning":
+        return f"warning: {reason}"
     if kind == "rollback":
         return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":

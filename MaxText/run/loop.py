@@ -22,6 +22,7 @@ from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.final_state import MAX_SKIPPED_AT_END, broken_state_reason, skipped_at_end
+from MaxText.run.learning_checks import LearningChecks
 from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
@@ -77,6 +78,7 @@ class Loop:
     watchdog: Watchdog
     preemption: PreemptionHandler
     metric_logger: MetricLogger
+    learning_checks: LearningChecks
     state: Any
     step: int
     last_step: int
@@ -116,6 +118,9 @@ class Loop:
                 self.roll_back()
                 continue
             self.rollback.snapshot(step, self.state, self.batches.get_state())
+            if self.learning_checks.gradients_due(step):
+                with self.metric_logger.exclude_time():
+                    self.learning_checks.check_gradients(self.state)
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
             target = self.config.evaluation.target_eval_loss
@@ -135,7 +140,10 @@ class Loop:
         batch = None
         with contextlib.suppress(WaitCancelledError), self.metric_logger.waiting_for_data():
             batch_size = self.batch_schedule.batch_size(self.batch_schedule.at(self.step))
-            batch = self.sharding.to_global_batch(next(self.batches), batch_size)
+            host_batch = next(self.batches)
+            if self.first_batch is None:
+                self.learning_checks.check_first_batch(host_batch)
+            batch = self.sharding.to_global_batch(host_batch, batch_size)
         self.run_logger.log_data_events(self.batches, self.step)
         return batch
 
@@ -216,6 +224,7 @@ class Loop:
         Uses up the state. Returns a description of a broken end of the run, "" for a healthy one.
         """
         last_step = int(self.state.step) - 1
+        self.learning_checks.finish(self.state)
         num_skipped = skipped_at_end(self.state.guard, last_step)
         state, self.state = self.state, None  # donated
         reason = broken_state_reason(
@@ -225,13 +234,13 @@ class Loop:
             self.run_logger.trend.outlier_limit,
         )
         skipped = ""
-        if num_skipped > MAX_SKIPPED_AT_END:
+        if num_skipped > MAX_SKIPPED_AT_END or num_skipped == last_step + 1:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
             if not skipped and self.rollback.is_healthy and not self.run_logger.trend.diverged:
                 # No later step can show that it was healthy.
                 self.checkpoints.promote(last_step)
-            return skipped and f"{skipped}, but the state is healthy on other data"
+            return skipped and f"{skipped}; the state before them is healthy"
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"
         if skipped:
