@@ -44,8 +44,8 @@ def main() -> None:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
                 train = command_line.program_command("train")
-                arguments = " ".join(train_arguments(manifest, path))
-                print(f"Train on it:\n  {train} {arguments}")
+                if arguments := train_arguments(manifest, path):
+                    print(f"Train on it:\n  {train} {' '.join(arguments)}")
 
 
 if __name__ == "__main__":

@@ -54,9 +54,11 @@ def train_arguments(manifest: Manifest, dataset_path: str) -> list[str]:
 
     The model and its learning rate follow the size of the dataset, and the steps its tokens: at
     most four epochs on one device. With a validation split there are evaluations. The run has a
-    name, so that the same command resumes it.
+    name, so that the same command resumes it. Empty if there is no text to train on.
     """
-    train = manifest.splits["train"]
+    train = manifest.splits.get("train")
+    if train is None or train.num_tokens < 2:  # no token has a target
+        return []
     preset = next(preset for preset in _PRESETS if train.num_tokens >= preset.min_tokens)
     # A window needs one token more than its inputs; a text may be shorter than that of the preset.
     length = min(preset.length, 2 ** ((train.num_tokens - 1).bit_length() - 1))

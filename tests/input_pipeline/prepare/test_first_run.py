@@ -87,6 +87,7 @@ def test_a_bucket_gives_the_name(tmp_path):
     manifest = write_data_set(tmp_path / "x", {"train": documents(200)}, vocab_size=259)
     assert "run_name=corpus.v2" in train_arguments(manifest, "gs://bucket/some/corpus.v2/")
     assert "run_name=first" in train_arguments(manifest, "/")
+    assert train_arguments(manifest.model_copy(update={"splits": {}}), "x") == []
 
 
 @pytest.mark.slow
