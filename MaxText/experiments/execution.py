@@ -35,6 +35,7 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     plan_lines,
     run_config,
+    warmup_problems,
 )
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
@@ -107,7 +108,10 @@ def run_comparison(
         unasked = confounding_keys(solved_variants(plan, variants), solved)
         for line in unasked:
             say(f"warning: the configurations differ in {line}")
-        if unasked:
+        too_short = warmup_problems(plan, variants)
+        for line in too_short:
+            say(f"warning: {line}, so there will be no verdict")
+        if unasked or too_short:
             say("")
         if waiting and request.launch == "print":
             for run in waiting:
@@ -129,7 +133,9 @@ def run_comparison(
         for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
             say(line)
         comparison_results.write_runs_csv(folder / "runs.csv", results)
-        comparison_results.write_summary_csv(folder / "summary.csv", groups)
+        comparison_results.write_summary_csv(
+            folder / "summary.csv", groups, has_verdict=not too_short
+        )
         report = write_report(
             [record for _, records in found for record in records],
             folder,
@@ -137,7 +143,8 @@ def run_comparison(
             groups={
                 label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()
             },
-            sections=comparison_results.sections(plan, variants, groups, unasked, command),
+            leading=[comparison_results.result_section(plan, variants, groups)],
+            sections=[comparison_results.budget_section(plan, variants, unasked, command)],
             compared=[records[-1] for _, records in found],
         )
         say(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
