@@ -1,11 +1,14 @@
 """Inputs that dense connections give to each layer, by their formulas, in float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 
+from MaxText.layers.dense_connections import rms_norm_matmul
 from MaxText.layers.model import Model
 from MaxText.layers.part import LayerInputs
 from tests.small_models import random_params, tiny_config
@@ -110,3 +113,32 @@ def test_inputs_of_every_layer(keys):
                 inputs[stream], expected, rtol=1e-4, atol=1e-4, err_msg=f"{depth} {stream}"
             )
     np.testing.assert_allclose(last, definition.inputs(LAYERS, outputs)["r"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_norm_inside_the_product_has_the_gradients_of_the_norm_before_it(dtype):
+    draw = np.random.default_rng(2).normal
+    x, kernel, grad_y = (
+        jnp.asarray(size * draw(size=shape), dtype)
+        for size, shape in ((0.7, (2, 3, 8)), (1.0, (8, 5)), (1.0, (2, 3, 5)))
+    )
+
+    def plain(x, kernel):
+        x, kernel = x.astype(jnp.float32), kernel.astype(jnp.float32)
+        normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPSILON)
+        return (normed @ kernel).astype(dtype)
+
+    @jax.jit
+    def run(x, kernel, grad_y):
+        fused = functools.partial(rms_norm_matmul, epsilon=EPSILON, precision="highest")
+        both = []
+        for function in (lambda x, kernel: fused(x, kernel), plain):
+            y, vjp = jax.vjp(function, x, kernel)
+            both.append([array.astype(jnp.float32) for array in (y, *vjp(grad_y))])
+        return both
+
+    with jax.default_matmul_precision("highest"):
+        found, expected = run(x, kernel, grad_y)
+    for got, wanted in zip(found, expected, strict=True):
+        tolerance = 1e-5 if dtype == "float32" else 2.0**-6  # two roundings of products
+        np.testing.assert_allclose(got, wanted, atol=tolerance * np.abs(wanted).max())

@@ -16,6 +16,7 @@ from MaxText.layers.model import Model
 from tests.small_models import random_params, tiny_config
 
 KEY = jax.random.key(0)
+BRANCHES = {"attention": block_module.ATTENTION, "mlp": block_module.MLP}
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -48,22 +49,21 @@ def assert_unrelated(masks):
 def test_branches_layers_and_steps_drop_other_elements():
     layer, x = first_block(dropout_rate=0.5), jnp.ones((2, 32, 32))
     masks = {}
-    for step, index in itertools.product(range(2), range(3)):
+    for step, index, branch in itertools.product(range(2), range(3), BRANCHES):
         context = ForwardContext(dropout_key=jax.random.fold_in(KEY, step)).for_layer(index)
-        for stream in (block_module.ATTENTION, block_module.MLP):
-            masks[step, index, stream] = np.asarray(layer.branch(x, context, stream)) == 0
+        masks[step, index, branch] = np.asarray(layer.branch(x, context, BRANCHES[branch])) == 0
     assert_unrelated(masks)
 
 
 def test_paths_of_branches_and_layers_are_dropped_independently():
     layer = first_block(drop_path=0.5, drop_path_schedule="constant")
     x, masks = jnp.ones((1000, 1, 1)), {}
-    for index, stream in itertools.product(range(3), (block_module.ATTENTION, block_module.MLP)):
+    for index, branch in itertools.product(range(3), BRANCHES):
         context = ForwardContext(dropout_key=KEY).for_layer(index)
-        masks["path", index, stream] = np.asarray(layer.branch(x, context, stream))[:, 0, 0] == 0
-        masks["key", index, stream] = (
-            np.asarray(dropout(x, 0.5, context.key_for(stream)))[:, 0, 0] == 0
-        )
+        by_path = layer.branch(x, context, BRANCHES[branch])
+        by_element = dropout(x, 0.5, context.key_for(BRANCHES[branch]))
+        masks["path", index, branch] = np.asarray(by_path)[:, 0, 0] == 0
+        masks["element", index, branch] = np.asarray(by_element)[:, 0, 0] == 0
     assert_unrelated(masks)
 
 

@@ -1,6 +1,7 @@
 """The first sample that a run reads, for each way to begin."""
 
 import itertools
+import pathlib
 import shutil
 
 import pytest
@@ -61,3 +62,31 @@ def test_a_moved_full_state_begins_at_the_step_that_it_holds(saved_run, tmp_path
     section = CheckpointingConfig(load_full_state_path=str(moved))
     result, _ = start(tmp_path / "new", section)
     assert (result.first_step, result.position["step"]) == (3, 3)
+
+
+def test_a_checkpoint_under_another_name_is_not_resumed(saved_run, tmp_path):
+    """Its data position and its step would be those of another time."""
+    run = shutil.copytree(saved_run[0], tmp_path / "old")
+    (run / "checkpoints" / "4").rename(run / "checkpoints" / "7")
+    result, lines = start(run, initialize=pytest.fail)
+    assert (result.first_step, result.position["step"], result.stored_step) == (3, 3, 2)
+    assert any("step 7" in line and "step 4" in line for line in lines)
+
+
+@pytest.mark.parametrize("change", ["swapped", "edited"])
+@pytest.mark.parametrize("name", ["iter", "metadata"])
+def test_a_position_or_metadata_of_another_step_are_not_resumed(saved_run, tmp_path, name, change):
+    """Both are valid JSON: only their checksums say that they are not what was saved."""
+    run = shutil.copytree(saved_run[0], tmp_path / "old")
+    place = pathlib.Path(name) / "metadata"
+    file = run / "checkpoints" / "4" / place
+    if change == "swapped" and name == "iter":
+        shutil.copy(run / "checkpoints" / "2" / place, file)
+    else:
+        text = file.read_text()
+        edited = text.replace('"seed": 5', '"seed": 6').replace('"steps": 10', '"steps": 12')
+        assert edited != text
+        file.write_text(edited)
+    result, lines = start(run, initialize=pytest.fail)
+    assert (result.first_step, result.position["step"], result.stored_step) == (3, 3, 2)
+    assert any("WARNING" in line and "step 4" in line for line in lines)
