@@ -62,7 +62,10 @@ class Arrays:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
                 if mapped is not None and loaded.shape != (old := self._arrays[name]).shape:
                     raise ValueError(f"it has {loaded.size:,} items, and had {old.size:,}")
-            except (FileNotFoundError, ValueError, EOFError) as error:
+            # A damaged header can raise anything.
+            except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise  # trouble with the storage, which may pass
                 raise (FileReadError if mapped else UserError)(  # the former is tried again
                     f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
                     "data set has to be prepared or copied again."

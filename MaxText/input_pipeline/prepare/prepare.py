@@ -223,6 +223,8 @@ def _tokenizer(request: _Request) -> Tokenizer:
     else:
         tokenizer = _given_tokenizer(request)
         sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
+    for note in tokenizer.notes:
+        request.log(note)
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.log(

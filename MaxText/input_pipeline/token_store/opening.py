@@ -237,7 +237,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
         identity = f"chunks of {manifest.dtype}"
         caches = request.data.local_cache_dir, request.data.cache_url
         imported = RecordImport(files, read, identity, *caches).run(request.log)
-        store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
+        store = imported.store(load_offsets(folder / split, entry))
         if len(store) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
