@@ -42,7 +42,7 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
         return measure_peak(device)
     file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
         kept = {key: PeakFlops(**peak)._asdict() for key, peak in found.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         kept = {}  # missing or damaged
@@ -50,7 +50,7 @@ def peak_flops(device: Any = None, *, cache_folder: str | None = None) -> PeakFl
         kept[name] = measure_peak(device)._asdict()
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # measured again at the next start
-                file.write_text(json.dumps(kept, indent=1))
+                file.write_text(json.dumps(kept, indent=1), encoding="utf-8")
     return PeakFlops(**kept[name])
 
 
@@ -58,7 +58,7 @@ def _name_of(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
     model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux
         named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         model = next(named, model)
     return f"{model}, {num_cores()} cores, {jax.local_device_count()} devices"
