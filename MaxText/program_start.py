@@ -7,15 +7,21 @@ Before a script can import it, the script puts its parent folder on sys.path in 
 that every module has one name.
 """
 
+from MaxText import installation
+
+installation.check()  # below are annotations that an older Python cannot evaluate
+
+import codecs
 import contextlib
 import gc
 import io
+import locale
 import os
 import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
@@ -42,6 +48,7 @@ _LARGE_BLOCKS = {
 # glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
+_UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
@@ -66,6 +73,7 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
+    reexec_in_utf8()
     if tune_malloc:
         reexec_with_malloc_tuning()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -73,6 +81,41 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)
+
+
+def reexec_in_utf8() -> None:
+    """Restarts this process in Python's UTF-8 mode, if the locale has another encoding.
+
+    Files are written in UTF-8 everywhere; so are names of files, which a locale such as ISO-8859-1
+    or an ASCII one cannot express. The terminal keeps its encoding.
+    """
+    was_restarted = os.environ.pop(_UTF8, "")
+    encoding = locale.getpreferredencoding(False)
+    encodings = (encoding, sys.getfilesystemencoding())
+    if was_restarted or {codecs.lookup(name).name for name in encodings} == {"utf-8"}:
+        return
+    environment = os.environ | {"PYTHONUTF8": "1", _UTF8: "1", _LAUNCHED: str(_launch_time)}
+    terminal_encoding = getattr(sys.stdout, "encoding", None) or encoding
+    environment.setdefault("PYTHONIOENCODING", f"{terminal_encoding}:backslashreplace")
+    _reexec([_utf8_argument(argument) for argument in sys.orig_argv[1:]], environment)
+
+
+def _utf8_argument(argument: str) -> bytes:
+    """Returns an argument as UTF-8: its bytes, if they are, or what the locale takes them for."""
+    raw = os.fsencode(argument)
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return argument.encode(errors="surrogateescape")
+    return raw
+
+
+def _reexec(arguments: Sequence[str | bytes], environment: Mapping[str, str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)  # they wait for the next `install`
+    try:
+        os.execve(sys.executable, [sys.executable, *arguments], environment)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)
 
 
 def reexec_with_malloc_tuning() -> None:
@@ -91,11 +134,7 @@ def reexec_with_malloc_tuning() -> None:
     tunables = [present] if present else []
     tunables += [f"{name}={value}" for name, value in chosen.items()]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launch_time)}
-    signal.pthread_sigmask(signal.SIG_BLOCK, _CODES)  # they wait for the next `install`
-    try:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)
+    _reexec(sys.orig_argv[1:], environment)
 
 
 def launch_time() -> float:

@@ -109,7 +109,7 @@ class StoredCheckpoint:
         """Writes the metadata of arrays saved without a data position."""
         path = self.json_path(METADATA)
         path.parent.mkdir()
-        path.write_text(json.dumps(with_digests(metadata, {}, arrays)))
+        path.write_text(json.dumps(with_digests(metadata, {}, arrays)), encoding="utf-8")
 
     def json_path(self, name: str) -> epath.Path:
         return self.folder / name / "metadata"  # Orbax's file name of a JSON item
@@ -117,7 +117,7 @@ class StoredCheckpoint:
     def _read_json(self, name: str) -> dict[str, Any]:
         path = self.json_path(name)
         try:
-            value = json.loads(path.read_text())
+            value = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, ObjectStoreError):  # says nothing about the file
                 raise

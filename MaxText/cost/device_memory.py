@@ -66,6 +66,6 @@ def device_memory_bytes(device: Any) -> int | None:
     memory = None
     with contextlib.suppress(OSError, ValueError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open(_CGROUP) as file:  # of a container with a limit
+        with open(_CGROUP, encoding="utf-8") as file:  # of a container with a limit
             memory = min(memory, int(file.read()))
     return memory

@@ -54,7 +54,7 @@ def peak_flops(
         return measure_peak(device)
     file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
     try:
-        stored = json.loads(file.read_text())
+        stored = json.loads(file.read_text(encoding="utf-8"))
         peaks = {key: PeakFlops(**peak) for key, peak in stored.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         peaks = {}  # missing or damaged
@@ -68,7 +68,7 @@ def peak_flops(
     if jax.process_index() == 0:
         with contextlib.suppress(OSError):  # measured again at the next start
             content = {key: peak._asdict() for key, peak in peaks.items()}
-            file.write_text(json.dumps(content, indent=1))
+            file.write_text(json.dumps(content, indent=1), encoding="utf-8")
     return measured
 
 
@@ -76,7 +76,7 @@ def _name_of(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
     model = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux
         named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
         model = next(named, model)
     return f"{model}, {num_cores()} cores, {jax.local_device_count()} devices"

@@ -314,7 +314,7 @@ def _signature(content: bytes, may_make_key: bool = False) -> str:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # another process just made it
                 file.touch(0o600, exist_ok=False)  # never readable by others
-                file.write_text(secrets.token_hex(_KEY_BYTES) + "\n")
+                file.write_text(secrets.token_hex(_KEY_BYTES) + "\n", encoding="utf-8")
         mode, key = file.stat().st_mode, file.read_bytes().strip()
     except OSError as error:
         raise UserError(

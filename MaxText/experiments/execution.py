@@ -245,7 +245,13 @@ def count_devices(hardware: str) -> int:
     """Returns the device count of this machine; raises UserError if none."""
     command = [sys.executable, "-c", _COUNT_DEVICES, hardware]
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=subprocess_env(), capture_output=True, text=True, check=False
+        command,
+        cwd=REPOSITORY,
+        env=subprocess_env(),
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     words = done.stdout.split()
     if done.returncode or words[:1] != ["devices"]:

@@ -94,7 +94,7 @@ def write_sample(
     )
     text = decoding.prompt + completion.text
     if jax.process_index() == 0:
-        (run_folder / "sample.txt").write_text(text + "\n")
+        (run_folder / "sample.txt").write_text(text + "\n", encoding="utf-8")
     return text
 
 

@@ -104,7 +104,7 @@ class Commands:
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run
-        done = self._start(command, stdout=subprocess.PIPE, text=True)
+        done = self._start(command, stdout=subprocess.PIPE, encoding="utf-8")
         if done.returncode != 0:
             raise UserError(f"{shlex.join(command)} exited with code {done.returncode}; see above.")
         return done.stdout.strip()

@@ -65,7 +65,7 @@ class JsonlFile(Sink):
 
     def _open_local(self) -> None:
         # Line-buffered, so that a killed process loses no finished row.
-        self._file = open(self._local, "a", buffering=1)  # noqa: SIM115
+        self._file = open(self._local, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
         with open(self._local, "rb") as file:
             file.seek(max(os.path.getsize(self._local) - _LONGEST_ROW, 0))
             content = file.read()

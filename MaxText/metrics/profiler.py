@@ -51,7 +51,7 @@ def memory_row() -> dict[str, float]:
     """Returns GiB in use and their peak on the fullest device, or of the CPU."""
     stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
     is_cpu = not stats and _PROCESS_STATUS.exists()
-    status = _PROCESS_STATUS.read_text(errors="replace").split() if is_cpu else []
+    status = _PROCESS_STATUS.read_text(encoding="utf-8", errors="replace").split() if is_cpu else []
     row = {}
     for tag, key, field in _MEMORY:
         if field in status:

@@ -246,7 +246,7 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
     if not file.exists():
         return {}
     try:
-        config = yaml.safe_load(file.read_text())
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise yaml.YAMLError("not a mapping of keys to values")
     except yaml.YAMLError as error:

@@ -97,7 +97,7 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
     if not file.exists():
         return {}
     try:
-        groups: Any = json.loads(file.read_text())["groups"]
+        groups: Any = json.loads(file.read_text(encoding="utf-8"))["groups"]
         return {name: [str(folder / each) for each in runs] for name, runs in groups.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(

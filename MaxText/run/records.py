@@ -93,7 +93,7 @@ def open_run_logger(
     summary = stats.summary(cost.training_bytes)
     if jax.process_index() == 0:
         text = "\n".join([*details, summary, stats.describe(), cost.describe()])
-        (run_folder / START_FILE).write_text(f"{text}\n")
+        (run_folder / START_FILE).write_text(f"{text}\n", encoding="utf-8")
     log(f"{summary}\nDetails: {run_folder / START_FILE}")
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
@@ -175,7 +175,7 @@ def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> 
 
     if jax.process_index() != 0:
         return
-    (run_folder / "config.yml").write_text(resolved_yaml(config))
+    (run_folder / "config.yml").write_text(resolved_yaml(config), encoding="utf-8")
     if tokenizer is not None:
         keep_tokenizer(tokenizer, run_folder)
 

@@ -79,7 +79,9 @@ def remove_truncated_entries(folder: str) -> None:
     marker = os.path.join(folder, _CHECKED)
     since = os.stat(marker).st_mtime if os.path.exists(marker) else 0.0
     entries = [entry for entry in os.scandir(folder) if entry.name.endswith("-cache")]
-    with open(marker, "w"):  # before reading, so that later changes are checked next time
+    with open(
+        marker, "w", encoding="utf-8"
+    ):  # before reading, so that later changes are checked next time
         pass
     os.utime(marker)
     for entry in entries:
@@ -105,7 +107,7 @@ def _is_whole(path: str) -> bool:
 def cpu_fingerprint() -> str:
     """Returns a short name for the processor's instruction set."""
     features = ""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:  # Linux
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux
         named = (line for line in file if line.lower().startswith(("flags", "features")))
         features = next(named, "")
     named_so = f"{machine.machine()} {machine.processor()} {features}"

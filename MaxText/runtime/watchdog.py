@@ -285,5 +285,5 @@ def _where(row: Mapping[str, Any]) -> str:
 
 def _read(folder: epath.Path, process: int) -> dict[str, Any]:
     with contextlib.suppress(Exception):
-        return json.loads((folder / f"{process}.json").read_text())
+        return json.loads((folder / f"{process}.json").read_text(encoding="utf-8"))
     return {"process": process}

@@ -93,7 +93,7 @@ def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:
 def read_json_with_digest(path: epath.Path, name: str) -> Any:
     """Returns the value, or None without a file; ValueError for damage."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
         if content["sha256"] != _digest(content[name]):
             raise ValueError("not what was written (SHA-256 differs)")
         return content[name]

@@ -58,7 +58,7 @@ def check_writable(folder: epath.Path) -> None:
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_text("can this folder be written to?")
+        probe.write_text("can this folder be written to?", encoding="utf-8")
         probe.unlink()
     except OSError:
         raise
@@ -91,7 +91,7 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
     except OSError:
         return  # the file system has no locks
     _locks.append(lock)
-    path.write_text(json.dumps(_this_process()))
+    path.write_text(json.dumps(_this_process()), encoding="utf-8")
 
 
 def unlock_run_folder() -> None:

@@ -61,6 +61,51 @@ def test_only_programs_print():
     assert not calls
 
 
+_MODE = re.compile(r"[rwxabt+]{1,4}")
+
+
+def _depends_on_locale(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in the locale's encoding."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    owner = ast.unparse(call.func).rpartition(".")[0]
+    keywords = {keyword.arg for keyword in call.keywords}
+    if name in ("run", "Popen", "check_output"):
+        return bool({"text", "universal_newlines"} & keywords)
+    if "encoding" in keywords or (name, owner) == ("read_text", ""):  # a function of our own
+        return False
+    if name in ("open", "fdopen"):
+        arguments = [*call.args, *(one.value for one in call.keywords if one.arg == "mode")]
+        strings = (ast.literal_eval(one) for one in arguments if isinstance(one, ast.Constant))
+        is_binary = any("b" in one for one in strings if _MODE.fullmatch(str(one)))
+        return not is_binary and owner not in ("os", "cls", "tarfile")
+    return name in ("read_text", "write_text", "TextIOWrapper")
+
+
+def test_no_file_depends_on_the_encoding_of_the_locale():
+    calls = [
+        f"{shown(path)}:{node.lineno}"
+        for path in python_files("MaxText")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Call) and _depends_on_locale(node)
+    ]
+    assert not calls
+
+
+def test_any_python_can_read_what_says_that_it_is_the_wrong_one():
+    # RHEL 8 has Python 3.6 and Ubuntu 20.04 has 3.8.
+    before = [PACKAGE / name for name in ("__init__.py", "installation.py", "program_start.py")]
+    for path in (*ENTRY_SCRIPTS, *before):
+        ast.parse(path.read_text(encoding="utf-8"), str(path), feature_version=(3, 6))
+    for path in ENTRY_SCRIPTS:
+        imported = [one for one in imported_modules(path) if one.startswith("MaxText")]
+        assert imported[:2] == ["MaxText", "MaxText.program_start"], shown(path)
+    annotated = [
+        node for node in ast.walk(parsed(PACKAGE / "installation.py"))
+        if isinstance(node, ast.FunctionDef) and (node.returns or node.args.args)
+    ]  # fmt: skip
+    assert not annotated
+
+
 def test_entry_scripts_are_never_imported():
     scripts = {f"MaxText.{path.stem}" for path in ENTRY_SCRIPTS}
     assert "MaxText.train" in scripts

@@ -153,7 +153,7 @@ class WandbSink(Sink):
     @functools.cached_property
     def _state(self) -> dict[str, Any]:
         path = self._folder / STATE_FILE
-        state = json.loads(path.read_text()) if path.exists() else None
+        state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         if state and "rows" not in state:  # of an earlier version, which counted rows by steps
             last, shifts = state.get("last_step"), state.get("shifts", [[0, 0]])
             taken = 0 if last is None else last + shifts[-1][1] + _RESERVED
