@@ -14,6 +14,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -42,6 +43,10 @@ _LARGE_BLOCKS = {
 # glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
+# Limit on the interpreter's shutdown, which takes about a second.
+_SECONDS_TO_EXIT = 10.0
+_is_program = False  # whether this process was started for a program
+
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
@@ -60,6 +65,8 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
     command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
     if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
         return
+    global _is_program
+    _is_program = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     for number in STOP_SIGNALS:
@@ -96,6 +103,28 @@ def reexec_with_malloc_tuning() -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)
+
+
+def limit_exit(code: int, release: Callable[[], None] = lambda: None) -> None:
+    """Ends this program with `code` in seconds, whatever its threads wait for.
+
+    Call it when only the interpreter's own shutdown is left. That joins every thread, and after a
+    failed save Orbax's threads wait for each other for minutes. `release` is called first, then.
+    Does nothing in a process that only imported the program.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # storage may be what the threads wait for
+            release()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    if _is_program:
+        timer = threading.Timer(_SECONDS_TO_EXIT, end)
+        timer.daemon = True
+        timer.start()
 
 
 def launch_time() -> float:
