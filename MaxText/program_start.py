@@ -20,6 +20,7 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -49,6 +50,11 @@ _LARGE_BLOCKS = {
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
 _UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
+
+# Limit on the interpreter's shutdown, which takes about a second.
+_SECONDS_TO_EXIT = 10.0
+_is_program = False  # whether this process was started for a program
+
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
@@ -67,6 +73,8 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
     command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
     if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
         return
+    global _is_program
+    _is_program = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
     for number in STOP_SIGNALS:
@@ -135,6 +143,28 @@ def reexec_with_malloc_tuning() -> None:
     tunables += [f"{name}={value}" for name, value in chosen.items()]
     environment = os.environ | {"GLIBC_TUNABLES": ":".join(tunables), _LAUNCHED: str(_launch_time)}
     _reexec(sys.orig_argv[1:], environment)
+
+
+def limit_exit(code: int, release: Callable[[], None] = lambda: None) -> None:
+    """Ends this program with `code` in seconds, whatever its threads wait for.
+
+    Call it when only the interpreter's own shutdown is left. That joins every thread, and after a
+    failed save Orbax's threads wait for each other for minutes. `release` is called first, then.
+    Does nothing in a process that only imported the program.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # storage may be what the threads wait for
+            release()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    if _is_program:
+        timer = threading.Timer(_SECONDS_TO_EXIT, end)
+        timer.daemon = True
+        timer.start()
 
 
 def launch_time() -> float:

@@ -9,6 +9,7 @@ import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import NoReturn
 
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
@@ -19,7 +20,7 @@ program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
-from MaxText.errors import UserError
+from MaxText.errors import UserError, storage_error_line, storage_failure
 from MaxText.inference import checkpoint_config
 from MaxText.runtime import processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
@@ -33,8 +34,12 @@ USAGE = """Trains a language model.
 The same command again resumes from the newest checkpoint of the run."""
 
 
-def main() -> int:
-    """Trains; returns a code of exit_codes.py."""
+def main() -> NoReturn:
+    """Trains; exits with a code of exit_codes.py."""
+    processes.run(_train_from_command_line)
+
+
+def _train_from_command_line() -> int:
     preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
@@ -48,6 +53,9 @@ def main() -> int:
             processes.exit_now(exit_codes.INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             processes.exit_now(exit_codes.BROKEN_PIPE)
+        if isinstance(error, Exception) and (failure := storage_failure(error)):
+            sys.stderr.write(f"{storage_error_line(failure)}\n")
+            processes.exit_now(exit_codes.USER_ERROR)
         raise
 
 
@@ -242,7 +250,10 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         with events.timed("compile", step=training.step) as fields:
             fields |= compiling.result()
         reason = training.run(evaluation_is_due)
-        if reason == loop.PREEMPTED:
+        if reason == loop.STORAGE_FAILED:
+            checkpoints.close()
+            end.reason = "error"
+        elif reason == loop.PREEMPTED:
             checkpoints.close()
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, preemption.exit_code
@@ -253,6 +264,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             checkpoints.close()
             training.finish(run_folder, setup, problem)
             end.reason = loop.COMPLETED
+    if events.failure and end.exit_code == exit_codes.SUCCESS:
+        end.exit_code = exit_codes.USER_ERROR
+        end.message = storage_error_line(events.failure)
+        if (saved := checkpoints.latest_step()) is not None:
+            end.message += f" Saved: step {saved}."
     if end.message:
         print(end.message, file=sys.stderr)
     return end.exit_code
@@ -262,4 +278,4 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
-    processes.run(main)
+    main()

@@ -44,6 +44,7 @@ from MaxText.metrics.step_line import format_duration
 from MaxText.metrics.tables import format_loss
 from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
 from MaxText.reports.report_writer import write_report
+from MaxText.storage.paths import check_checkpoint_path
 
 Log = Callable[[str], None]
 
@@ -271,6 +272,7 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
 
     A run that outlives a killed command holds the lock of its own run folder.
     """
+    check_checkpoint_path(folder.absolute(), "output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / _LOCK, timeout=0).acquire()

@@ -15,7 +15,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
-from MaxText.errors import TrainingDivergedError, WaitCancelledError
+from MaxText.errors import TrainingDivergedError, UserError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -36,6 +36,7 @@ from MaxText.training.objective import is_in_nats
 _JUDGING_BATCHES = 3  # newest batches that are kept on the devices
 
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
+STORAGE_FAILED = "storage failed"
 
 
 class Actions(NamedTuple):
@@ -88,12 +89,21 @@ class Loop:
     newest_batches: collections.deque[Any] = dataclasses.field(
         default_factory=lambda: collections.deque(maxlen=_JUDGING_BATCHES)
     )
+    _is_saving: bool = False  # also after a save that failed
 
     def run(self, evaluation_due: bool) -> str:
-        """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.
+        """Trains to the end; returns COMPLETED, PREEMPTED, TARGET_REACHED or STORAGE_FAILED.
 
-        `evaluation_due` first makes up for the evaluation of the previous step.
+        `evaluation_due` first makes up for the evaluation of the previous step. If data or records
+        cannot be read or written, saves the state first.
         """
+        try:
+            return self._run(evaluation_due)
+        except (UserError, OSError):
+            self._save_before_exit()
+            raise
+
+    def _run(self, evaluation_due: bool) -> str:
         if evaluation_due and self.eval_batches is not None and not self.evaluate(self.step - 1):
             return PREEMPTED
         self.metric_logger.start(self.step)
@@ -110,7 +120,7 @@ class Loop:
                 self.last_step,
                 eval_interval=self.config.evaluation.eval_interval,
                 checkpoint_due=self.checkpoints.should_save(step, self.last_step),
-                stop_requested=self.preemption.requested(step),
+                stop_requested=self._stop_requested(step),
             )
             if actions.report:
                 self.metric_logger.complete()
@@ -129,10 +139,37 @@ class Loop:
                 self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
             if stopping or reached:
                 reason = PREEMPTED if stopping else TARGET_REACHED
+                if stopping and self.run_logger.events.failure:
+                    reason = STORAGE_FAILED
                 self.run_logger.terminal.line(f"Stopping after step {step}: {reason}")
                 return reason
             self.step += 1
         return COMPLETED
+
+    def _stop_requested(self, step: int) -> bool:
+        """Returns whether to save and stop after `step`. Collective."""
+        if self.run_logger.events.failure:
+            # Only process 0 has records; its request reaches the others.
+            self.preemption.request()
+        return self.preemption.requested(step)
+
+    def _save_before_exit(self) -> None:
+        """Saves the state of the last step after an error that says nothing against it.
+
+        Of several processes the others could not take part.
+        """
+        step = self.metric_logger.newest_step
+        if step is None or self._is_saving or jax.process_count() > 1:
+            return
+        with _optional("last state", self.run_logger.terminal.line):
+            if int(self.state.step) != step + 1:
+                return
+            if self.batches.get_state()["step"] != step + 1:
+                self.batches.seek(step + 1)
+            interval = self.config.evaluation.eval_interval
+            due = interval > 0 and ((step + 1) % interval == 0 or step == self.last_step)
+            self.save(step, evaluation_is_due=due)
+            self.checkpoints.wait()
 
     def next_batch(self) -> Any:
         """Returns the next step's batch on the devices; None on a stop request."""
@@ -192,6 +229,7 @@ class Loop:
         return self.eval_loss is not None
 
     def save(self, step: int, **fields: Any) -> None:
+        self._is_saving = True
         self.watchdog.enter("checkpoint", step)
         run_logger, events = self.run_logger, self.run_logger.events
         self.metric_logger.complete()
@@ -201,6 +239,7 @@ class Loop:
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.get_state(), kept)
+        self._is_saving = False
 
     def write_sample(self, run_folder: epath.Path, model: Model) -> None:
         """Generates text with the final parameters, if the configuration asks for it."""

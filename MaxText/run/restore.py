@@ -116,7 +116,7 @@ def restore_or_initialize(
 
 def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
-    newest = checkpoints.latest_step()
+    newest = next(iter(checkpoints.steps_to_resume()), None)
     own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
         own = "enable_checkpointing is false"

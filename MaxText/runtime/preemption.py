@@ -84,6 +84,14 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return True
 
+    def request(self) -> None:
+        """Requests a stop of all processes, from within one; `requested` then returns true."""
+        if processes.count() > 1:
+            if not self._agreed:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._received:
+            self._received = 1
+
     def is_pending(self) -> bool:
         """Returns whether a single process got SIGTERM, to end waits.
 
@@ -110,8 +118,7 @@ class PreemptionHandler:
             return
         if processes.count() > 1:
             # JAX's preemption service, which makes all processes agree on a step, knows SIGTERM.
-            if not self._agreed:
-                os.kill(os.getpid(), signal.SIGTERM)
+            self.request()
             return
         self._received += 1
         if not self._in_loop:
