@@ -71,12 +71,12 @@ def test_a_layout_keeps_the_sizes_of_the_mesh(sizes):
 
 def test_the_fastest_layout_that_fits_is_chosen():
     hardware = find_hardware("4xH100")
-    keys = {"ici_fsdp_parallelism": 4}
+    keys: dict[str, Any] = {"ici_fsdp_parallelism": 4}
     config, _ = chosen(hardware, auto_layout=True, **keys)
     seconds = []
     for mesh in candidate_layouts(tiny_config(**BATCH | keys), hardware):
         try:
-            seconds.append(make_plan(tiny_config(**BATCH | mesh), hardware).time.estimate)
+            seconds.append(make_plan(tiny_config(**{**BATCH, **mesh}), hardware).time.estimate)
         except (UserError, ConfigurationError):
             continue  # the model or the batch does not divide
     assert len(seconds) > 2
@@ -93,7 +93,7 @@ def test_a_mesh_shape_is_chosen_for_slices():
 
 
 def test_only_the_mesh_changes_if_that_suffices():
-    keys = {"auto_layout_and_mesh_shape": True, "run_name": "a"}
+    keys: dict[str, Any] = {"auto_layout_and_mesh_shape": True, "run_name": "a"}
     config, lines = chosen(find_hardware("8xH100"), **keys)
     before, after = flatten(tiny_config(**BATCH | keys)), flatten(config)
     changed = {name for name in before if before[name] != after[name]}
@@ -102,7 +102,8 @@ def test_only_the_mesh_changes_if_that_suffices():
     # The line repeats the choice when it is typed.
     typed_keys = dict(word.split("=") for word in lines[1].partition("with: ")[2].split())
     assert typed_keys.keys() == changed
-    typed = tiny_config(**BATCH | {name: int(text) for name, text in typed_keys.items()})
+    typed_sizes: dict[str, Any] = {name: int(text) for name, text in typed_keys.items()}
+    typed = tiny_config(**BATCH | typed_sizes)
     assert all(flatten(typed)[name] == after[name] for name in MESH_KEYS)
 
 

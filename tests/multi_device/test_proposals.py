@@ -1,6 +1,7 @@
 """What plan.py --fit proposes is a command line with which a step of training runs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,8 +83,9 @@ def loss_of_first_step(config):
 
 @pytest.mark.parametrize("name", ["auto_layout", "auto_layout_and_mesh_shape"])
 def test_a_chosen_mesh_computes_the_same(name):
-    sizes = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4}
-    config = tiny_config(**KEYS | sizes | {name: True})
+    keys: dict[str, Any] = {**KEYS, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4}
+    keys[name] = True
+    config = tiny_config(**keys)
     lines = []
     chosen = choose_layout_for_devices(config, jax.devices()[:8], lines.append)
     assert lines[0].startswith(f"{name}: chose the mesh ")
