@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
+from MaxText.errors import UserError
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+from MaxText.package_versions import check_versions
 
 _CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
 
@@ -61,6 +63,11 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)
+    try:
+        check_versions()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
 
 
 def reexec_with_malloc_tuning() -> None:
