@@ -31,6 +31,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     """
     import jax
 
+    from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
@@ -39,6 +40,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split not in ("train", "eval"):
         raise UserError(f'split={split!r} must be "train" or "eval"')
     prepare_sources(config)
+    config = choose_layout_for_devices(config, jax.devices(), lambda line: None)
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
     batch_schedule = plan_batches(

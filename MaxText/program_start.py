@@ -25,7 +25,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
+from MaxText.errors import UserError
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+from MaxText.package_versions import check_versions
 
 # Notices that the process is about to be ended: SIGHUP when a terminal or an SSH session closes,
 # SIGUSR1 and SIGUSR2 from schedulers (sbatch --signal=USR1@60, submitit, Grid Engine's -notify).
@@ -89,6 +91,11 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)
+    try:
+        check_versions()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
 
 
 def reexec_in_utf8() -> None:

@@ -91,6 +91,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     import jax
 
+    from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.cost.peak_flops import peak_flops
     from MaxText.parallelism import mesh
     from MaxText.runtime import compilation_cache
@@ -103,10 +104,14 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
+    layout_lines: list[str] = []
+    config = choose_layout_for_devices(config, devices, layout_lines.append)
     start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
+    print(*layout_lines, sep="\n", end="\n" if layout_lines else "")
+    details += layout_lines
     eval_batch_size = mesh.microbatch_size(
         config.batch, sharding, evaluation.eval_per_device_batch_size
     )

@@ -89,6 +89,7 @@ def read_options(
     words = Words((), [], [], [], [])
     found: dict[str, Any] = {}
     texts: dict[str, str] = {}
+    switches += sources.SWITCHES if takes_keys else ()
     for argument in sources.without_dashes(arguments, switches):
         match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
