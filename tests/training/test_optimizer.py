@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from MaxText.layers.model import Model
+from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.training.optimizer import make_optimizer, map_param_names
 from MaxText.training.schedule import learning_rate_schedule
 from tests.growth.growing import by_name
@@ -297,3 +298,129 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
         found, _ = steps_of([1.0, -1.0], **keys, **more)
         for updates, value in zip(found, expected, strict=True):
             np.testing.assert_allclose(updates[name], -RATE * value, rtol=1e-4)
+
+
+# --- Layers, stacked or not -----------------------------------------------------------------------
+
+LAYER_SCALES = (1.0, 3.0, 0.3, 10.0)  # unlike on purpose: a statistic over all would show
+# Of one layer: a matrix, a kernel of heads, experts, a norm, and norms' single scales.
+LAYER_SPECS = {
+    "mlp/wo/kernel": ParamSpec((12, 8), jnp.float32, ("mlp", "embed"), 1),
+    "self_attention/query/kernel": ParamSpec((8, 4, 2), jnp.float32, ("embed", "heads", None), 1),
+    "mlp/experts/wi_0": ParamSpec((2, 8, 12), jnp.float32, ("exp", "embed", "mlp"), 1),
+    "norm/scale": ParamSpec((8,), jnp.float32, ("norm",), 0),
+    "scale_norm/scale": ParamSpec((1,), jnp.float32, ("norm",), 0),
+}
+
+
+def layer_arrays(seed):
+    """An array for each layer and parameter, by layer and name."""
+    draw = np.random.default_rng(seed).normal
+    return [
+        {name: np.float32(scale * draw(size=spec.shape)) for name, spec in LAYER_SPECS.items()}
+        for scale in LAYER_SCALES
+    ]
+
+
+def updates_of_layers(layers, gradients, *, stacked, **keys):
+    """The updates of each layer for several gradients, with parameters that move."""
+    config = tiny_config(**PLAIN | {"adam_weight_decay": 0.0} | keys)
+    stack_axis = ("layers",) if stacked else ()
+    prefixes = ["layers/"] if stacked else [f"layers/{i}/" for i in range(len(layers))]
+    specs = {
+        prefix + name: spec._replace(
+            shape=(len(layers),) * stacked + spec.shape, logical_axes=stack_axis + spec.logical_axes
+        )
+        for prefix in prefixes
+        for name, spec in LAYER_SPECS.items()
+    }  # fmt: skip
+
+    def stored(arrays):
+        if stacked:
+            values = {
+                f"layers/{name}": np.stack([layer[name] for layer in arrays])
+                for name in LAYER_SPECS
+            }
+        else:
+            values = {
+                f"layers/{i}/{name}": layer[name]
+                for i, layer in enumerate(arrays)
+                for name in LAYER_SPECS
+            }
+        return map_param_names(specs, lambda name: jnp.asarray(values[name]))
+
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, specs)
+    params = stored(layers)
+    state, update, found = optimizer.init(params), jax.jit(optimizer.update), []
+    for gradient in gradients:
+        updates, state = update(stored(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+        named = by_name(updates)
+        found.append(
+            [
+                {
+                    name: named[f"layers/{name}"][i] if stacked else named[f"layers/{i}/{name}"]
+                    for name in LAYER_SPECS
+                }
+                for i in range(len(layers))
+            ]
+        )
+    return found
+
+
+def adafactor_by_the_paper(parameter, gradients, min_size):
+    """Updates of one parameter (Shazeer and Stern 2018, algorithms 4 and 5), in float64."""
+    parameter, moment, updates = np.float64(parameter), None, []
+    factored = parameter.ndim >= 2 and sorted(parameter.shape)[-2] >= min_size
+    *_, columns, rows = np.argsort(parameter.shape) if factored else (None, None)
+    for step, gradient in enumerate(gradients, start=1):
+        decay = 1 - step**-0.8
+        square = np.float64(gradient) ** 2 + 1e-30
+        if factored:
+            now = [square.mean(axis, keepdims=True) for axis in (rows, columns)]
+        else:
+            now = [square]
+        if moment is None:
+            moment = [np.zeros_like(one) for one in now]
+        moment = [decay * old + (1 - decay) * new for old, new in zip(moment, now, strict=True)]
+        second = moment[0]
+        if factored:
+            second = moment[0] * moment[1] / moment[0].mean(columns, keepdims=True)
+        update = gradient / np.sqrt(second)
+        update /= max(1.0, np.sqrt(np.mean(update**2)))
+        update *= -RATE * max(1e-3, np.sqrt(np.mean(parameter**2)))
+        parameter = parameter + update
+        updates.append(update)
+    return updates
+
+
+@pytest.mark.parametrize("min_size", [4, 128])
+def test_adafactor_of_stacked_layers_is_that_of_each(min_size):
+    layers, gradients = layer_arrays(0), [layer_arrays(seed) for seed in range(1, 6)]
+    keys = {"opt_type": "adafactor", "adafactor.min_dim_size_to_factor": min_size}
+    found = {
+        stacked: updates_of_layers(layers, gradients, stacked=stacked, **keys)
+        for stacked in (False, True)
+    }
+    for i, layer in enumerate(layers):
+        for name, parameter in layer.items():
+            expected = adafactor_by_the_paper(
+                parameter, [gradient[i][name] for gradient in gradients], min_size
+            )
+            for step, update in enumerate(expected):
+                for updates in found.values():
+                    np.testing.assert_allclose(updates[step][i][name], update, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "lion", "sgd", "muon"])
+def test_updates_of_stacked_layers_are_those_of_each(opt_type):
+    layers, gradients = layer_arrays(0), [layer_arrays(seed) for seed in range(1, 4)]
+    keys = {"opt_type": opt_type}
+    separate = updates_of_layers(layers, gradients, stacked=False, **keys)
+    together = updates_of_layers(layers, gradients, stacked=True, **keys)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7),
+        separate,
+        together,
+    )
