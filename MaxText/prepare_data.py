@@ -44,7 +44,8 @@ def main() -> None:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
                 train = command_line.program_command("train")
-                if arguments := train_arguments(manifest, path):
+                arguments = train_arguments(manifest, path)
+                if arguments:
                     print(f"Train on it:\n  {train} {' '.join(arguments)}")
 
 

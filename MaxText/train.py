@@ -53,7 +53,8 @@ def _train_from_command_line() -> int:
             processes.exit_now(exit_codes.INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             processes.exit_now(exit_codes.BROKEN_PIPE)
-        if isinstance(error, Exception) and (failure := storage_failure(error)):
+        failure = storage_failure(error) if isinstance(error, Exception) else None
+        if failure:
             sys.stderr.write(f"{storage_error_line(failure)}\n")
             processes.exit_now(exit_codes.USER_ERROR)
         raise
@@ -272,8 +273,9 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     if events.failure and end.exit_code == exit_codes.SUCCESS:
         end.exit_code = exit_codes.USER_ERROR
         end.message = storage_error_line(events.failure)
-        if (saved := checkpoints.latest_step()) is not None:
-            end.message += f" Saved: step {saved}."
+        saved_step = checkpoints.latest_step()
+        if saved_step is not None:
+            end.message += f" Saved: step {saved_step}."
     if end.message:
         print(end.message, file=sys.stderr)
     return end.exit_code

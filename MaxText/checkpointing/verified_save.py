@@ -43,7 +43,7 @@ class VerifiedJsonHandler(ocp.JsonCheckpointHandler):
         super().finalize(directory)
         path = directory / "metadata"
         try:
-            json.loads(path.read_text())
+            json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise CheckpointCorruptedError(f"{path} was not written completely: {error}") from error
 
@@ -79,7 +79,7 @@ def _first_problem(directory: epath.Path) -> str:
     """Describes the first missing or truncated piece; empty if there is none."""
     tree_path = directory / _TREE_FILE
     try:
-        tree = json.loads(tree_path.read_text())
+        tree = json.loads(tree_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"{tree_path} is missing"
     except ValueError as error:
