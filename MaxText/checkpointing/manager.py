@@ -417,7 +417,9 @@ class CheckpointManager:
         def rename() -> None:
             for step in sorted(steps) if jax.process_index() == 0 else ():
                 target = self.directory / f"{step}.{suffix}"
-                if target.exists():
+                if target.exists() and suffix == _UNHEALTHY:
+                    target.rmtree()  # a run that breaks again and again must not fill the disk
+                elif target.exists():
                     target = self.directory / f"{step}.{suffix}-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
 
