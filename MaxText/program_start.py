@@ -42,6 +42,18 @@ _LARGE_BLOCKS = {
 # glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
+# Values that JAX has by default, and that the programs rely on.
+_JAX_SETTINGS = {
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    "JAX_DISABLE_JIT": "false",
+    "JAX_LEGACY_PRNG_KEY": "allow",
+    "JAX_TRANSFER_GUARD": "allow",
+    "JAX_TRANSFER_GUARD_HOST_TO_DEVICE": "allow",
+    "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": "allow",
+    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "allow",
+}
+_HARMLESS_SETTINGS = ("", "0", "warn", "log", "log_explicit")
 _UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
@@ -62,6 +74,7 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
         signal.signal(signal.SIGTERM, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     reexec_in_utf8()
+    relax_jax_settings()
     if tune_malloc:
         reexec_with_malloc_tuning()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -69,6 +82,19 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)
+
+
+def relax_jax_settings() -> None:
+    """Undoes strict settings of JAX in the environment, with a note; before jax is imported.
+
+    They make errors of what this package and its libraries do on purpose: broadcasting, products of
+    Python numbers and arrays, and steps that are compiled ahead of time.
+    """
+    for name, value in _JAX_SETTINGS.items():
+        setting = os.environ.get(name, value)
+        if setting.lower() not in (value, *_HARMLESS_SETTINGS):
+            os.environ[name] = value
+            sys.stderr.write(f"note: {name}={setting} has no effect here: it is {value}\n")
 
 
 def reexec_in_utf8() -> None:

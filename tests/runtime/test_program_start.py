@@ -104,3 +104,18 @@ def test_restarting_happens_once_and_only_if_needed(monkeypatch):
     monkeypatch.setattr(program_start.locale, "getpreferredencoding", lambda _: "utf8")
     program_start.reexec_in_utf8()
     assert len(restarts) == 1
+
+
+def test_strict_settings_of_jax_are_undone_with_a_note(monkeypatch, capsys):
+    for name in program_start._JAX_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "raise")
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    program_start.relax_jax_settings()
+    assert os.environ["JAX_NUMPY_RANK_PROMOTION"] == "allow"
+    assert os.environ["JAX_NUMPY_DTYPE_PROMOTION"] == "standard"
+    assert os.environ["JAX_DISABLE_JIT"] == "false"
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    program_start.relax_jax_settings()
+    assert capsys.readouterr().err == ""
