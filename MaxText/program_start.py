@@ -21,10 +21,11 @@ import platform
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 
-from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+from MaxText.exit_codes import INTERRUPTED, PREEMPTED, USER_ERROR
 
 _CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
 
@@ -75,6 +76,7 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     reexec_in_utf8()
     relax_jax_settings()
+    sys.excepthook = _report_invalid_jax_setting
     if tune_malloc:
         reexec_with_malloc_tuning()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -95,6 +97,25 @@ def relax_jax_settings() -> None:
         if setting.lower() not in (value, *_HARMLESS_SETTINGS):
             os.environ[name] = value
             sys.stderr.write(f"note: {name}={setting} has no effect here: it is {value}\n")
+
+
+def _report_invalid_jax_setting(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Reports a value that jax refuses when it is imported; leaves other errors to Python."""
+    frames = traceback.extract_tb(trace)
+    is_setting = isinstance(error, ValueError) and any(
+        name.startswith("JAX_") for name in os.environ
+    )
+    if (
+        is_setting
+        and frames
+        and frames[-1].filename.endswith(os.path.join("jax", "_src", "config.py"))
+    ):
+        sys.stderr.write(f"error: jax refuses a JAX_... variable of the environment: {error}\n")
+        sys.stderr.flush()
+        os._exit(USER_ERROR)
+    sys.__excepthook__(kind, error, trace)
 
 
 def reexec_in_utf8() -> None:
