@@ -116,10 +116,12 @@ def from_text(text: str) -> Any:
         return ""
     try:
         node = compose(text)
-        is_kinds = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
-        if isinstance(node, yaml.SequenceNode) or is_kinds:
+        is_flow_mapping = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
+        if node is not None and (isinstance(node, yaml.SequenceNode) or is_flow_mapping):
             return from_node(node)
     except (yaml.YAMLError, InvalidValueError, RecursionError, UnicodeError):
+        return UntypedScalar(text)
+    if node is None:
         return UntypedScalar(text)
     is_quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
     return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else UntypedScalar(text)
