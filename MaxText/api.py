@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     """
     import jax
 
+    from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
@@ -38,6 +40,7 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     if split not in ("train", "eval"):
         raise UserError(f'split={split!r} must be "train" or "eval"')
     prepare_sources(config)
+    config = choose_layout_for_devices(config, jax.devices(), lambda line: None)
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes, evaluation = config.batch, config.evaluation
     batch_schedule = plan_batches(
@@ -184,9 +187,13 @@ class Run:
 
         Args:
           text_or_ids: as of `logits`.
-          capture: paths, with * as in file names: "layers/*/self_attention/probabilities" [B, N, T,
-            T], ".../query_proj" [B, T, N, H], ".../context", ".../out_proj" [B, T, D],
-            "layers/3/mlp/mlpwo" [B, T, D], "layers/*/output" [B, T, D], the residual stream.
+          capture: paths, with * as in file names. Of every part:
+            "layers/*/self_attention/mixer_output" and "layers/*/mlp/feed_forward_output" [B, T, D],
+            "layers/*/connections/r" and "layers/*/output" [B, T, D] (the residual stream before and
+            after a layer), "token_embedder/output", "decoder_norm/output" and "head/output". Of a
+            part, what it names with `tag` or `record`: "layers/*/self_attention/probabilities" [B,
+            N, T, T], ".../query_proj" [B, T, N, H], ".../context", ".../out_proj",
+            "layers/3/mlp/mlpwo".
 
         Raises:
           ValueError: a path matches nothing; the message lists those of the first layer.
@@ -196,20 +203,39 @@ class Run:
         batch, num_rows, is_single = self._batch_of(text_or_ids)
         model = self._model_to_look_into
         paths: list[str] = []
+        inner_paths: list[str] = []
 
         def run(params: Any, batch: Batch) -> Any:
             with capturing(capture) as captured:
                 logits = model.merge(params)(batch)
             paths[:] = captured.paths
+            inner_paths[:] = captured.inner_paths
             return logits, captured.values
 
         logits, values = self.trained.sharding.jit(run)(self.params, batch)
         for pattern in capture:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
-                known = ", ".join(path for path in paths if path.startswith("layers/0/"))
-                raise ValueError(f"capture: {pattern!r} matches nothing; available: {known}")
-        rows = 0 if is_single else slice(num_rows)
-        return np.asarray(logits)[rows], {name: np.asarray(x)[rows] for name, x in values.items()}
+            if fnmatch.filter(paths, pattern):
+                continue
+            if inner := fnmatch.filter(inner_paths, pattern):
+                raise ValueError(
+                    f"capture: {inner[0]} is inside of a loop or another transformation (scan, "
+                    "vmap, jit, shard_map), which it cannot leave. Let the part return it from "
+                    "there and tag it outside."
+                )
+            of_layers = [path for path in paths if not re.match(r"layers/(?!0/)", path)]
+            raise ValueError(
+                f"capture: {pattern!r} matches nothing; available: {', '.join(of_layers)}"
+            )
+        batch_size = len(logits)
+
+        def unpadded(x: Any) -> np.ndarray:
+            # Values of the whole batch, such as positions [1, T, D], have no rows to choose.
+            array = np.asarray(x)
+            if array.ndim == 0 or len(array) != batch_size:
+                return array
+            return array[0] if is_single else array[:num_rows]
+
+        return unpadded(logits), {name: unpadded(x) for name, x in values.items()}
 
     def loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over the targets of batches, in nats per token.

@@ -33,7 +33,7 @@ _INTERRUPTED = "Interrupted. Run the same command to resume."
 
 
 def main() -> None:
-    """Exit codes: 0 done, 2 user error or failed run, 130 Ctrl-C."""
+    """Exit codes: 0 done, 2 user error or failed run, 75 SIGTERM and notices, 130 Ctrl-C."""
     arguments = sys.argv[1:]
     # Questions are about one configuration: the first.
     files = [word for word in arguments if YAML_PATH.fullmatch(word)]
@@ -47,11 +47,7 @@ def main() -> None:
         # Once the configurations are accepted, because it imports jax.
         from MaxText.experiments.execution import run_comparison
 
-        try:
-            run_comparison(args, variants, solve_for, sys.argv, print)
-        except SystemExit:  # SIGTERM
-            print(_INTERRUPTED, file=sys.stderr)
-            raise
+        run_comparison(args, variants, solve_for, sys.argv, print)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,12 @@
 """Exceptions with a message instead of a traceback."""
 
+import errno
+import io
+import os
+import re
+import traceback
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """A user error: a bad key, a missing file, unusable data. Exit code 2.
@@ -28,6 +35,61 @@ def shorten(line: str, max_length: int = _MAX_LINE) -> str:
 def first_line(error: BaseException, default: str = "") -> str:
     """Returns the first line of an error's message, or its type without one."""
     return (str(error).strip() or default or type(error).__name__).splitlines()[0]
+
+
+def storage_failure(error: BaseException) -> str | None:
+    """Describes a failed file operation in one line; None for any other error.
+
+    Includes errors that a library raised because of one, as far as they tell the operating system's
+    error number.
+    """
+    for cause in _chain(error):
+        if isinstance(cause, _NOT_OF_FILES) and cause.filename is None:
+            return None
+        if isinstance(cause, OSError) and cause.errno is not None:
+            # What follows a missing file may be a bug; the missing file itself is no bug.
+            if cause is not error and cause.errno in _ANSWERS:
+                continue
+            reason = cause.strerror or os.strerror(cause.errno)
+            return f"{cause.filename or _file_at_work(cause)}: {reason} (errno {cause.errno})"
+        if _OS_ERROR.search(str(cause)):
+            return first_line(cause)
+    return None
+
+
+def storage_error_line(failure: str) -> str:
+    """Returns the message about `storage_failure` for users."""
+    return (
+        f"error: storage failed at {failure}. Free space or fix the folder, then run the same "
+        "command again."
+    )
+
+
+# Error numbers in messages of TensorStore and of Rust libraries.
+_OS_ERROR = re.compile(r"\[OS error \d+|\(os error \d+\)")
+# OSErrors of sockets, pipes and processes.
+_NOT_OF_FILES = (ConnectionError, BrokenPipeError, ChildProcessError, ProcessLookupError)
+# Answers of a file system that works.
+_ANSWERS = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _file_at_work(error: BaseException) -> str:
+    """Names the file of a failed write or fsync, whose error does not: the innermost path."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        for value in [*frame.f_locals.values()]:
+            if isinstance(value, os.PathLike):
+                return os.fspath(value)
+            name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None
+            if isinstance(name, str):
+                return name
+    return "a file"
 
 
 class TrainingDivergedError(Exception):

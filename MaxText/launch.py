@@ -20,7 +20,7 @@ from MaxText.launchers import slurm, supervision
 from MaxText.launchers.commands import TRAIN_COMMAND, Commands, resolve_run_args
 from MaxText.launchers.slurm import SlurmOptions
 from MaxText.launchers.supervision import LocalOptions
-from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
+from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm, check_options
 
 USAGE = """Starts train.py as several processes, here, on a Cloud TPU VM or by SLURM.
 
@@ -110,6 +110,7 @@ def _launch_gcloud(
         raise UserError("run requires the arguments of train.py, after --.")
     if train_args and "run" not in operands:
         raise UserError("arguments of train.py, after --, are only for the action run.")
+    check_options(options, operands)
     arguments = resolve_run_args(train_args).arguments if train_args else []
     vm = TpuVm(options, Commands(print, dry_run=options.dry_run))
     for action in operands:

@@ -1,6 +1,5 @@
 """Tokenizes text to a prepared dataset or to records."""
 
-import shlex
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
+from MaxText.input_pipeline.prepare.first_run import train_arguments
 from MaxText.input_pipeline.prepare.prepare import prepare
 from MaxText.input_pipeline.token_store.manifest import describe
 
@@ -44,9 +44,9 @@ def main() -> None:
             print(describe(manifest))
             if preparation.prepare_output_format in ("array_record", "bin"):
                 train = command_line.program_command("train")
-                place = shlex.quote(f"dataset_path={path}")
-                size = f"vocab_size={manifest.tokenizer.vocab_size}"
-                print(f"Train on it:\n  {train} model_name=gpt2-124m {size} {place}")
+                arguments = train_arguments(manifest, path)
+                if arguments:
+                    print(f"Train on it:\n  {train} {' '.join(arguments)}")
 
 
 if __name__ == "__main__":

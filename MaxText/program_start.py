@@ -1,7 +1,7 @@
 """Start of a program: signals, output, memory, launch time.
 
-Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C and SIGTERM
-exit without a traceback.
+Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C, SIGTERM and
+the notices of a scheduler exit without a traceback.
 
 Before a script can import it, the script puts its parent folder on sys.path in place of its own, so
 that every module has one name.
@@ -20,14 +20,23 @@ import os
 import platform
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType, TracebackType
 
+from MaxText.errors import UserError
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED, USER_ERROR
+from MaxText.package_versions import check_versions
 
-_CODES = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: PREEMPTED}
+# Notices that the process is about to be ended: SIGHUP when a terminal or an SSH session closes,
+# SIGUSR1 and SIGUSR2 from schedulers (sbatch --signal=USR1@60, submitit, Grid Engine's -notify).
+NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Signals that ask a program to save and exit, besides Ctrl-C.
+STOP_SIGNALS = (signal.SIGTERM, *NOTICES)
+
+_CODES = {signal.SIGINT: INTERRUPTED, **dict.fromkeys(STOP_SIGNALS, PREEMPTED)}
 
 # By default glibc returns large temporaries to the system after each step, and the next step faults
 # them in again in 4 KiB pages: a third of a small CPU step. So heaps are never trimmed. Blocks of
@@ -56,23 +65,36 @@ _JAX_SETTINGS = {
 }
 _HARMLESS_SETTINGS = ("", "0", "warn", "log", "log_explicit")
 _UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
+
+# Limit on the interpreter's shutdown, which takes about a second.
+_SECONDS_TO_EXIT = 10.0
+_is_program = False  # whether this process was started for a program
+
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
 _launch_time = float(os.environ.pop(_LAUNCHED, time.time()))
 
 
-def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = False) -> None:
-    """Sets up a program: output, memory, and Ctrl-C until `leave_to_python`.
+class StopRequestedError(KeyboardInterrupt):
+    """Raised by SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2; handled like Ctrl-C."""
 
-    Only if the module with the __name__ `importer` was started, not imported; `also_sigterm` exits
-    with a preemption's code.
+
+def install(importer: str, *, tune_malloc: bool = False) -> None:
+    """Sets up a program: output, memory, and signals until `leave_to_python`.
+
+    Only if the module with the __name__ `importer` was started, not imported. Ctrl-C exits with its
+    own code, the signals in STOP_SIGNALS with that of a preemption. Those that the parent process
+    ignores (nohup) stay ignored.
     """
     command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
     if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
         return
+    global _is_program
+    _is_program = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
-    if also_sigterm and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     reexec_in_utf8()
     relax_jax_settings()
@@ -84,6 +106,11 @@ def install(importer: str, *, also_sigterm: bool = False, tune_malloc: bool = Fa
     # Imports and tracing make a million objects and little garbage: with Python's threshold of 700,
     # collections take a tenth of the start.
     gc.set_threshold(50_000)
+    try:
+        check_versions()
+    except UserError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
 
 
 def relax_jax_settings() -> None:
@@ -172,15 +199,40 @@ def reexec_with_malloc_tuning() -> None:
     _reexec(sys.orig_argv[1:], environment)
 
 
+def limit_exit(code: int, release: Callable[[], None] = lambda: None) -> None:
+    """Ends this program with `code` in seconds, whatever its threads wait for.
+
+    Call it when only the interpreter's own shutdown is left. That joins every thread, and after a
+    failed save Orbax's threads wait for each other for minutes. `release` is called first, then.
+    Does nothing in a process that only imported the program.
+    """
+
+    def end() -> None:
+        with contextlib.suppress(Exception):  # storage may be what the threads wait for
+            release()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+    if _is_program:
+        timer = threading.Timer(_SECONDS_TO_EXIT, end)
+        timer.daemon = True
+        timer.start()
+
+
 def launch_time() -> float:
     """Returns the Unix time of the program start, or of this module's import."""
     return _launch_time
 
 
 def leave_to_python() -> None:
-    """From here on Ctrl-C is a KeyboardInterrupt."""
+    """From here on Ctrl-C raises KeyboardInterrupt, STOP_SIGNALS StopRequestedError."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in STOP_SIGNALS:
+        if signal.getsignal(number) is _end:
+            signal.signal(number, _request_stop)
 
 
 @contextlib.contextmanager
@@ -196,6 +248,13 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+def _request_stop(number: int, _frame: FrameType | None) -> None:
+    # A second SIGTERM ends a program that does not come to its handlers. A closing terminal sends
+    # SIGHUP twice, and that must not cut the cleanup short.
+    signal.signal(number, signal.SIG_IGN if number in NOTICES else signal.SIG_DFL)
+    raise StopRequestedError
 
 
 def _end(number: int, _frame: FrameType | None) -> None:

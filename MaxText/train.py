@@ -9,17 +9,18 @@ import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import NoReturn
 
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
 
 from MaxText import program_start
 
-program_start.install(__name__, also_sigterm=True, tune_malloc=True)  # before the slow imports
+program_start.install(__name__, tune_malloc=True)  # before the slow imports
 
 from MaxText import CallableModule, exit_codes
 from MaxText.config import command_line
-from MaxText.errors import UserError
+from MaxText.errors import UserError, storage_error_line, storage_failure
 from MaxText.inference import checkpoint_config
 from MaxText.runtime import processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
@@ -33,8 +34,12 @@ USAGE = """Trains a language model.
 The same command again resumes from the newest checkpoint of the run."""
 
 
-def main() -> int:
-    """Trains; returns a code of exit_codes.py."""
+def main() -> NoReturn:
+    """Trains; exits with a code of exit_codes.py."""
+    processes.run(_train_from_command_line)
+
+
+def _train_from_command_line() -> int:
     preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
@@ -48,6 +53,10 @@ def main() -> int:
             processes.exit_now(exit_codes.INTERRUPTED)
         if isinstance(error, BrokenPipeError):
             processes.exit_now(exit_codes.BROKEN_PIPE)
+        failure = storage_failure(error) if isinstance(error, Exception) else None
+        if failure:
+            sys.stderr.write(f"{storage_error_line(failure)}\n")
+            processes.exit_now(exit_codes.USER_ERROR)
         raise
 
 
@@ -83,6 +92,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     import jax
 
+    from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.cost.peak_flops import peak_flops
     from MaxText.parallelism import mesh
     from MaxText.runtime import compilation_cache
@@ -95,10 +105,14 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
+    layout_lines: list[str] = []
+    config = choose_layout_for_devices(config, devices, layout_lines.append)
     start_up.assert_same_config(flatten(config))
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
+    print(*layout_lines, sep="\n", end="\n" if layout_lines else "")
+    details += layout_lines
     eval_batch_size = mesh.microbatch_size(
         config.batch, sharding, evaluation.eval_per_device_batch_size
     )
@@ -168,7 +182,12 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata
     from MaxText.run.records import write_run_files
-    from MaxText.run.restore import complete_message, restore_data_position, restore_or_initialize
+    from MaxText.run.restore import (
+        complete_message,
+        end_of_record,
+        restore_data_position,
+        restore_or_initialize,
+    )
 
     restored = restore_or_initialize(
         checkpoints,
@@ -181,14 +200,23 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         resolved=growth,
     )
     last_step = restore_data_position(restored, train_batches, run.steps)
-    if restored.first_step > last_step and not restored.metadata.get("evaluation_is_due"):
-        print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
-        return 0
+    evaluation_is_due = bool(restored.metadata.get("evaluation_is_due"))
+    if restored.first_step > last_step and not evaluation_is_due:
+        record = end_of_record(run_folder, restored)
+        # Process 0 keeps the record. Without its end, this start makes up for what is missing.
+        if processes.all_processes_agree(index != 0 or record.is_complete):
+            print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
+            return exit_codes.DIVERGED if record.has_diverged else exit_codes.SUCCESS
+        evaluates = evaluation.eval_interval > 0 and eval_batches is not None
+        evaluation_is_due = evaluates and not processes.all_processes_agree(
+            index != 0 or record.has_evaluation
+        )
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
     metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
     from MaxText.run import loop
+    from MaxText.run.learning_checks import LearningChecks
     from MaxText.run.records import MetricLogger, open_run_logger
     from MaxText.run.rollback import RollbackController
 
@@ -201,13 +229,21 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     rollback = RollbackController(
         guard, checkpoints, events.emit, train_batches, abstract_state, restored
     )
-    metric_logger = MetricLogger(run_logger, config, last_step, rollback.observe)
+    learning_checks = LearningChecks(
+        config, setup, sharding, events.emit, first_step=restored.first_step, last_step=last_step
+    )
+
+    def observe(step, metrics):
+        learning_checks.observe(step, metrics)
+        rollback.observe(step, metrics)
+
+    metric_logger = MetricLogger(run_logger, config, last_step, observe)
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
         config, sharding, batch_schedule, eval_batch_size, train_batches, eval_batches, train_step,
         eval_step, checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
-        restored.state, restored.first_step, last_step,
+        learning_checks, restored.state, restored.first_step, last_step,
     )  # fmt: skip
     with ExitStack() as stack:
         # All are called, the last one first, even if one fails. A background save is atomic.
@@ -219,19 +255,27 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         watchdog.enter("compile", training.step)
         with events.timed("compile", step=training.step) as fields:
             fields |= compiling.result()
-        reason = training.run(bool(restored.metadata.get("evaluation_is_due")))
-        is_healthy = rollback.is_healthy and not run_logger.trend.diverged
-        if is_healthy and metric_logger.newest_step is not None and reason != loop.PREEMPTED:
-            # No later step can show that it was healthy.
-            checkpoints.promote(metric_logger.newest_step)
-        checkpoints.close()
-        if reason == loop.PREEMPTED:
+        reason = training.run(evaluation_is_due)
+        if reason == loop.STORAGE_FAILED:
+            checkpoints.close()
+            end.reason = "error"
+        elif reason == loop.PREEMPTED:
+            checkpoints.close()
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
             end.reason, end.exit_code = reason, preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            training.finish(run_folder, setup)
+            training.write_sample(run_folder, model)
+            problem = training.confirm_final_state()
+            checkpoints.close()
+            training.finish(run_folder, setup, problem)
             end.reason = loop.COMPLETED
+    if events.failure and end.exit_code == exit_codes.SUCCESS:
+        end.exit_code = exit_codes.USER_ERROR
+        end.message = storage_error_line(events.failure)
+        saved_step = checkpoints.latest_step()
+        if saved_step is not None:
+            end.message += f" Saved: step {saved_step}."
     if end.message:
         print(end.message, file=sys.stderr)
     return end.exit_code
@@ -241,4 +285,4 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 sys.modules[__name__].__class__ = CallableModule
 
 if __name__ == "__main__":
-    processes.run(main)
+    main()

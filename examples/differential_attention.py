@@ -10,14 +10,13 @@ G query heads of a key/value head, H head_dim, C the two halves, E half of H.
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.kv_cache import KeyValueCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import param
-from MaxText.layers.part import Flops, Mixer, register
+from MaxText.layers.part import Flops, Mixer, record, register, tag
 from MaxText.layers.rotary import apply_rotary
 
 
@@ -73,9 +72,9 @@ class DifferentialAttention(Mixer):
         return self._attend(q_BTNH, k_BKSH, v_BKSH, seen_BTS, context.layer), k_BSKH, v_BSKH
 
     def _projections(self, x_BTD, context):
-        q_BTNH = checkpoint_name(self.query(x_BTD), "query_proj")
-        k_BTKH = checkpoint_name(self.key(x_BTD), "key_proj")
-        v_BTKH = checkpoint_name(self.value(x_BTD), "value_proj")
+        q_BTNH = tag(self.query(x_BTD), "query_proj")
+        k_BTKH = tag(self.key(x_BTD), "key_proj")
+        v_BTKH = tag(self.value(x_BTD), "value_proj")
         if context.rotary is not None:  # every other frequency: the table of heads half as wide
             table = tuple(x[..., ::2] for x in context.rotary)
             q_BTNH, k_BTKH = (
@@ -95,10 +94,12 @@ class DifferentialAttention(Mixer):
             "btkgce,bksce->bckgts", q_BTKGCE, k_BKSCE, preferred_element_type=jnp.float32
         )
         p_BCKGTS = jax.nn.softmax(jnp.where(seen_BTS[:, None, None, None], scores, -jnp.inf), -1)
-        p_BKGTS = (p_BCKGTS[:, 0] - difference * p_BCKGTS[:, 1]).astype(v_BKSH.dtype)
-        o = checkpoint_name(jnp.einsum("bkgts,bksh->btkgh", p_BKGTS, v_BKSH), "context")
+        p_BKGTS = p_BCKGTS[:, 0] - difference * p_BCKGTS[:, 1]
+        record(p_BKGTS.reshape(B, N, T, S), "probabilities")
+        p_BKGTS = p_BKGTS.astype(v_BKSH.dtype)
+        o = tag(jnp.einsum("bkgts,bksh->btkgh", p_BKGTS, v_BKSH), "context")
         o = self.norm(o.reshape(B, T, N, H)) * jnp.asarray(1 - first, o.dtype)
-        return checkpoint_name(self.out(o), "out_proj")
+        return tag(self.out(o), "out_proj")
 
     @classmethod
     def problem(cls, config, dimensions):

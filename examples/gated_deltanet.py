@@ -9,14 +9,13 @@ Legend: B sequences, T tokens, D emb_dim, N heads, H head_dim, C tokens of a chu
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.linalg import solve_triangular
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import constant, param
-from MaxText.layers.part import Flops, Mixer, register
+from MaxText.layers.part import Flops, Mixer, record, register, tag
 
 
 class Keys(Section):
@@ -55,7 +54,7 @@ class GatedDeltaNet(Mixer):
         (newest, memory), (B, T, _) = state, x_BTD.shape
         ids_BT = jnp.ones((B, T), int) if context.segments_BT is None else context.segments_BT
         qkv = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
-        qkv = [*map(checkpoint_name, qkv, ("query_proj", "key_proj", "value_proj"))]
+        qkv = [*map(tag, qkv, ("query_proj", "key_proj", "value_proj"))]
         x_BS3NH = jnp.concatenate([newest, jnp.stack(qkv, 2).astype(jnp.float32)], 1)
         # A convolution over the newest tokens of the same segment, then q and k of length 1.
         ids_BS = jnp.pad(ids_BT, ((0, 0), (self.taps - 1, 0)), "edge")
@@ -68,6 +67,8 @@ class GatedDeltaNet(Mixer):
         rates = self.rates(x_BTD, jnp.float32)
         beta, log_a = jax.nn.sigmoid(rates[..., 0]), jax.nn.softplus(rates[..., 1])
         log_a *= -jnp.exp(self.log_decay[...].astype(jnp.float32))
+        record(beta, "write_strength")  # [B, T, N]
+        record(jnp.exp(log_a), "decay")
         lengths_B = jnp.full((B,), T) if context.lengths_B is None else context.lengths_B
         is_token = (jnp.arange(T) < lengths_B[:, None])[..., None]  # padding keeps the state
         beta, log_a = jnp.where(is_token, beta, 0), jnp.where(is_token, log_a, 0)
@@ -75,8 +76,8 @@ class GatedDeltaNet(Mixer):
         o, memory = delta_rule(q, k, v, beta, log_a, ids_BT, memory, self.chunk)
         places = (lengths_B[:, None] + jnp.arange(self.taps - 1))[:, :, None, None, None]
         state = jnp.take_along_axis(x_BS3NH, places, 1), memory
-        o = self.norm(checkpoint_name(o.astype(self.dtype), "context"))
-        return checkpoint_name(self.out(o * jax.nn.silu(self.gate(x_BTD))), "out_proj"), state
+        o = self.norm(tag(o.astype(self.dtype), "context"))
+        return tag(self.out(o * jax.nn.silu(self.gate(x_BTD))), "out_proj"), state
 
     @classmethod
     def flops(cls, config, dimensions, length):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from MaxText.config.keys import Section, key
 from MaxText.layers.dense import Dense
 from MaxText.layers.params import constant, param
-from MaxText.layers.part import Mixer, register
+from MaxText.layers.part import Mixer, record, register, tag
 
 
 class Keys(Section):
@@ -47,7 +47,7 @@ class MovingAverage(Mixer):
         return self.decode_step(x_BTD, jnp.zeros((B, D), jnp.float32), context)
 
     def decode_step(self, x_BTD, state_BD, context):
-        v_BTD, g_BTD = jnp.moveaxis(self.into(x_BTD), 2, 0)
+        v_BTD, g_BTD = jnp.moveaxis(tag(self.into(x_BTD), "value_proj"), 2, 0)
         a = jax.nn.sigmoid(self.decay[...].astype(jnp.float32))
         added_BTD, kept_BTD = (1 - a) * v_BTD, jnp.broadcast_to(a, v_BTD.shape)
         if (ids_BT := context.segments_BT) is not None:  # a document starts from nothing
@@ -63,7 +63,9 @@ class MovingAverage(Mixer):
 
         kept_BTD, s_BTD = jax.lax.associative_scan(after, (kept_BTD, added_BTD), axis=1)
         s_BTD += kept_BTD * state_BD[:, None]
-        return self.out(s_BTD.astype(x_BTD.dtype) * jax.nn.silu(g_BTD)), s_BTD[:, -1]
+        record(s_BTD, "average")
+        y_BTD = self.out(s_BTD.astype(x_BTD.dtype) * jax.nn.silu(g_BTD))
+        return tag(y_BTD, "out_proj"), s_BTD[:, -1]
 
     @classmethod
     def state_bytes(cls, config, dimensions, length, itemsize):

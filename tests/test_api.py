@@ -2,10 +2,14 @@
 
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import MaxText as mt
+from MaxText.layers.mlp import MLP
+from MaxText.layers.part import record, tag
 from tests.house.sources import REPOSITORY
 from tests.small_models import TINY
 
@@ -108,6 +112,20 @@ def test_intermediate_values(run):
     np.testing.assert_allclose(of_one["layers/2/output"], values["layers/2/output"][1], atol=1e-5)
     with pytest.raises(ValueError, match="layers/0/self_attention/query_proj"):
         run.forward(ids, capture=["layers/*/attention/weights"])
+
+
+def test_values_that_are_not_of_one_sequence_or_cannot_be_captured(run, monkeypatch):
+    def mlp(self, x_BTD, context):
+        record(jnp.arange(5), "no batch")
+        return jax.lax.map(lambda x_TD: tag(2 * x_TD, "inside"), x_BTD), {}
+
+    monkeypatch.setattr(MLP, "__call__", mlp)
+    paths = ["layers/0/mlp/no batch", "head/output"]
+    logits, values = run.forward([1, 2, 3], capture=paths)
+    np.testing.assert_array_equal(values["layers/0/mlp/no batch"], np.arange(5))
+    np.testing.assert_array_equal(values["head/output"], logits)
+    with pytest.raises(ValueError, match=r"layers/0/mlp/inside is inside of a loop"):
+        run.forward([1, 2, 3], capture=["layers/*/mlp/inside"])
 
 
 @pytest.mark.slow

@@ -17,7 +17,12 @@ from etils import epath
 from MaxText.config.schema import SCHEMA_VERSION
 from MaxText.errors import UserError
 from MaxText.storage.errors import ObjectStoreError, is_storage_error
-from MaxText.storage.paths import COMMIT_MARK, is_object_store_path, parse_path
+from MaxText.storage.paths import (
+    COMMIT_MARK,
+    check_checkpoint_path,
+    is_object_store_path,
+    parse_path,
+)  # fmt: skip
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
@@ -28,8 +33,11 @@ PARAMETERS_ONLY = "parameters_only"  # in METADATA: true if convert.py imported 
 # Orbax writes these last if the folder cannot be renamed atomically.
 ITEMS_FILES = ("_METADATA", "manifest.ocdbt")
 _CONCURRENT_REQUESTS = 32
-# Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "metadata": SHA-256}.
+# Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "step": step, "metadata":
+# SHA-256}.
 _INTEGRITY = "integrity"
+# Keys of which every version wrote one.
+_METADATA_KEYS = ("schema_version", "config")
 
 
 class CheckpointCorruptedError(Exception):
@@ -42,6 +50,7 @@ class CheckpointMetadata(NamedTuple):
     values: dict[str, Any]
     checksums: dict[str, str] | None
     position_sha256: str | None
+    step: int | None = None  # the step that was saved; None if it was not recorded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +95,12 @@ class StoredCheckpoint:
                 f"one reads up to {SCHEMA_VERSION}). Update the program."
             )
         if integrity is None:
+            if not any(name in values for name in _METADATA_KEYS):
+                raise CheckpointCorruptedError(f"{path}: not the metadata of a checkpoint")
             return CheckpointMetadata(values, None, None)
-        return CheckpointMetadata(values, integrity["arrays"], integrity.get("position", ""))
+        return CheckpointMetadata(
+            values, integrity["arrays"], integrity.get("position", ""), integrity.get("step")
+        )
 
     def try_metadata(self) -> dict[str, Any]:
         """Returns the metadata, empty if damaged."""
@@ -95,6 +108,11 @@ class StoredCheckpoint:
             return self.metadata.values
         except CheckpointCorruptedError:
             return {}
+
+    def missing_items(self) -> list[str]:
+        """Returns the paths of the items that a complete checkpoint of a run has."""
+        paths = (self.items, self.json_path(POSITION), self.json_path(METADATA))
+        return [str(path) for path in paths if not path.exists()]
 
     def position(self) -> dict[str, Any] | None:
         """Returns the data position or None; raises like `metadata`."""
@@ -138,11 +156,17 @@ def unreadable_now(reason: str, *, is_transient: bool = True) -> ObjectStoreErro
 
 
 def with_digests(
-    metadata: Mapping[str, Any], position: Mapping[str, Any], arrays: Mapping[str, str]
+    metadata: Mapping[str, Any],
+    position: Mapping[str, Any],
+    arrays: Mapping[str, str],
+    step: int | None = None,
 ) -> dict[str, Any]:
-    """Returns `metadata` with checksums of arrays, data position and itself."""
+    """Returns `metadata` with the step and checksums of arrays, data position and itself.
+
+    They tell the files of one checkpoint from those of another.
+    """
     content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
-    content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position)}
+    content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position), "step": step}
     return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
 
 
@@ -162,6 +186,17 @@ def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
         listed = pool.map(lambda child: int(child.name) in known or is_finalized(child), saved)
         return sorted(int(child.name) for child, done in zip(saved, listed, strict=True) if done)
+
+
+def incomplete_steps(folder: epath.Path) -> list[int]:
+    """Returns the steps of which pieces were lost or deleted after the save.
+
+    Empty for a bucket, where a killed save looks the same.
+    """
+    if is_object_store_path(folder):
+        return []
+    saved = [child for child in list_dir(folder) if child.name.isdigit() and child.is_dir()]
+    return sorted(int(child.name) for child in saved if not is_finalized(child))
 
 
 def list_dir(folder: epath.Path) -> list[epath.Path]:
@@ -184,6 +219,7 @@ def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
     given = parse_path(path, key)
     if "://" not in path:
         given = given.absolute()  # Orbax requires absolute paths
+    check_checkpoint_path(given, key)
     try:
         for items in (given, given / ITEMS):
             if any((items / name).exists() for name in ITEMS_FILES):

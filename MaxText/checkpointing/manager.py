@@ -5,7 +5,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from MaxText.checkpointing.history import HealthyCheckpoints, Rollback
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
 from MaxText.runtime.processes import all_processes_agree, all_succeed
-from MaxText.storage.paths import COMMIT_MARK, is_object_store_path
+from MaxText.storage.paths import COMMIT_MARK, LiteralPath, is_object_store_path
 from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
+# Suffixes of checkpoints that are kept for inspection and never restored.
+_UNREADABLE, _UNHEALTHY = "unreadable", "unhealthy"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
@@ -43,7 +45,7 @@ class CheckpointManager:
         log: Callable[[str], None] = print,
     ):
         """Creates nothing on disk. `healthy_after_steps` 0 promotes at once."""
-        self.directory = epath.Path(directory)
+        self.directory = LiteralPath(directory)
         self.log = log
         self._config = config
         self._healthy = HealthyCheckpoints(
@@ -54,6 +56,7 @@ class CheckpointManager:
         self._failures = 0  # consecutive failed saves
         # Complete checkpoints on disk, as far as known: storage is not asked about them again.
         self._finalized: set[int] = set()
+        self._incomplete: set[int] = set()  # steps on disk that have lost pieces
         self._is_listed = False
         self._stored: dict[int, StoredCheckpoint] = {}  # with the metadata that were read
         self._corrupted: set[int] = set()
@@ -95,7 +98,9 @@ class CheckpointManager:
 
         storage = self._config.checkpoint_storage
         items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
-        metadata = checkpoint_files.with_digests(metadata, stored_position, array_checksums(items))
+        metadata = checkpoint_files.with_digests(
+            metadata, stored_position, array_checksums(items), step
+        )
         if self._config.async_checkpointing and jax.default_backend() == "cpu":
             # Orbax reads CPU arrays in place. The runtime refuses to donate memory that is being
             # read, so the next step would block until the file is written (0.9 s, against 0.02 s to
@@ -248,6 +253,23 @@ class CheckpointManager:
         self._delete_after(step)
         self._resumed_from = None
 
+    def set_aside(self, is_broken: Callable[[int], bool]) -> list[int]:
+        """Renames checkpoints of broken states to `<step>.unhealthy`; returns their steps.
+
+        No resume and no rollback uses them; they stay on disk to be inspected or renamed back.
+        Collective; raises like `save`.
+        """
+        self._finish()
+        listed = all_succeed("listing checkpoints", self.steps)
+        broken = [step for step in listed if is_broken(step)]
+        self._healthy.forget(is_broken)
+        if broken:
+            # Before the renaming: a process killed in between must not roll back to one of these.
+            self._write_healthy()
+            self._rename(broken, _UNHEALTHY)
+            self._close_manager()  # Orbax would keep listing them
+        return broken
+
     def rollbacks(self) -> tuple[Rollback, ...]:
         """Returns the rollbacks in order; UserError if the file cannot be read."""
         if not self._config.enable_checkpointing:
@@ -293,13 +315,21 @@ class CheckpointManager:
         return listed
 
     def steps_to_resume(self) -> list[int]:
-        """Returns the known steps in the order of resuming; lists them once."""
+        """Returns the known steps in the order of resuming; lists them once.
+
+        Includes steps that have lost pieces: restoring one fails and says why, where leaving it out
+        would silently resume from an older one, or from scratch.
+        """
         if not self._is_listed:
             self.steps()
-        return sorted(self._finalized, reverse=True)
+            if self._config.enable_checkpointing:
+                self._incomplete = set(checkpoint_files.incomplete_steps(self.directory))
+        return sorted(self._finalized | self._incomplete, reverse=True)
 
     def latest_step(self) -> int | None:
-        return next(iter(self.steps_to_resume()), None)
+        """Returns the newest step with a complete checkpoint."""
+        self.steps_to_resume()
+        return max(self._finalized, default=None)
 
     def stored(self, step: int) -> StoredCheckpoint:
         items = self.directory / str(step) / checkpoint_files.ITEMS
@@ -317,10 +347,14 @@ class CheckpointManager:
         Raises UserError for other names or shapes, CheckpointCorruptedError for damage.
         """
         stored = self.stored(step)
-        metadata, checksums, _ = stored.metadata
+        metadata, checksums, _, saved_step = stored.metadata
+        path = stored.json_path(checkpoint_files.METADATA)
         if not metadata and checksums is None:
-            path = stored.json_path(checkpoint_files.METADATA)
             raise CheckpointCorruptedError(f"{path}: no metadata")
+        if saved_step is not None and saved_step != step:
+            raise CheckpointCorruptedError(
+                f"{path}: belongs to the checkpoint of step {saved_step}"
+            )
         position = stored.position()
         reader = checkpoint_reader.CheckpointReader(
             stored, config_flat or {}, log, True, self._config.checkpoint_storage
@@ -341,6 +375,8 @@ class CheckpointManager:
                 restored, reason = None, f"it contains step {after - 1}: renamed?"
         except CheckpointCorruptedError as error:
             reason = str(error)
+            if missing := self.stored(step).missing_items():
+                reason = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing"
         if all_processes_agree(restored is not None):
             return restored, ""
         self.mark_corrupted(step)
@@ -372,17 +408,22 @@ class CheckpointManager:
         if not self._corrupted:
             return
         self._write_healthy()
+        self._rename(self._corrupted, _UNREADABLE)
+        self._corrupted.clear()
+
+    def _rename(self, steps: Collection[int], suffix: str) -> None:
+        """Renames checkpoints to `<step>.<suffix>`. Collective."""
 
         def rename() -> None:
-            for step in sorted(self._corrupted) if jax.process_index() == 0 else ():
-                target = self.directory / f"{step}.unreadable"
+            for step in sorted(steps) if jax.process_index() == 0 else ():
+                target = self.directory / f"{step}.{suffix}"
                 if target.exists():
-                    target = self.directory / f"{step}.unreadable-{int(time.time())}"
+                    target = self.directory / f"{step}.{suffix}-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
 
-        all_succeed("renaming corrupted checkpoints", rename)
-        self._finalized -= self._corrupted
-        self._corrupted.clear()
+        all_succeed(f"renaming {suffix} checkpoints", rename)
+        self._finalized -= set(steps)
+        self._incomplete -= set(steps)
 
     def _delete_after(self, last: int) -> None:
         listed = all_succeed("listing newer checkpoints", self.steps)
@@ -424,20 +465,19 @@ class CheckpointManager:
         if self._orbax_manager is None:
             import orbax.checkpoint as ocp
 
+            from MaxText.checkpointing import verified_save
+
             checkpoint_reader.silence_threads()
             if is_object_store_path(self.directory):  # on local disks Orbax does this
                 self._remove_partial()
             storage = self._config.checkpoint_storage
-            handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-            handlers.add(
+            handlers = verified_save.handler_registry(
                 checkpoint_files.ITEMS,
-                ocp.args.PyTreeSave,
-                ocp.PyTreeCheckpointHandler(
-                    use_ocdbt=storage.use_ocdbt,
-                    use_zarr3=storage.use_zarr3,
-                    save_concurrent_gb=storage.concurrent_gb,
-                    save_device_host_concurrent_gb=storage.device_host_concurrent_gb,
-                ),
+                (checkpoint_files.POSITION, checkpoint_files.METADATA),
+                use_ocdbt=storage.use_ocdbt,
+                use_zarr3=storage.use_zarr3,
+                save_concurrent_gb=storage.concurrent_gb,
+                save_device_host_concurrent_gb=storage.device_host_concurrent_gb,
             )
             self._orbax_manager = ocp.CheckpointManager(
                 self.directory,

@@ -38,7 +38,7 @@ from MaxText.config.schema import (
     split_entry,
 )
 from MaxText.config.sources import ARGUMENT, YAML_PATH, Source, print_notices
-from MaxText.errors import UserError
+from MaxText.errors import UserError, storage_error_line, storage_failure
 
 
 class ProgramOptions(Section):
@@ -89,6 +89,7 @@ def read_options(
     words = Words((), [], [], [], [])
     found: dict[str, Any] = {}
     texts: dict[str, str] = {}
+    switches += sources.SWITCHES if takes_keys else ()
     for argument in sources.without_dashes(arguments, switches):
         match = ARGUMENT.fullmatch(argument)
         name, text = match.groups() if match else ("", "")
@@ -258,12 +259,13 @@ def program_command(name: str) -> str:
 
 def exit_with_error(error: UserError) -> NoReturn:
     sys.stderr.write(f"error: {error}\n")
+    program_start.limit_exit(error.exit_code)
     raise SystemExit(error.exit_code)
 
 
 @contextlib.contextmanager
 def exit_on_user_error(stopped: str = "") -> Iterator[None]:
-    """Ends the program with one line if a user error is raised inside."""
+    """Ends the program with one line after a user error or a storage error inside."""
     program_start.leave_to_python()
     try:
         yield
@@ -275,10 +277,21 @@ def exit_on_user_error(stopped: str = "") -> Iterator[None]:
         # The interpreter would flush it once more at its end.
         _discard_stdout()
         raise SystemExit(exit_codes.BROKEN_PIPE) from None
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if stopped:
-            sys.stderr.write(f"{stopped}\n")
-        raise SystemExit(exit_codes.INTERRUPTED) from None
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                sys.stderr.write(f"{stopped}\n")
+        is_request = isinstance(error, program_start.StopRequestedError)
+        code = exit_codes.PREEMPTED if is_request else exit_codes.INTERRUPTED
+        program_start.limit_exit(code)
+        raise SystemExit(code) from None
+    except Exception as error:
+        failure = storage_failure(error)
+        if failure is None:
+            raise
+        sys.stderr.write(f"{storage_error_line(failure)}\n")
+        program_start.limit_exit(exit_codes.USER_ERROR)
+        raise SystemExit(exit_codes.USER_ERROR) from None
 
 
 def stdout_writer() -> Callable[[str], None]:

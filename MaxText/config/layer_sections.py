@@ -23,8 +23,9 @@ Activation = Literal[
     "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
     "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign", "abs", "sin",
     "cos", "sign", "id", "lrelu001", "lrelu020", "triangle_relax", "square_relax", "spike",
-    "spike2", "tanhshrink", "softsign", "bipolarsigmoid", "elish", "arcsinh", "maxsig", "cosid",
-    "minsin", "maxtanh", "tanhexp", "lisht", "seagull", "snake", "roottanh", "softplusmone",
+    "spike2", "tanhshrink", "softsign", "bipolarsigmoid", "elish", "elish_gpt_neo", "arcsinh",
+    "maxsig", "cosid", "minsin", "maxtanh", "tanhexp", "lisht", "seagull", "snake", "roottanh",
+    "softplusmone",
 ]  # fmt: skip
 # Over all features of a token, with learned numbers, or random in training: only in an MLP.
 NotElementwise = Literal[
@@ -225,7 +226,8 @@ class FeedForwardConfig(Section):
     registered part."""
     mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
     """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
-    tanh approximation, gelu_erf the exact one. aria, prelu, parcsinh, psoftplus and proottanh have
+    tanh approximation, gelu_erf the exact one. elish is the paper's, x sigmoid(x) for x > 0;
+    elish_gpt_neo is GPT-Neo's, x / (1 + e^x). aria, prelu, parcsinh, psoftplus and proottanh have
     learned scalars."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(False, only_if=_MLP)

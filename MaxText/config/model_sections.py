@@ -142,7 +142,8 @@ class ObjectiveConfig(Section):
 
     loss_type: Annotated[str, Name("objective")] = key("cross_entropy")
     """entmax: alpha-entmax loss, which gives most ids probability 0 (Peters et al. 2019; GPT-Neo:
-    entmax_loss). It has no perplexity; decode with decode_filters.entmax_alpha."""
+    entmax_loss). lm_loss beside it is the cross entropy of softmax(logits); decode with
+    decode_filters.entmax_alpha."""
     entmax_alpha: float = key(1.3, ge=1, le=2, only_if={"loss_type": "entmax"})
     """Alpha, from 1 (softmax) to 2 (sparsemax)."""
     z_loss_multiplier: NonNegative = key(0.0, only_if={"loss_type": "cross_entropy"})

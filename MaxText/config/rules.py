@@ -304,6 +304,15 @@ def _moments(growth, opt_type):
 # ---- Devices
 
 
+@rule()
+def _two_searches_of_a_mesh(auto_layout, auto_layout_and_mesh_shape):
+    if auto_layout and auto_layout_and_mesh_shape:
+        return (
+            "auto_layout=true keeps the sizes of the mesh and auto_layout_and_mesh_shape=true "
+            "chooses them: set only one"
+        )
+
+
 def _one_fills(**sizes):
     wildcards = [name for name, size in sizes.items() if size == -1]
     if len(wildcards) > 1:

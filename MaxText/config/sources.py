@@ -1,6 +1,7 @@
 """Layers of settings, from weakest to strongest."""
 
 import dataclasses
+import itertools
 import os
 import re
 import sys
@@ -127,7 +128,7 @@ def _read_arguments(
     arguments: Sequence[str], result: CollectedSettings
 ) -> tuple[list[str], list[Setting]]:
     paths, settings = [], []
-    for argument in without_dashes(arguments):
+    for argument in without_dashes(arguments, SWITCHES):
         if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
             origin = Origin(Source.COMMAND_LINE, raw=text)
@@ -140,6 +141,10 @@ def _read_arguments(
             is_option = argument.startswith("-")
             result.is_incomplete |= not is_option and re.search(r"[/.\\]", argument) is not None
     return paths, distinct(settings, result, last_wins=True)
+
+
+# Keys that GPT-Neo's users type as flags without a value.
+SWITCHES = ("auto_layout", "auto_layout_and_mesh_shape")
 
 
 def _unreadable_argument(argument: str) -> ConfigIssue:
@@ -164,8 +169,9 @@ def _unreadable_argument(argument: str) -> ConfigIssue:
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
     """Rewrites --key=value, --key value and --switch as key=value."""
     joined: list[str] = []
-    for argument in arguments:
-        if argument.startswith("--") and argument[2:].replace("-", "_") in switches:
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        is_switch = argument.startswith("--") and argument[2:].replace("-", "_") in switches
+        if is_switch and following.lower() not in ("true", "false"):
             argument += "=true"
         if argument == "--import" or argument.startswith("--import="):
             argument = argument.replace("--import", "--import_modules", 1)

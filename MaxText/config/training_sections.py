@@ -147,7 +147,8 @@ class LearningRateDecay(Options):
 class ScheduleConfig(Section):
     """Learning rate schedule."""
 
-    learning_rate: Positive = key(3e-5, "Peak learning rate.")
+    learning_rate: NonNegative = key(3e-5)
+    """Peak learning rate; 0 leaves every parameter as it is, with a warning."""
     lr_schedule_type: Literal["cosine", "linear", "polynomial", "wsd", "constant"] = key("cosine")
     """Learning rate schedule after warm-up; wsd is warm-up, stable, decay."""
     learning_rate_schedule_steps: CountOrAuto = key(-1, unit="steps")
@@ -217,6 +218,13 @@ class MeshConfig(Section):
     and multiply to their number. One of each may be -1, which fills (docs/how-to/shard_a_model.md).
     """
 
+    auto_layout: bool = key(False)
+    """Give the sizes of the mesh to other axes where that trains faster, by plan.py's estimate: a
+    mesh of 4 x 2 devices stays one, split over other dimensions. Microbatches and remat_policy
+    change only if nothing fits otherwise. GPT-Neo's --auto_layout."""
+    auto_layout_and_mesh_shape: bool = key(False)
+    """As auto_layout, but choose the sizes of the mesh, too. GPT-Neo's
+    --auto_layout_and_mesh_shape."""
     allow_split_physical_axes: bool = key(True)
     """Split an axis of the TPU network over several mesh axes if no mesh keeps all of them whole.
     false rejects such sizes."""

@@ -26,6 +26,7 @@ from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
 from MaxText.input_pipeline.tokenization.interface import read_json
 from MaxText.layers.batch import Batch
 from MaxText.storage.atomic import sync_file
+from MaxText.storage.paths import check_checkpoint_path
 
 Log = Callable[[str], None]
 
@@ -44,6 +45,8 @@ def convert(request: ConvertArgs, log: Log) -> None:
     Raises UserError if the source or the target cannot be used.
     """
     imported_run.require_absent(request.target)
+    if request.target_kind == "run":
+        check_checkpoint_path(request.target.absolute(), "to")
     weights, keys, record = _open(request, log)
     sizes = collections.Counter()
     for name, param in weights.model.parameters.items():
@@ -66,6 +69,8 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         folder = resolve_hf_path(request.source, "from")
         given = {name: values.from_text(text) for name, text in request.keys.items()}
         weights = HFWeights(folder, given)
+        for note in weights.notes:
+            log(note)
         if request.verify:
             hf_export.check_verifiable(weights.family, weights.config)
         tokenizer_copy.check_ids(folder, weights.config.model.shape.vocab_size)

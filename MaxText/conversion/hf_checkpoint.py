@@ -4,9 +4,11 @@ Supports safetensors, in one file or sharded with an index, and the older pytorc
 needs torch. Downloads nothing: hub ids resolve to the local cache.
 """
 
+import collections
 import functools
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,11 @@ GENERATION_CONFIG = "generation_config.json"
 SAFETENSORS = "model.safetensors"
 _INDEX = ".index.json"
 _TORCH = "pytorch_model.bin"
+_ADAPTER = "adapter_config.json"
+# Written by save_pretrained of a model that is distributed over processes.
+_DISTRIBUTED = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors$")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
+_MAX_NAMES = 5  # of files in a message
 
 # Floating-point formats of safetensors -> NumPy names.
 _FORMATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -70,9 +77,17 @@ def resolve_hf_path(path: str, key: str) -> Path:
     has_config = is_file(folder / CONFIG)
     if name and folder.is_dir():
         if not has_config:
+            advice = (
+                "Use the folder that save_pretrained wrote, or that was downloaded from the hub."
+            )
+            if is_file(folder / _ADAPTER):
+                advice = (
+                    f"It has an {_ADAPTER}: merge the adapter into its base model with peft's "
+                    "merge_and_unload, save the result, and use that folder."
+                )
             raise UserError(
                 f"{key}={path}: {folder} is not a Hugging Face model folder: it has no {CONFIG}. "
-                "Use the folder that save_pretrained wrote, or that was downloaded from the hub."
+                f"{advice}"
             )
         return folder
     if not name or folder.exists() or name.count("/") > 1 or name[0] in "./~":
@@ -90,42 +105,150 @@ def resolve_hf_path(path: str, key: str) -> Path:
         ) from error
 
 
+def find_weights(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Returns the file of weights, or the index of several, that transformers reads.
+
+    A folder may hold the same weights more than once. transformers prefers the file that
+    config.json names, then safetensors, then one file over an index (modeling_utils.py,
+    _get_resolved_checkpoint_files). It ignores variants such as model.fp16.safetensors.
+
+    Args:
+        folder: of the checkpoint.
+        config: its config.json.
+
+    Raises:
+        UserError: there is none, or transformers would add an adapter or read another format.
+    """
+    if is_file(folder / _ADAPTER):
+        raise UserError(
+            f"{folder} has an {_ADAPTER}: transformers adds the adapter to the weights, which is "
+            "not supported here. Merge it with peft's merge_and_unload and save the result, or "
+            f"remove {_ADAPTER} to read the weights without the adapter."
+        )
+    named = config.get("transformers_weights")
+    if named is not None:
+        path = Path(str(named))
+        _require_inside(path, f"{folder / CONFIG} has transformers_weights={named}")
+        if not path.name.endswith((".safetensors", f".safetensors{_INDEX}")):
+            raise UserError(
+                f"{folder / CONFIG} has transformers_weights={named}, which is neither a "
+                "safetensors file nor the index of several. Copy the folder again."
+            )
+        return folder / path
+    names = sorted(path.name for path in folder.iterdir())
+    if any(_DISTRIBUTED.match(name) for name in names):
+        raise UserError(
+            f"{folder} holds a distributed checkpoint (shard-...-model-...safetensors), which "
+            "is not supported here. Load it in transformers and call save_pretrained."
+        )
+    for name in (SAFETENSORS, SAFETENSORS + _INDEX, _TORCH, _TORCH + _INDEX):
+        if (folder / name).is_file():
+            return folder / name
+    similar = [name for name in names if Path(name).suffix in _WEIGHT_SUFFIXES]
+    unread = f" It has {', '.join(similar[:_MAX_NAMES])}, which are not read." if similar else ""
+    raise UserError(
+        f"{folder} has neither {SAFETENSORS} nor {_TORCH}, nor an index of several files.{unread} "
+        "Copy the weights as well, under the names that save_pretrained gives them."
+    )
+
+
+def _require_inside(path: Path, fact: str) -> None:
+    if path.is_absolute() or ".." in path.parts:
+        raise UserError(
+            f"{fact}, which is outside its folder. Only files inside are read: copy the folder "
+            "again from a source you trust."
+        )
+
+
+# What wrapper modules add to the names of a state_dict, anywhere in a name.
+_WRAPPERS = {
+    "_orig_mod",  # torch.compile
+    "module",  # DistributedDataParallel, DataParallel, DeepSpeed
+    "_fsdp_wrapped_module",  # FullyShardedDataParallel
+    "_fpw_module",  # FullyShardedDataParallel of older versions and of fairscale
+    "_checkpoint_wrapped_module",  # activation checkpointing
+    "_forward_module",  # Lightning Fabric
+}
+
+
+def without_wrappers(
+    file_names: Iterable[str], expected: Collection[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Maps tensor names of the bare model to those in the files.
+
+    Wrapper modules (torch.compile, DDP, FSDP, a Lightning module) add words to the names in a
+    state_dict. Known words are removed wherever they are; any other prefix is removed if most
+    names are expected ones after it.
+
+    Args:
+        file_names: as in the files.
+        expected: the model's names, with alternatives. Words in them are never removed.
+
+    Returns:
+        File names by name without wrappers, and what was removed, such as ["_orig_mod."].
+
+    Raises:
+        UserError: two tensors have the same name without wrappers.
+    """
+    words = {word for name in expected for word in name.split(".")}
+    removed: set[str] = set()
+    bare_names: dict[str, str] = {}  # by file name
+    for name in file_names:
+        path = name.split(".")
+        removed.update(f"{word}." for word in path if word in _WRAPPERS - words)
+        bare_names[name] = ".".join(word for word in path if word not in _WRAPPERS - words)
+    prefixes = collections.Counter(_prefix(name, expected) for name in bare_names.values())
+    del prefixes[None]  # of names that are not expected after any prefix
+    if prefixes and (prefix := max(prefixes, key=lambda one: prefixes[one])):
+        removed.add(prefix)
+        bare_names = {name: bare.removeprefix(prefix) for name, bare in bare_names.items()}
+    by_bare_name: dict[str, str] = {}
+    for name, bare in bare_names.items():
+        if bare in by_bare_name:
+            raise UserError(
+                f"the files have both {by_bare_name[bare]} and {name}, the same tensor but for the "
+                f"names of wrapper modules ({', '.join(sorted(removed))}). Save the model's own "
+                "state_dict again, without the copy."
+            )
+        by_bare_name[bare] = name
+    return by_bare_name, sorted(removed)
+
+
+def _prefix(name: str, expected: Collection[str]) -> str | None:
+    """Returns the shortest prefix after which a name is an expected one, or None."""
+    ends = [0, *(match.end() for match in re.finditer(r"\.", name))]
+    return next((name[:end] for end in ends if name[end:] in expected), None)
+
+
 class TensorFiles:
     """Tensors of a folder by name, read on demand."""
 
-    def __init__(self, folder: Path):
-        """Reads names and shapes.
+    def __init__(self, folder: Path, config: Mapping[str, Any] | None = None):
+        """Reads names and shapes; `config` is config.json.
 
         Raises UserError for missing weights or files, truncated files, or if torch is needed.
         """
         self.folder = folder
         self.found: dict[str, TensorInfo] = {}
         self._open = functools.lru_cache(maxsize=1)(_open)  # at most one file is mapped
-        for file in self._files():
+        for file in self._files(find_weights(folder, config or {})):
             self.found |= self._describe(file)
 
-    def _files(self) -> list[Path]:
-        for name in (SAFETENSORS, _TORCH):
-            index = self.folder / (name + _INDEX)
-            if index.is_file():
-                weights = read_json(index).get("weight_map")
-                if not isinstance(weights, Mapping) or not weights:
-                    raise UserError(f"{index} has no weight_map. Copy it again.")
-                files = list(map(Path, dict.fromkeys(map(str, weights.values()))))
-                for file in files:
-                    # The hub cache has links to outside, but names in an index never leave it.
-                    if file.is_absolute() or ".." in file.parts:
-                        raise UserError(
-                            f"{index} lists {file}, which is outside its folder. Only files inside "
-                            "are read: copy the folder again from a source you trust."
-                        )
-                return [self.folder / file for file in files]
-            if (self.folder / name).is_file():
-                return [self.folder / name]
-        raise UserError(
-            f"{self.folder} has neither {SAFETENSORS} nor {_TORCH}, nor an index of several files. "
-            "Copy the weights as well."
-        )
+    def _files(self, weights: Path) -> list[Path]:
+        """Returns a file of weights, or the shards in an index.
+
+        Shards are sorted by name: of a tensor in several of them, both programs take the last.
+        """
+        if not weights.name.endswith(_INDEX):
+            return [weights]
+        weight_map = read_json(weights).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not weight_map:
+            raise UserError(f"{weights} has no weight_map. Copy it again.")
+        shards = sorted({Path(str(name)) for name in weight_map.values()})
+        for shard in shards:
+            # The hub cache has links to outside, but names in an index never leave it.
+            _require_inside(shard, f"{weights} lists {shard}")
+        return [self.folder / shard for shard in shards]
 
     def _describe(self, file: Path) -> dict[str, TensorInfo]:
         handle = self._open(file)

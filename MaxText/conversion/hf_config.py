@@ -130,12 +130,11 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
 
 def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain = {name: value for name, value in config.items() if value is not None}
-    nested: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        value = config.get(name) or {}
-        if not isinstance(value, Mapping):
-            raise UserError(f"{where}: config.json: {name}={value} is not a JSON object.")
-        nested |= value
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise UserError(f"{where}: config.json: {name}={config[name]} is not a JSON object.")
+    # With both, transformers uses the older name alone (PreTrainedConfig.__post_init__).
+    nested = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if "type" in nested:
         nested.setdefault("rope_type", nested["type"])
     for name, value in nested.items():

@@ -31,6 +31,7 @@ from MaxText.conversion.weight_source import WeightSource, abstract_model, unfla
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.pattention import slot_place, slots_by_place
+from MaxText.storage.atomic import apply_umask
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
@@ -135,6 +136,7 @@ def write_safetensors(
         if len(waiting[file]) == len(split.filename_to_tensors[file]):
             # transformers refuses files without a format.
             save_file(waiting.pop(file), folder / file, {"format": "pt"})
+            apply_umask(folder / file)  # safetensors leaves it readable by the owner only
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(folder / (SAFETENSORS + ".index.json"), index)

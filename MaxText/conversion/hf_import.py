@@ -16,9 +16,19 @@ from MaxText.config.registry import lookup
 from MaxText.config.schema import Config, flatten, with_entries
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.family import Family, WeightMapping, numbered
-from MaxText.conversion.hf_checkpoint import CONFIG, TensorFiles, resolve_hf_path
+from MaxText.conversion.hf_checkpoint import (
+    CONFIG,
+    TensorFiles,
+    resolve_hf_path,
+    without_wrappers,
+)
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
-from MaxText.conversion.weight_source import WeightSource, check_arrays, common_format
+from MaxText.conversion.weight_source import (
+    WeightSource,
+    check_arrays,
+    common_format,
+    require_finite,
+)
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
 from MaxText.layers.block_variants import mixer_class
@@ -144,55 +154,109 @@ def _linear(spec: ParamSpec) -> tuple[str, str]:
     return matrix.strip(), " ".join(letters)
 
 
+_TIED = "tie_word_embeddings"
+
+
 class HFWeights(WeightSource):
     """Weights of a Hugging Face checkpoint; `keys` is its model configuration."""
 
     def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
         """Reads config.json and tensor shapes. `given` keys override config.json."""
         self.folder = folder
+        self.notes: list[str] = []  # on how the folder was read, for the user
         self.config_json = read_json(folder / CONFIG)
         self.family = resolve_family(self.config_json, str(folder))
         self.place = f"{folder} ({self.family.architecture})"
-        keys = config_from_hf(self.family, self.config_json, str(folder), given or {})
-        try:
-            super().__init__(load_config(**keys))
-        except ConfigurationError as error:
-            raise UserError(f"{folder}: the model of its {CONFIG} has {error}") from error
-        resolved = with_entries(flatten(self.config))
-        self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
-        self.map = TensorMap(self.family, self.model)
-        self.files = TensorFiles(folder)
+        self._build_model(given or {})
+        self.files = TensorFiles(folder, self.config_json)
         self._names = self._match()
+        if warning := self._warning_of_tied_head():
+            self.config_json = {**self.config_json, _TIED: False}
+            self._build_model(given or {})
+            self._names = self._match()
+            self.notes.append(warning)
         self._stored = {x: self.files.found[name].dtype for x, name in self._names.items()}
         self.formats = self.map.formats(self._stored)
 
+    def _build_model(self, given: Mapping[str, Any]) -> None:
+        keys = config_from_hf(self.family, self.config_json, str(self.folder), given)
+        try:
+            super().__init__(load_config(**keys))
+        except ConfigurationError as error:
+            raise UserError(f"{self.folder}: the model of its {CONFIG} has {error}") from error
+        resolved = with_entries(flatten(self.config))
+        self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
+        self.map = TensorMap(self.family, self.model)
+
     def _match(self) -> dict[str, str]:
-        found, prefix = self.files.found, self.family.prefix
-        names = {}
-        for tensor in self.map.tensors:
-            possible = (tensor.name, *tensor.legacy_names, tensor.name.removeprefix(prefix))
-            names[tensor.name] = next((one for one in possible if one in found), tensor.name)
-        head = None
-        if "logits_dense/kernel" not in self.model.parameters:  # it is tied
-            rows = [row for row in self.family.rows if row.hf_name == self.family.head]
-            possible = [name for row in rows for name in (row.hf_name, *row.legacy_names)]
-            head = next((name for name in possible if name in found), None)
-        extra = found.keys() - names.values()
-        ignored = {x for x in extra if x == head or x.endswith(self.family.ignored or ("\0",))}
+        """Returns the names in the files of the tensors that the model needs."""
+        self.notes.clear()
+        alternatives = {tensor.name: self._alternatives(tensor) for tensor in self.map.tensors}
+        heads = self._tied_heads()
+        expected = {name for names in alternatives.values() for name in names}.union(heads)
+        file_names, wrappers = without_wrappers(self.files.found, expected)
+        if wrappers:
+            self.notes.append(
+                f"note: removed {', '.join(wrappers)} from the tensor names in {self.folder} "
+                "(added by torch.compile, DistributedDataParallel, FSDP or another wrapper)"
+            )
+        # Of a tied model, transformers takes whichever of the two is there.
+        alternatives[self._table] = (*alternatives[self._table], *heads)
+        names = {
+            name: next((one for one in possible if one in file_names), name)
+            for name, possible in alternatives.items()
+        }
+        extra = file_names.keys() - names.values()
+        self._head = next((file_names[name] for name in heads if name in extra), None)
+        ignored = {name for name in extra if name in heads or name.endswith(self.family.ignored)}
         check_arrays(
-            {name: one for name, one in found.items() if name not in ignored},
+            {
+                name: self.files.found[file_name]
+                for name, file_name in file_names.items()
+                if name not in ignored
+            },
             {names[tensor.name]: tensor.shape for tensor in self.map.tensors},
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
             f"Check that {CONFIG} and the tensors belong together.",
         )
-        table = self.map.sources["token_embedder/embedding"][0].name
-        if head and not np.array_equal(self.files.read(head), self.files.read(names[table])):
+        return {name: file_names[possible] for name, possible in names.items()}
+
+    @property
+    def _table(self) -> str:
+        return self.map.sources["token_embedder/embedding"][0].name
+
+    def _alternatives(self, tensor: MappedTensor) -> tuple[str, ...]:
+        """Returns the names that a tensor has in published files."""
+        bare_name = tensor.name.removeprefix(self.family.prefix)
+        return (tensor.name, *tensor.legacy_names, bare_name)
+
+    def _tied_heads(self) -> tuple[str, ...]:
+        """Returns names of the output head that a tied model's files may have, too."""
+        if "logits_dense/kernel" in self.model.parameters:
+            return ()
+        rows = [row for row in self.family.rows if row.hf_name == self.family.head]
+        return tuple(name for row in rows for name in (row.hf_name, *row.legacy_names))
+
+    def _warning_of_tied_head(self) -> str:
+        """Returns a warning if config.json says that the head is tied, and the files differ.
+
+        transformers then keeps both matrices. Raises UserError for a family without such a model.
+        """
+        if self._head is None:
+            return ""
+        table = self._names[self._table]
+        if np.array_equal(self.files.read(self._head), self.files.read(table)):
+            return ""
+        fact = f"{self.folder}: {CONFIG} says {_TIED}=true, but {self._head} differs from {table}."
+        if not any(_TIED in setting.hf_names and setting.keys for setting in self.family.settings):
             raise UserError(
-                f"{self.folder}: {CONFIG} says tie_word_embeddings=true, but {head} differs from "
-                f"{table}. If the head is a matrix of its own, set tie_word_embeddings to false in "
-                f"{CONFIG}."
+                f"{fact} {self.family.model_type} models have no head of their own: copy the "
+                "folder again."
             )
-        return names
+        return (
+            f"WARNING: {fact} The head is read as a matrix of its own, as transformers does "
+            f"({_TIED}=false)."
+        )
 
     @property
     def widened(self) -> dict[str, str]:
@@ -204,7 +268,13 @@ class HFWeights(WeightSource):
         }
 
     def read(self, name: str) -> np.ndarray:
-        return self.map.array(name, self.formats[name], lambda x: self.files.read(self._names[x]))
+        return self.map.array(name, self.formats[name], self._read_tensor)
+
+    def _read_tensor(self, name: str) -> np.ndarray:
+        file_name = self._names[name]
+        tensor = self.files.read(file_name)
+        require_finite(tensor, file_name, self.files.found[file_name].file)
+        return tensor
 
 
 def open_weights(
@@ -250,7 +320,11 @@ class FattoribCheckpoint(WeightSource):
         self.formats = self.map.formats(stored)
 
     def read(self, name: str) -> np.ndarray:
-        return self.map.array(name, self.formats[name], self._arrays.__getitem__)
+        return self.map.array(name, self.formats[name], self._read_array)
+
+    def _read_array(self, name: str) -> np.ndarray:
+        require_finite(self._arrays[name], name, self.place)
+        return self._arrays[name]
 
 
 def _find_params(path: Any, given: str) -> Any:

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checksums import host_checksum
@@ -31,6 +30,7 @@ from MaxText.config.serialization import section_lines
 from MaxText.conversion.tokenizer_copy import RUN_FOLDER_NAME
 from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
+from MaxText.storage.paths import LiteralPath
 
 CONFIG_YML = "config.yml"
 
@@ -131,19 +131,25 @@ def write_run(
     """Writes a run folder; `extra_metadata` extends train.py's metadata."""
     import orbax.checkpoint as ocp
 
+    from MaxText.checkpointing import verified_save
+
     folder.mkdir()
     lazy = {name: _LazyArray(weights, name) for name in weights.model.parameters}
     failures: list[BaseException] = []
     registry = _streaming_type_handlers(failures)
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    step = epath.Path(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
+    handlers = verified_save.handler_registry(
+        checkpoint_files.ITEMS, type_handler_registry=registry
+    )
+    step = LiteralPath(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
         **checkpoint_metadata(flatten(weights.config), unflatten(lazy)),
         checkpoint_files.PARAMETERS_ONLY: True,
         **extra_metadata,
     }
     try:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(items=handler)) as checkpointer:
+        with ocp.Checkpointer(
+            ocp.CompositeCheckpointHandler(handler_registry=handlers)
+        ) as checkpointer:
             items = ocp.args.PyTreeSave({"params": unflatten(lazy)})
             checkpointer.save(step, args=ocp.args.Composite(items=items))
     except Exception:

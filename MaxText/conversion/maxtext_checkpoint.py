@@ -21,7 +21,7 @@ from MaxText.conversion.weight_source import (
     common_format,
 )
 from MaxText.errors import UserError
-from MaxText.storage.paths import parse_path
+from MaxText.storage.paths import check_checkpoint_path, parse_path
 
 _MUDDFORMER_ITEMS = "state"
 _ITEMS = ("items", _MUDDFORMER_ITEMS, "default")  # MaxText, MUDDFormer's program, older MaxText
@@ -94,6 +94,7 @@ class MaxTextWeights(WeightSource):
         given = parse_path(path, "from")
         if "://" not in path:
             given = given.absolute()  # required by Orbax
+        check_checkpoint_path(given, "from")
         self.place = self.folder = _find_items(given, path)
         in_model = (
             config.model.block.normalization_type == "layer_norm"

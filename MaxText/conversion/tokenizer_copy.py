@@ -7,6 +7,7 @@ from typing import Any
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, TOKENIZER_NAME, read_manifest
+from MaxText.input_pipeline.tokenization.determinism import deterministic_file, without_sampling
 from MaxText.input_pipeline.tokenization.interface import CONFIG_NAME, read_json, read_text
 from MaxText.input_pipeline.tokenization.load_tokenizer import TRANSFORMERS_FILES
 
@@ -41,12 +42,16 @@ def _opened(path: Path) -> Any:
 
 
 def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> list[str]:
-    """Copies existing tokenizer files, also to remote folders; returns names."""
+    """Copies existing tokenizer files, also to remote folders; returns names.
+
+    The copies encode without dropout and without sampling, as the tokenizers of this package do.
+    """
     names = [name for name in possible if (source / name).is_file()]
     if names:
         target.mkdir(parents=True, exist_ok=True)
     for name in names:
-        (target / name).write_bytes((source / name).read_bytes())
+        content = (source / name).read_bytes()
+        (target / name).write_bytes(deterministic_file(name, content))
     return names
 
 
@@ -90,7 +95,7 @@ def keep_tokenizer(source: Path, run_folder: Any) -> None:
     target = run_folder / RUN_FOLDER_NAME
     target.mkdir(parents=True, exist_ok=True)
     copy_files(folder, target, sorted(names - {CONFIG_NAME}))
-    settings = read_json(folder / CONFIG_NAME)
+    settings = without_sampling(read_json(folder / CONFIG_NAME))
     if (folder / MANIFEST_NAME).is_file():
         settings["add_bos_token"] = bool(read_manifest(str(folder)).options.get("add_bos"))
     write_json(target / CONFIG_NAME, settings)

@@ -87,6 +87,49 @@ def check_arrays(
         raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
 
 
+_CHUNK = 1 << 20  # elements per call, so that temporaries stay small
+
+
+def require_finite(array: np.ndarray, name: str, where: Any) -> None:
+    """Refuses weights with NaN or infinity: nothing computed with them is a number.
+
+    Args:
+        array: of any floating-point format; other formats pass.
+        name: of the tensor, and `where`, the file or checkpoint that it is in, for the message.
+
+    Raises:
+        UserError: a weight is not finite.
+    """
+    if not jax.numpy.issubdtype(array.dtype, np.floating):
+        return
+    flat = array.reshape(-1)
+    num_nan = num_infinite = 0
+    for start in range(0, flat.size, _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        if not np.isfinite(chunk).all():
+            num_nan += int(np.isnan(chunk).sum())
+            num_infinite += int(np.isinf(chunk).sum())
+    if num_nan or num_infinite:
+        raise UserError(
+            f"{where}: {name} has {num_nan:,} NaN and {num_infinite:,} infinite of "
+            f"{flat.size:,} weights. Use a checkpoint from before they appeared, or copy the files "
+            "again if they were damaged."
+        )
+
+
+def _require_finite_on_device(params: Any, where: Any) -> None:
+    """Refuses restored parameters with NaN or infinity; a collective call."""
+    paths = [compatibility.leaf_path(path) for path, _ in jax.tree.leaves_with_path(params)]
+    leaves = jax.tree.leaves(params)
+    is_finite = jax.jit(lambda arrays: [jax.numpy.isfinite(array).all() for array in arrays])
+    for path, finite in zip(paths, is_finite(leaves), strict=True):
+        if not finite:
+            raise UserError(
+                f"{where}: {path} has NaN or infinite weights. Use a checkpoint from before they "
+                "appeared."
+            )
+
+
 class LazyCheckpointReader:
     """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
@@ -116,6 +159,8 @@ class LazyCheckpointReader:
             array = np.asarray(restored[which])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
+        if path.startswith(PARAMS):
+            require_finite(array, path, self._stored)
         return array
 
 
@@ -182,7 +227,9 @@ def open_pretrained(
 
     def read() -> Any:
         with corruption_as_user_error(stored, key):
-            return reader.restore_params(abstract_params)
+            params = reader.restore_params(abstract_params)
+        _require_finite_on_device(params, f"{key}={stored}")
+        return params
 
     return InitialWeights(
         f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
@@ -195,6 +242,8 @@ def _open_hf(
     from MaxText.conversion.hf_import import open_weights
 
     weights, stored_flat = open_weights(path, key, config_flat)
+    for note in weights.notes:
+        log(note)
     shapes = {
         name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
         for name, spec in weights.model.parameters.items()

@@ -192,6 +192,11 @@ def make_program(config: Config, hardware: Hardware) -> Program:
     )
 
 
+def configured_mesh_sizes(config: Config, hardware: Hardware) -> MeshSizes:
+    """Returns a configuration's mesh on hardware; UserError if it misfits."""
+    return mesh_sizes(config.mesh, _fake_devices(hardware))
+
+
 def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
     if sharding.mesh.devices.flat[0].platform != "gpu":

@@ -7,6 +7,7 @@ import jax
 
 from MaxText.config.schema import Config
 from MaxText.cost import targets
+from MaxText.cost.auto_layout import choose_layout_for_devices
 from MaxText.cost.device_memory import GPU_FRACTION, bytes_on_device
 from MaxText.cost.flops import count_flops
 from MaxText.cost.hlo import HloModule
@@ -33,6 +34,7 @@ def train_compile(
     kind = devices[0].device_kind
     slices = f" in {target.num_slices} slices" if target.num_slices > 1 else ""
     log(f"target: {target.name}{slices}, {len(devices)} x {kind}; jax {jax.__version__}")
+    config = choose_layout_for_devices(config, devices, log)
     planned = lower_train_step(config, devices)
     log("\n".join([f"mesh: {planned.sharding.mesh_sizes}", *planned.lines]))
     stages, stage = planned.plan.stages, planned.plan.stages[-1]

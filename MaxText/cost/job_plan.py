@@ -1,9 +1,9 @@
 """Plan of a configuration on hardware, and the search for a fitting one.
 
 The search finds a mesh, microbatch and remat policy, fastest first. A step keeps its number of
-sequences: smaller microbatches are accumulated. (GPT-Neo's --auto_layout did this for its own
-model.) Meshes are visited by their lower bound of time, known without tracing, until no remaining
-mesh can be among the proposals.
+sequences: smaller microbatches are accumulated. Meshes are visited by their lower bound of time,
+known without tracing, until no remaining mesh can be among the proposals. cost/auto_layout.py
+makes the choice for train.py, as GPT-Neo's --auto_layout did for its own model.
 """
 
 import bisect
@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
@@ -19,7 +19,12 @@ from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
-from MaxText.cost.abstract_step import Program, abstract_model, make_program
+from MaxText.cost.abstract_step import (
+    Program,
+    abstract_model,
+    configured_mesh_sizes,
+    make_program,
+)
 from MaxText.cost.hardware import Hardware
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
 from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
@@ -29,8 +34,9 @@ from MaxText.training import backend_defaults
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime
 POLICIES = ("none", "minimal", "save_dot_except_mlp", "save_qkv_proj", "full")
 MAX_PROPOSALS = 6
-_BATCH = ("per_device_batch_size", "gradient_accumulation_steps")
-_RAMP = ("per_device_batch_size_start", "per_device_batch_size_increment")
+_RAMP_KEYS = ("per_device_batch_size_start", "per_device_batch_size_increment")
+_MICROBATCH_KEYS = ("per_device_batch_size", "gradient_accumulation_steps")
+BATCH_KEYS = (*_MICROBATCH_KEYS, *_RAMP_KEYS)
 MAX_TENSOR = 8
 MAX_STAGES = 16
 # Minimum length from which sequences are split despite a large enough batch, and maximum parts.
@@ -76,12 +82,22 @@ class _Mesh(NamedTuple):
     batches: list[dict[str, Any]]  # of the batch, from the largest microbatch that divides
 
 
-def find_fitting_plans(config: Config, hardware: Hardware) -> list[JobPlan]:
-    """Returns at most MAX_PROPOSALS fitting plans, the shortest step first."""
+def find_fitting_plans(
+    config: Config, hardware: Hardware, meshes: Iterable[Keys] | None = None
+) -> list[JobPlan]:
+    """Returns at most MAX_PROPOSALS fitting plans, the shortest step first.
+
+    Args:
+        config: of the run, with any mesh.
+        hardware: to train on.
+        meshes: mesh keys to choose from; by default `candidate_meshes`.
+    """
+    if meshes is None:
+        meshes = candidate_meshes(config, hardware)
     search = _PlanSearch(flatten(config), hardware)
     found: list[JobPlan] = []
     smallest: JobPlan | None = None
-    for mesh in sorted(search.meshes(config), key=lambda mesh: mesh.seconds):
+    for mesh in sorted(search.meshes(config, meshes), key=lambda mesh: mesh.seconds):
         if len(found) == MAX_PROPOSALS and mesh.seconds >= found[-1].time.estimate:
             break
         fits, closest = search.plans(mesh)
@@ -105,6 +121,26 @@ def find_fitting_plans(config: Config, hardware: Hardware) -> list[JobPlan]:
     )
 
 
+def find_fastest_mesh(config: Config, hardware: Hardware, meshes: Iterable[Keys]) -> JobPlan | None:
+    """Returns the fitting plan of the shortest step that changes the mesh and nothing else.
+
+    Microbatches and the remat policy stay as they are. Returns None if no mesh fits with them.
+    """
+    search = _PlanSearch(flatten(config), hardware)
+    bounds: list[tuple[float, Program]] = []
+    for keys in meshes:
+        if (program := search.program(keys)) is not None:
+            bounds.append((min_step_time(program), program))
+    fastest: JobPlan | None = None
+    for lower_bound, program in sorted(bounds, key=lambda bound: bound[0]):
+        if fastest is not None and lower_bound >= fastest.time.estimate:
+            break
+        plan = _plan_of(program)
+        if plan.fits and (fastest is None or plan.time.estimate < fastest.time.estimate):
+            fastest = plan
+    return fastest
+
+
 class NothingFits(UserError):
     """Raised if no mesh, microbatch and remat policy fits."""
 
@@ -113,7 +149,7 @@ class NothingFits(UserError):
 
 def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
     changed = diff_configs(flatten(config), flatten(plan.program.config))
-    searched = (*MESH_KEYS, *_BATCH, *_RAMP, "remat_policy")
+    searched = (*MESH_KEYS, *BATCH_KEYS, "remat_policy")
     # YAML needs these quotes, the command line does not.
     new = {name: changed[name][1].strip('"') for name in searched if name in changed}
     kept = [word for word in arguments if word.partition("=")[0] not in new]
@@ -125,11 +161,11 @@ class _PlanSearch:
     given: dict[str, Any]
     hardware: Hardware
 
-    def meshes(self, config: Config) -> Iterator[_Mesh]:
+    def meshes(self, config: Config, candidates: Iterable[Keys]) -> Iterator[_Mesh]:
         every = microbatches(config, self.hardware)
-        for keys in candidate_meshes(config, self.hardware):
+        for keys in candidates:
             for number, batch in enumerate(every):
-                program = self._program(keys | batch | {"remat_policy": POLICIES[0]})
+                program = self.program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
                     yield _Mesh(min_step_time(program), keys, every[number:])
                     break
@@ -144,7 +180,7 @@ class _PlanSearch:
 
         @functools.cache
         def plan_with(policy: str, number: int) -> JobPlan | None:
-            program = self._program(mesh.keys | batches[number] | {"remat_policy": policy})
+            program = self.program(mesh.keys | batches[number] | {"remat_policy": policy})
             return None if program is None else _plan_of(program)
 
         def fits(policy: str, number: int) -> bool:
@@ -164,14 +200,15 @@ class _PlanSearch:
         """Drops microbatches with a too large lower bound, except the last."""
         left, last = [], []
         for batch in mesh.batches:
-            program = self._program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
+            program = self.program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
             if program is not None:
                 last = [batch]
                 if min_memory(program) <= USABLE_SHARE * self.hardware.memory:
                     left.append(batch)
         return left or last
 
-    def _program(self, changes: dict[str, Any]) -> Program | None:
+    def program(self, changes: dict[str, Any]) -> Program | None:
+        """Returns the program of changed keys, or None if it breaks a rule or does not divide."""
         config = unflatten(self.given | changes)
         of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
@@ -188,10 +225,12 @@ def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     given, sequences = config.batch, sequences_of(config, hardware)
     found, steps = [], 1
     while True:
-        sizes = dict(zip(_BATCH, (sequences / steps / hardware.num_devices, steps), strict=True))
+        sizes = dict(
+            zip(_MICROBATCH_KEYS, (sequences / steps / hardware.num_devices, steps), strict=True)
+        )
         if given.enable_rampup_batch_size:
             smaller = given.gradient_accumulation_steps / steps
-            sizes |= {name: getattr(given, name) * smaller for name in _RAMP}
+            sizes |= {name: getattr(given, name) * smaller for name in _RAMP_KEYS}
         found.append(sizes)
         rest = sequences // steps
         if rest <= 1:
@@ -207,23 +246,56 @@ def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
     slices replicated, sharded, or split by layers. Model, batch or rules may reject some.
     """
     num_devices = hardware.num_devices // hardware.num_slices
-    width = config.model.shape.dimensions.emb_dim
     for within, across in itertools.product(
         _within(config, hardware, num_devices), _across(hardware.num_slices)
     ):
-        # A factor of fsdp moves to fsdp_transpose, for divisible widths.
-        fsdp, others = within["fsdp"], across["fsdp"] * within["context"]
-        divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
-        sizes = within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
-        mesh = {
-            size_key(axis, network): of.get(axis, 1)
-            for network, of in zip(NETWORKS, (sizes, across), strict=True)
-            for axis in MESH_AXES
-        }
+        yield from _mesh_keys(config, hardware, within, across)
+
+
+def candidate_layouts(config: Config, hardware: Hardware) -> Iterator[Keys]:
+    """Yields mesh keys that give the sizes of a configuration's mesh to other axes.
+
+    A mesh of fsdp 4 and tensor 2 may become, for example, one of data 2 and tensor 4, with other
+    dimensions of the arrays split over as many devices. Model, batch or rules may reject some.
+    """
+    sizes = configured_mesh_sizes(config, hardware)
+    experts = config.model.mixture_of_experts.num_experts
+    axes_within = ["data", "fsdp", "tensor", "context", "stage", *(["expert"] * (experts > 1))]
+    for within, across in itertools.product(
+        _assignments(sizes.ici, axes_within), _assignments(sizes.dcn, ["data", "fsdp", "stage"])
+    ):
+        yield from _mesh_keys(config, hardware, within, across)
+
+
+def _assignments(sizes: Sequence[int], axes: Sequence[str]) -> Iterator[Keys]:
+    """Yields sizes by axis, for each way to give the sizes above 1 to different axes."""
+    by_axis = dict(zip(MESH_AXES, sizes, strict=True))
+    # One way to shard weights: _mesh_keys splits it again.
+    by_axis["fsdp"] *= by_axis.pop("fsdp_transpose")
+    shape = [size for size in by_axis.values() if size > 1]
+    assignments = (
+        dict(zip(chosen, shape, strict=True)) for chosen in itertools.permutations(axes, len(shape))
+    )
+    yield from {tuple(sorted(sizes.items())): sizes for sizes in assignments}.values()
+
+
+def _mesh_keys(config: Config, hardware: Hardware, within: Keys, across: Keys) -> Iterator[Keys]:
+    """Yields the keys of a mesh by its sizes, absent ones 1, once per pipeline schedule."""
+    width = config.model.shape.dimensions.emb_dim
+    # A factor of fsdp moves to fsdp_transpose, for divisible widths.
+    fsdp = within.get("fsdp", 1)
+    others = across.get("fsdp", 1) * within.get("context", 1)
+    divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
+    sizes = within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
+    mesh = {
+        size_key(axis, network): of.get(axis, 1)
+        for network, of in zip(NETWORKS, (sizes, across), strict=True)
+        for axis in MESH_AXES
+    }
+    if hardware.num_slices > 1 or across.get("data", 1) == 1:
         mesh["dcn_data_parallelism"] = -1  # the default: fills the remaining devices
-        num_stages = sizes.get("stage", 1) * across["stage"]
-        for pipeline in _pipelines(num_stages):
-            yield mesh | pipeline
+    for pipeline in _pipelines(within.get("stage", 1) * across.get("stage", 1)):
+        yield mesh | pipeline
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:

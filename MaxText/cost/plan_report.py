@@ -10,7 +10,8 @@ from MaxText.cost.abstract_step import Program
 from MaxText.cost.device_memory import GPU_FRACTION
 from MaxText.cost.flops import MFU_RULE
 from MaxText.cost.job_plan import USABLE_SHARE, JobPlan, command_with_plan
-from MaxText.metrics.tables import format_table, short_count, short_time
+from MaxText.cost.step_time import StepTime
+from MaxText.metrics.tables import ABSENT, format_table, short_count, short_time
 
 _GB = 1e9
 _WIDTH = 100  # columns of a usual terminal's screen
@@ -106,12 +107,18 @@ def _communication(plan: JobPlan) -> str:
     return format_table(header, rows, total)
 
 
+def _mfu(time: StepTime, seconds: float) -> str:
+    """Formats the MFU. With 8-bit matmuls it may exceed the bfloat16 peak and says nothing."""
+    share = time.mfu(seconds)
+    return f"{share:.1%}" if share <= 1 else ABSENT
+
+
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
     time, steps = plan.time, tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
         speed = plan.program.tokens_per_device / seconds
-        cells = [name, short_time(seconds), f"{time.mfu(seconds):.1%}", f"{speed:,.0f}"]
+        cells = [name, short_time(seconds), _mfu(time, seconds), f"{speed:,.0f}"]
         return cells + _time_and_cost(plan, seconds, tokens, price)
 
     table = format_table(
@@ -174,7 +181,7 @@ def format_proposals(
             plan.program.config.model.memory.remat_policy,
             f"{plan.memory.total / _GB:.1f}",
             _interval(plan.time.lower, plan.time.upper),
-            f"{plan.time.mfu(plan.time.estimate):.1%}",
+            _mfu(plan.time, plan.time.estimate),
             *_time_and_cost(plan, plan.time.estimate, tokens, price),
         ]
         for plan in plans

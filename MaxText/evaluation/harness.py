@@ -11,15 +11,12 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
 from MaxText.errors import UserError
 from MaxText.evaluation.scores import Continuation, Progress, log_progress, rolling_windows
 from MaxText.inference import checkpoint_config
 from MaxText.inference.model_tokenizer import ModelTokenizer
 from MaxText.inference.trained_model import Log, TrainedModel, load_model
 from MaxText.input_pipeline.tokenization.hugging_face import HuggingFaceTokenizer
-from MaxText.input_pipeline.tokenization.interface import without_surrogates
 from MaxText.runtime import start_up
 
 try:
@@ -244,10 +241,4 @@ def _with_control_tokens(
     plain = tokenizer.tokenizer
     if not isinstance(plain, HuggingFaceTokenizer):
         return lambda text: plain.encode([text])[0].tolist(), tokenizer.decode
-    whole = tokenizers.Tokenizer.from_str(plain.file_text)
-    whole.no_truncation()
-    whole.no_padding()
-    return (
-        lambda text: whole.encode(without_surrogates(text), add_special_tokens=False).ids,
-        lambda ids: whole.decode(ids, skip_special_tokens=True),
-    )
+    return plain.control_token_codec()

@@ -14,6 +14,8 @@ from MaxText.layers.model import Model
 from MaxText.metrics.step_line import EvaluationReport
 from MaxText.training.objective import IN_NATS, loss_sums
 
+_NATS = "nats"  # cross entropy beside an objective that has none
+
 
 def evaluate(
     eval_step: Callable[[Any, Any], dict[str, jax.Array]],  # as of make_eval_step
@@ -26,6 +28,7 @@ def evaluate(
     began = time.perf_counter()
     totals, num_batches = sum_batches(eval_step(params, batch) for batch in batches)
     total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
+    nats = totals.pop(_NATS, None)
     return EvaluationReport(
         step=step,
         total_loss=totals[IN_NATS] if IN_NATS in totals else sum(totals.values()),
@@ -34,6 +37,7 @@ def evaluate(
         seconds=time.perf_counter() - began,
         correct=correct,
         has_perplexity=IN_NATS in totals,
+        total_nats=nats,
     )
 
 
@@ -62,6 +66,8 @@ def make_eval_step(
         counts = {"total_weights": jnp.sum(batch.loss_mask_BT)}
         if sums.correct is not None:
             counts["correct"] = sums.correct
+        if sums.nats is not None:
+            counts[_NATS] = sums.nats
         return sums.target_sums | counts
 
     return eval_step

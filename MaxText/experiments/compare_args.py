@@ -128,8 +128,9 @@ class CompareOptions(ProgramOptions):
     )
     num_devices: int | None = key(None, "Devices per run, by default those of this machine.", ge=1)
     output: Annotated[Path | None, Parser(Path, "a folder")] = key(
-        None, "Output folder, by default maxtext_output/compare_<names>_<match>."
+        None, "Output folder, by default maxtext_output/compare_<names>_<match>_<budget>."
     )
+    name: str = key("", "Name of the output folder in base_output_directory, instead of output=.")
 
 
 class CompareArgs(CompareOptions):
@@ -166,6 +167,11 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
     if options.match == "time" and options.num_devices is not None:
         what = "num_devices: match=time measures steps on this machine, not on another one"
         refuse(what, instead="run it there")
+    if options.name and options.output:
+        refuse(f"name={options.name} and output={options.output} name two folders", instead="one")
+    if Path(options.name).is_absolute() or ".." in Path(options.name).parts:
+        what = f"name={options.name} is not a folder in base_output_directory"
+        refuse(what, instead="output= for another place")
     for word in arguments:
         name = word.partition("=")[0]
         if name in ("output", "base_output_directory") and "://" in word:

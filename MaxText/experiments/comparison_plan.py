@@ -207,6 +207,30 @@ def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
+def warmup_problems(plan: Plan, variants: Sequence[Variant]) -> list[str]:
+    """Returns a line for each configuration whose runs are too short for their warm-up.
+
+    Either a run ends within it, or it would take less than a step of so few, so that the first
+    update has the full learning rate. Losses of such runs say nothing about longer ones.
+    """
+    lines = []
+    for variant in variants:
+        planned = plan.planned[variant.label].stages
+        for (name, config), stage in zip(variant.named_stages, planned, strict=True):
+            solved = unflatten(flatten(config) | stage.changes)
+            asked, warmup = config.schedule.num_warmup_steps, solved.schedule.num_warmup_steps
+            if warmup > 0 and stage.steps <= warmup:
+                what = f"ends within its warm-up of {warmup:,} steps"
+            elif asked > 0 and warmup == 0:
+                fraction = solved.schedule.warmup_steps_fraction
+                what = f"is too short for a warm-up ({fraction:.0%} of the steps)"
+            else:
+                continue
+            steps = f"{stage.steps:,} step{'s' if stage.steps > 1 else ''}"
+            lines.append(f"{name}: a run of {steps} {what}")
+    return lines
+
+
 def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     devices = plan.question.num_devices
     return [

@@ -24,6 +24,7 @@ from MaxText.experiments.comparison_plan import (
     format_changes,
     plan_rows,
     run_path,
+    warmup_problems,
 )
 from MaxText.experiments.seed_statistics import (
     Estimate,
@@ -50,7 +51,7 @@ class RunResult(NamedTuple):
     config: str  # label
     seed: int
     state: str
-    validation_loss: float | None  # final, in nats per token; None if the run did not complete
+    validation_loss: float | None  # final, of the objective; None if the run did not complete
     validation_tokens: float | None
     training_loss: float | None  # see RunHistory.training_loss
     parameters: int | None  # of the final model
@@ -59,7 +60,14 @@ class RunResult(NamedTuple):
     flops: float
     train_seconds: float  # in training steps, without compilation, evaluation and saving
     folder: str  # relative to the comparison's folder
-    loss_kind: str = ""  # see RunHistory.loss_kind
+    loss_kind: str = ""  # of validation_loss; see RunHistory.loss_kind
+    validation_lm_loss: float | None = None  # cross entropy in nats per token, beside any objective
+    lm_loss_kind: str = ""  # see RunHistory.lm_loss_kind
+
+    @property
+    def has_lm_loss(self) -> bool:
+        """Whether its cross entropy is known, or not needed."""
+        return self.state != COMPLETED or self.validation_lm_loss is not None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -71,6 +79,7 @@ class ConfigResults(NamedTuple):
 
     label: str
     results: tuple[RunResult, ...]
+    by_lm_loss: bool = False  # whether losses are cross entropies beside different objectives
 
     @property
     def losses(self) -> dict[int, float]:
@@ -149,12 +158,29 @@ def summarize(chain: StageSequence, records: Sequence[RunHistory]) -> RunResult:
         train_seconds=sum(row.get("seconds") or 0.0 for row in rows),
         folder=str(Path(run.label) / run_path(run.seed)),
         loss_kind=final.loss_kind,
+        validation_lm_loss=final.final_lm_loss if final.state == COMPLETED else None,
+        lm_loss_kind=final.lm_loss_kind,
     )
 
 
 def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[ConfigResults]:
+    """Returns the results by configuration.
+
+    Objectives of different kinds are compared by the cross entropy beside them, if all have one.
+    """
+    objectives = {result.loss_kind for result in results}
+    by_lm_loss = len(objectives) > 1 and all(result.has_lm_loss for result in results)
+    if by_lm_loss:
+        results = [
+            result._replace(
+                validation_loss=result.validation_lm_loss, loss_kind=result.lm_loss_kind
+            )
+            for result in results
+        ]
     return [
-        ConfigResults(label, tuple(result for result in results if result.config == label))
+        ConfigResults(
+            label, tuple(result for result in results if result.config == label), by_lm_loss
+        )
         for label in labels
     ]
 
@@ -172,10 +198,18 @@ def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
 
 
 TABLE_NOTE = "Means over the seeds whose runs completed; loss in nats per token, sd over seeds."
+_CROSS_ENTROPIES = (
+    "The objectives differ, so the losses are the cross entropies beside them (eval/lm_loss)."
+)
 HEADER = (
     "configuration", "validation loss", "sd", "runs", "perplexity", "parameters", "FLOPs",
     "tokens", "train seconds",
 )  # fmt: skip
+
+
+def _table_notes(groups: Sequence[ConfigResults]) -> list[str]:
+    is_beside = any(group.by_lm_loss for group in groups)
+    return [TABLE_NOTE, *([_CROSS_ENTROPIES] if is_beside else [])]
 
 
 def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
@@ -216,10 +250,21 @@ def summary_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
     """Returns conclusions, after what limits them."""
-    return budget_deviations(groups, plan) + _conclusions(groups, variants)
+    return budget_deviations(groups, plan) + _conclusions(groups, plan, variants)
 
 
-def _conclusions(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> list[str]:
+def no_verdict_lines(problems: Sequence[str]) -> list[str]:
+    """Returns the sentences in place of a verdict about runs with `warmup_problems`."""
+    return [
+        *(f"{problem}." for problem in problems),
+        "No verdict: such losses say nothing about longer runs. Increase the budget, or shorten "
+        "the warm-up (warmup_steps, warmup_steps_fraction).",
+    ]
+
+
+def _conclusions(
+    groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
+) -> list[str]:
     lines = [f"{group.label}: {group.diverged} diverged, excluded from means."
              for group in groups if group.diverged]  # fmt: skip
     tokens = groups[0].mean("validation_tokens")
@@ -232,6 +277,8 @@ def _conclusions(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -
                 "texts. Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size "
                 "for validation only."
             )
+    if problems := warmup_problems(plan, variants):
+        return [*lines, *no_verdict_lines(problems)]
     if kinds := _kinds(groups):
         each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
         lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
@@ -341,18 +388,22 @@ def text_lines(
     lines = budget_deviations(groups, plan)
     lines += [""] * bool(lines)
     lines += tables.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
-    lines += [TABLE_NOTE, ""]
-    return lines + _conclusions(groups, variants)
+    lines += [*_table_notes(groups), ""]
+    return lines + _conclusions(groups, plan, variants)
 
 
-def sections(
-    plan: Plan,
-    variants: Sequence[Variant],
-    groups: Sequence[ConfigResults],
-    unasked: Sequence[str],
-    command: Sequence[str],
-) -> list[PageSection]:
-    """Returns the report's sections on the comparison, budgets first."""
+def result_section(
+    plan: Plan, variants: Sequence[Variant], groups: Sequence[ConfigResults]
+) -> PageSection:
+    """Returns the report's first section: what limits the verdict, the verdict, and the table."""
+    notes = [*summary_lines(groups, plan, variants), *_table_notes(groups)]
+    return PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))
+
+
+def budget_section(
+    plan: Plan, variants: Sequence[Variant], unasked: Sequence[str], command: Sequence[str]
+) -> PageSection:
+    """Returns the report's section on how the configurations were made comparable."""
     notes = [
         f"Command: {shlex.join(['python', *command])}",
         f"match={plan.question.match}: {format_budget(plan, variants)}.",
@@ -361,9 +412,7 @@ def sections(
         f"initial weights. Seeds: {', '.join(map(str, plan.seeds))}.",
         *(f"The configurations differ in {line}." for line in unasked),
     ]
-    found = [PageSection("How the budgets were matched", notes, PageTable(*plan_rows(plan)))]
-    notes = [TABLE_NOTE, *summary_lines(groups, plan, variants)]
-    return [*found, PageSection("Result", notes, PageTable(HEADER, table_rows(groups)))]
+    return PageSection("How the budgets were matched", notes, PageTable(*plan_rows(plan)))
 
 
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
@@ -379,10 +428,12 @@ def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
     _write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
 
 
-def write_summary_csv(path: Path, groups: Sequence[ConfigResults]) -> None:
-    """Writes one row per configuration, with differences to the first."""
+def write_summary_csv(
+    path: Path, groups: Sequence[ConfigResults], *, has_verdict: bool = True
+) -> None:
+    """Writes one row per configuration, with differences to the first if there is a verdict."""
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
-    found, rows = differences(groups), []
+    found, rows = differences(groups) if has_verdict else {}, []
     for group in groups:
         difference = found.get(group.label, Estimate(0))
         rows.append(

@@ -35,14 +35,16 @@ from MaxText.experiments.comparison_plan import (
     load_or_create_plan,
     plan_lines,
     run_config,
+    warmup_problems,
 )
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
 from MaxText.metrics.run_record import read_run
 from MaxText.metrics.step_line import format_duration
 from MaxText.metrics.tables import format_loss
-from MaxText.program_start import handled
+from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
 from MaxText.reports.report_writer import write_report
+from MaxText.storage.paths import check_checkpoint_path
 
 Log = Callable[[str], None]
 
@@ -107,7 +109,10 @@ def run_comparison(
         unasked = confounding_keys(solved_variants(plan, variants), solved)
         for line in unasked:
             say(f"warning: the configurations differ in {line}")
-        if unasked:
+        too_short = warmup_problems(plan, variants)
+        for line in too_short:
+            say(f"warning: {line}, so there will be no verdict")
+        if unasked or too_short:
             say("")
         if waiting and request.launch == "print":
             for run in waiting:
@@ -129,7 +134,9 @@ def run_comparison(
         for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
             say(line)
         comparison_results.write_runs_csv(folder / "runs.csv", results)
-        comparison_results.write_summary_csv(folder / "summary.csv", groups)
+        comparison_results.write_summary_csv(
+            folder / "summary.csv", groups, has_verdict=not too_short
+        )
         report = write_report(
             [record for _, records in found for record in records],
             folder,
@@ -137,7 +144,8 @@ def run_comparison(
             groups={
                 label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()
             },
-            sections=comparison_results.sections(plan, variants, groups, unasked, command),
+            leading=[comparison_results.result_section(plan, variants, groups)],
+            sections=[comparison_results.budget_section(plan, variants, unasked, command)],
             compared=[records[-1] for _, records in found],
         )
         say(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
@@ -211,6 +219,9 @@ def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Lo
         if work and ahead:
             line += f", about {format_duration(seconds / work * ahead)} left"
         log(line)
+        for row in record.events:
+            if row["event"] == "warning":
+                log(f"{name}: WARNING: {row.get('reason')}.")
 
 
 def key_variables(environment: Mapping[str, str]) -> list[str]:
@@ -261,6 +272,7 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
 
     A run that outlives a killed command holds the lock of its own run folder.
     """
+    check_checkpoint_path(folder.absolute(), "output")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return FileLock(folder / _LOCK, timeout=0).acquire()
@@ -276,12 +288,17 @@ def lock_folder(folder: Path) -> contextlib.AbstractContextManager[Any]:
 
 
 def signals_as_exceptions() -> contextlib.AbstractContextManager[None]:
-    """Raises SystemExit on SIGTERM and SIGHUP, so no run outlives the program."""
+    """Raises StopRequestedError on STOP_SIGNALS, so no run outlives the program."""
+    stopping = False
 
     def stop(number: int, _frame: object) -> None:
-        raise SystemExit(128 + number)
+        nonlocal stopping
+        # Only the first: the run at work is saving, and a closing terminal sends SIGHUP twice.
+        if not stopping:
+            stopping = True
+            raise StopRequestedError
 
-    return handled((signal.SIGTERM, signal.SIGHUP), stop)
+    return handled(STOP_SIGNALS, stop)
 
 
 def train(run: Trial) -> int:

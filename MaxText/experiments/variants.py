@@ -300,10 +300,16 @@ def folder_of(request: CompareArgs, variants: Sequence[Variant]) -> Path:
     """Returns the folder as asked, or one reproduced by the same command."""
     if request.output:
         return request.output
+    parent = Path(variants[0].config.run.base_output_directory).expanduser()
+    if request.name:
+        return parent / request.name
     swept = dict.fromkeys(name for variant in variants for name in variant.swept)
     stems = [Path(path).stem for path in request.configs]
-    name = "_".join(["compare", *stems, *swept, request.match])
-    return Path(variants[0].config.run.base_output_directory).expanduser() / name[:_LONGEST_FOLDER]
+    # Another budget is another comparison, whose runs belong elsewhere.
+    budget = [] if request.budget is None else [f"{request.budget:g}"]
+    end = "_".join(["", request.match, *budget])
+    name = "_".join(["compare", *stems, *swept])
+    return parent / (name[: _LONGEST_FOLDER - len(end)] + end)
 
 
 def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dict[str, str]:

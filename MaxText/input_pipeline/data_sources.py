@@ -30,7 +30,7 @@ from MaxText.input_pipeline.sequences.windows import (
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.store import TokenSplit
 from MaxText.storage.errors import is_transient
-from MaxText.storage.file_access import is_url
+from MaxText.storage.file_access import is_url, split_list
 
 ANY_ID = 2**31 - 1  # a vocab_size without a model: every id fits
 # Warn above this ratio of model ids to tokenizer ids; padded tables stay below it.
@@ -53,9 +53,8 @@ class DataSource:
 
 def _weighted(text: str, key: str) -> list[DataSource]:
     entries = []
-    # A name may itself hold a semicolon or end like a weight.
-    parts = [text] if os.path.exists(os.path.expanduser(text)) else text.split(";")
-    for part in filter(None, map(str.strip, parts)):
+    for part in split_list(text, ";"):
+        # A name may itself end like a weight.
         exists = os.path.exists(os.path.expanduser(part))
         match = None if exists else _WEIGHTED.fullmatch(part)
         weight = float(match["weight"]) if match else 1.0

@@ -27,7 +27,7 @@ import numpy as np
 from MaxText.config.data_sections import DataConfig
 from MaxText.errors import UserError
 from MaxText.storage import file_access
-from MaxText.storage.atomic import sync_file
+from MaxText.storage.atomic import apply_umask, sync_file
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
@@ -62,7 +62,10 @@ class Arrays:
                 loaded = np.load(path, mmap_mode="r", allow_pickle=False)
                 if mapped is not None and loaded.shape != (old := self._arrays[name]).shape:
                     raise ValueError(f"it has {loaded.size:,} items, and had {old.size:,}")
-            except (FileNotFoundError, ValueError, EOFError) as error:
+            # A damaged header can raise anything.
+            except Exception as error:
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                    raise  # trouble with the storage, which may pass
                 raise (FileReadError if mapped else UserError)(  # the former is tried again
                     f"{path} is damaged ({error}). Delete {self.folder}: a cache is rebuilt, and a "
                     "data set has to be prepared or copied again."
@@ -104,6 +107,7 @@ def cached_arrays(
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=cache_dir))
         try:
             write_arrays(staging, itertools.chain(first, blocks))
+            apply_umask(staging)  # mkdtemp's folders are closed to the other users of a cache
             with contextlib.suppress(OSError):  # another process was faster
                 staging.rename(folder)
         finally:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import math
 import queue
+import signal
 import threading
 import time
 import traceback
@@ -21,6 +22,7 @@ from absl import flags
 
 from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
+from MaxText.program_start import NOTICES
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
@@ -103,6 +105,9 @@ def _start(work: Callable[[], object]) -> threading.Thread:
 def _produce(
     batches: Iterator[dict[str, Any]], ready: "queue.Queue[Any]", stopped: threading.Event
 ) -> None:
+    # Worker processes are started from here, and inherit the mask. Schedulers send their notices to
+    # every process of a job: one to a worker must not end it before the state is saved.
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:
         for batch in batches:
             ready.put(batch)

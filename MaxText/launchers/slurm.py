@@ -27,7 +27,10 @@ class SlurmOptions(LaunchOptions):
 
 
 def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
-    """Returns the batch script; it requeues itself on restartable codes."""
+    """Returns the batch script; it requeues itself on restartable codes.
+
+    Signals to the script are passed on to the processes, which save and exit.
+    """
     logs = shlex.quote(job.log_dir)
     lines = [
         f"--job-name={job.name}",
@@ -52,11 +55,20 @@ def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
             *([f"export {NUM_DEVICES_VARIABLE}={devices}"] if devices else []),
             # After one exits, the others exit by themselves and report what they waited for.
             f"srun --kill-on-bad-exit=0 --wait=300 --output={logs}/%j-%t.log --open-mode=append \\",
-            f"  {shlex.join([*TRAIN_COMMAND, *arguments])}",
-            "code=$?",
+            f"  {shlex.join([*TRAIN_COMMAND, *arguments])} &",
+            "steps=$!",
+            # A signal to this script alone (--signal=B:USR1@60) reaches the processes, too: srun
+            # passes SIGUSR1 on, while SIGTERM would make it kill them. scancel sends SIGTERM.
+            "canceled=",
+            "trap 'signaled=yes; kill -USR1 $steps' HUP USR1 USR2",
+            "trap 'signaled=yes; canceled=yes; kill -USR1 $steps' TERM",
+            'while signaled= && wait $steps; code=$?; [ "$signaled" ]; do',
+            "  :  # a trap ended the wait: wait again",
+            "done",
             "case $code in",
             f"  {codes}|12[89]|1[3-9][0-9])  # asked to stop, a process lost, a signal",
-            f'    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {job.max_restarts} ]; then',
+            '    restarts="${SLURM_RESTART_COUNT:-0}"',
+            f'    if [ -z "$canceled" ] && [ "$restarts" -lt {job.max_restarts} ]; then',
             '      scontrol requeue "$SLURM_JOB_ID"',
             "    fi ;;",
             "esac",

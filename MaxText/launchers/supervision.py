@@ -16,12 +16,17 @@ from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config.keys import key
 from MaxText.launchers.commands import LaunchOptions, Log
-from MaxText.program_start import handled
+from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 from MaxText.storage.paths import parse_path
 
 _LONGEST_WAIT = 60.0
 _POLL_SECONDS = 0.1
+# Limits of the grace period once a process was killed, before and after SIGTERM. The others wait
+# for it in a collective operation and cannot save, so more time would only delay the restart. A
+# process that notices by itself says which peer is silent, after about 20 seconds.
+_SECONDS_AFTER_A_KILL = 5.0
+_SECONDS_TO_REPORT = 25.0
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
 _DRAIN_SECONDS = 5.0
 
@@ -42,8 +47,8 @@ def supervise(
     """Runs `number` processes to completion, restarting all after a failure.
 
     The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
-    SIGTERM, SIGINT and SIGHUP are forwarded and end restarting; a second signal kills. Returns the
-    last attempt's exit code, or 128 + n for signal n.
+    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded and end restarting. A second SIGTERM
+    or SIGINT kills. Returns the last attempt's exit code, or 128 + n for signal n.
     """
     most, restarts = options.max_restarts if options.supervise else 0, 0
     received: list[int] = []
@@ -51,10 +56,13 @@ def supervise(
 
     def forward(signal_number: int, _frame: object) -> None:
         received.append(signal_number)
+        # A notice may come twice, and SIGTERM follows it: none of these cuts a save short.
+        demands = [number for number in received if number not in NOTICES]
+        is_second = signal_number not in NOTICES and len(demands) > 1
         if attempt is not None:
-            attempt.send(signal.SIGKILL if len(received) > 1 else signal_number)
+            attempt.send(signal.SIGKILL if is_second else signal_number)
 
-    with handled((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), forward):
+    with handled((*STOP_SIGNALS, signal.SIGINT), forward):
         while True:
             before = newest_checkpoint(run_folder)
             port = free_port()  # the last port may still be in TIME_WAIT
@@ -170,6 +178,7 @@ class LocalProcesses:
     ):
         """Starts one process per environment, appending to logs/<process>.log."""
         self._printing = threading.Lock()
+        self._was_signaled = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._copying: list[threading.Thread] = []
         logs.mkdir(parents=True, exist_ok=True)
@@ -207,16 +216,22 @@ class LocalProcesses:
     def wait(self, grace_seconds: float) -> list[int | None]:
         """Waits for all processes; stops the others after one has failed.
 
-        These have `grace_seconds` to exit, and again after SIGTERM. Returns exit codes: negative
+        These have `grace_seconds` to exit, or a few if the process was killed by a signal that did
+        not come from here, and as long again after SIGTERM. Returns exit codes: negative
         for signals, None for processes that had to be stopped.
         """
         try:
             while self._running() and not any(process.returncode for process in self._processes):
                 time.sleep(_POLL_SECONDS)
-            self._wait_to_end(grace_seconds)
+            first_wait = second_wait = grace_seconds
+            was_killed = any((process.returncode or 0) < 0 for process in self._processes)
+            if was_killed and not self._was_signaled:
+                first_wait = min(grace_seconds, _SECONDS_AFTER_A_KILL)
+                second_wait = min(grace_seconds, _SECONDS_TO_REPORT)
+            self._wait_to_end(first_wait)
             ended_by_us = self._running()
             self.send(signal.SIGTERM)
-            self._wait_to_end(grace_seconds)
+            self._wait_to_end(second_wait)
         finally:
             self._kill()
         return [None if one in ended_by_us else one.returncode for one in self._processes]
@@ -231,6 +246,7 @@ class LocalProcesses:
 
     def send(self, number: int) -> None:
         """Sends a signal to the process group of every running process."""
+        self._was_signaled = True
         for process in self._running():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)

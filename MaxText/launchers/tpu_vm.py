@@ -35,14 +35,80 @@ class GcloudOptions(LaunchOptions):
     project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
     accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
     version: str = key("", "Runtime version.")
-    spot: bool = key(False, "Preemptible, cheaper.")
+    spot: bool = key(False, "Spot VM: cheaper, preempted at any time.")
+    preemptible: bool = key(False, "As spot, but for at most 24 hours; of create only.")
+    best_effort: bool = key(False, "The best-effort tier of queued resources; of queue only.")
+    service_account: str = key("", "Service account of the VM.")
+    scopes: str = key("", "Scopes of the service account, separated by commas.")
     gcloud: Repeated = key(())
-    """Extra flag of create and queue, e.g. --gcloud=--service-account=NAME."""
+    """Extra flag of create and queue, e.g. --gcloud=--network=NAME."""
     max_attempts: Count = key(100, "Attempts while no capacity is available.")
     retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
     tail: Count = key(50, "Number of log lines.")
     follow: bool = key(False, "Stream new log lines.")
     worker: str = key("all", "Worker to read logs from.")
+
+
+# Flags of gcloud that exclude each other: the kinds of capacity of a request.
+_TIERS = ("spot", "preemptible", "best-effort", "guaranteed", "reserved")
+_TOGETHER = {"guaranteed", "reserved"}  # a reservation is guaranteed
+# Tier -> the action whose gcloud command has it.
+_TIER_ACTIONS = {"preemptible": "create", "best-effort": "queue", "guaranteed": "queue"}
+
+
+def check_options(options: GcloudOptions, actions: Sequence[str]) -> None:
+    """Refuses contradictory flags of the requested VM, before any action.
+
+    Args:
+        options: of the command line. Flags within --gcloud= count as well.
+        actions: of launch.py, such as ("create", "copy").
+
+    Raises:
+        UserError: two kinds of capacity, a flag given twice, or one that an action does not have.
+    """
+    extra = [word[2:].partition("=")[0] for word in options.gcloud if word.startswith("--")]
+    chosen = [name for name, _ in _vm_flags(options)]
+    if options.zone:
+        chosen.append("zone")
+    if options.project:
+        chosen.append("project")
+    if options.accelerator_type:
+        chosen.append("accelerator-type")
+    if options.version:
+        chosen += ["version", "runtime-version"]
+    problems = []
+    for name in dict.fromkeys(extra):
+        if name in chosen:
+            problems.append(f"--{name} is given both by itself and as --gcloud=--{name}: keep one.")
+        elif extra.count(name) > 1 and name in (*_TIERS, "service-account", "scopes"):
+            problems.append(f"--gcloud=--{name} is given twice: keep one.")
+    tiers = [name for name in _TIERS if name in (*chosen, *extra)]
+    if len(tiers) > 1 and not _TOGETHER.issuperset(tiers):
+        problems.append(
+            f"{' and '.join(f'--{name}' for name in tiers)} contradict each other: they name "
+            "different kinds of capacity. Keep one."
+        )
+    for name in tiers:
+        for action in ("create", "queue"):
+            if action in actions and _TIER_ACTIONS.get(name, action) != action:
+                problems.append(
+                    f"--{name} is a flag of the action {_TIER_ACTIONS[name]}, and gcloud's command "
+                    f"for {action} does not have it. Use --spot, or {_TIER_ACTIONS[name]}."
+                )
+    if problems:
+        raise UserError("\n  ".join(problems))
+
+
+def _vm_flags(options: GcloudOptions) -> list[tuple[str, str]]:
+    """Returns flags of a request by name, with their texts for gcloud."""
+    switches = {
+        "spot": options.spot,
+        "preemptible": options.preemptible,
+        "best-effort": options.best_effort,
+    }
+    values = {"service-account": options.service_account, "scopes": options.scopes}
+    flags = [(name, f"--{name}") for name, is_set in switches.items() if is_set]
+    return flags + [(name, f"--{name}={value}") for name, value in values.items() if value]
 
 
 class TpuVm:
@@ -62,6 +128,8 @@ class TpuVm:
         """Requests a queued resource until it is active; retries if refused."""
         asked, most = self._options, self._options.max_attempts
         create = [*self._gcloud(_QUEUED, "create", asked.name), f"--node-id={asked.name}"]
+        if asked.best_effort:
+            create.insert(1, "alpha")  # whose API has this tier
         describe = [*self._gcloud(_QUEUED, "describe", asked.name), "--format=value(state.state)"]
         for number in range(1, most + 1):
             self._request(create, "runtime-version")
@@ -87,7 +155,7 @@ class TpuVm:
                 "(gcloud compute tpus versions list)."
             )
         kind = [f"--accelerator-type={asked.accelerator_type}", f"--{version}={asked.version}"]
-        command = [*command, *kind, *(["--spot"] if asked.spot else []), *asked.gcloud]
+        command = [*command, *kind, *(text for _, text in _vm_flags(asked)), *asked.gcloud]
         self._commands.run(command, max_attempts=asked.max_attempts, delay=asked.retry_seconds)
 
     def copy(self) -> None:

@@ -55,6 +55,10 @@ ACTIVATIONS: dict[str, Function] = {
     "bipolarsigmoid": lambda x: 2 * jax.nn.sigmoid(x) - 1,
     # Basirat and Roth 2018; 1 + e^-x as in the paper.
     "elish": lambda x: jnp.where(x > 0, x, jnp.expm1(jnp.minimum(x, 0))) * jax.nn.sigmoid(x),
+    # GPT-Neo's "elish" has 1 + e^x for x > 0: models that were trained with it need this one.
+    "elish_gpt_neo": lambda x: jnp.where(
+        x > 0, x * jax.nn.sigmoid(-x), jnp.expm1(jnp.minimum(x, 0)) * jax.nn.sigmoid(x)
+    ),
     "arcsinh": jnp.arcsinh,
     "maxsig": lambda x: jnp.maximum(x, jax.nn.sigmoid(x)),
     "cosid": lambda x: jnp.cos(x) - x,

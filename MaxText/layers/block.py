@@ -7,7 +7,7 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import lookup
-from MaxText.layers.capture import scope
+from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
@@ -84,7 +84,10 @@ class Block(nnx.Module):
                 output = mixer.prefill(x_BTD, context)
                 out, state = check_output(mixer, "prefill", output, normed[0])
                 return out, {}, state
-            return *check_output(mixer, "__call__", mixer(x_BTD, context), normed[0]), None
+            output = mixer(x_BTD, context)
+            out, scalars = check_output(mixer, "__call__", output, normed[0])
+            record(out, "mixer_output")
+            return out, scalars, None
 
     def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
@@ -92,7 +95,9 @@ class Block(nnx.Module):
     def run_mlp(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         x_BTD = with_logical_constraint(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
-            return check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
+            out, scalars = check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
+            record(out, "feed_forward_output")
+            return out, scalars
 
     def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
         """Applies dropout and drop path to a branch's output."""

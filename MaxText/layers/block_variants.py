@@ -9,6 +9,7 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig
 from MaxText.layers.block import ATTENTION, MLP, Block, add_scalars
+from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.mlp import MLP as PlainMLP
 from MaxText.layers.params import Init, param, zeros
@@ -135,7 +136,9 @@ class Macaron(Block):
     def __call__(
         self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
-        half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
+        with scope("macaron_mlp"):
+            half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
+            record(half, "feed_forward_output")
         x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
         y_BTD, more, state = super().__call__(LayerInputs.all(x_BTD), context, state)
         return y_BTD, add_scalars(scalars, more), state

@@ -1,6 +1,9 @@
 """Captures intermediate values by path, for `Run.forward(capture=...)`.
 
 A path ends in the value's name: layers/3/self_attention/probabilities. Off outside `capturing`.
+
+Parts name their values with `tag` or `record`, both exported by MaxText.layers.part. Blocks and the
+decoder record the inputs and outputs of every part, so a part that names nothing is not invisible.
 """
 
 import contextlib
@@ -8,9 +11,11 @@ import contextvars
 import dataclasses
 import fnmatch
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import get_opaque_trace_state
 
 
 @dataclasses.dataclass
@@ -20,6 +25,9 @@ class Captured:
     patterns: Sequence[str]  # paths to keep, with * as in file names
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     paths: list[str] = dataclasses.field(default_factory=list)  # all paths seen
+    # Paths of values that exist only within a loop or another transformation inside the model.
+    inner_paths: list[str] = dataclasses.field(default_factory=list)
+    trace_state: Any = dataclasses.field(default_factory=get_opaque_trace_state)
 
 
 _active: contextvars.ContextVar[Captured | None] = contextvars.ContextVar("capture", default=None)
@@ -50,19 +58,30 @@ def scope(name: str) -> Iterator[None]:
 
 
 def record(x: jax.Array, name: str) -> None:
+    """Names an intermediate value for `capturing` alone; `tag` also names it for remat policies.
+
+    A value inside of `jax.lax.scan`, `jax.vmap`, `jax.jit` and the like cannot leave it. Return it
+    from there, and record it outside.
+    """
     captured = _active.get()
     if captured is None:
         return
     path = "/".join((*_path.get(), name))
-    while path in captured.paths:  # several products with one name
+    while path in captured.paths or path in captured.inner_paths:  # several products with one name
         stem, _, number = path.partition(":")
         path = f"{stem}:{int(number or 0) + 1}"
+    if captured.trace_state != get_opaque_trace_state():
+        captured.inner_paths.append(path)
+        return
     captured.paths.append(path)
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in captured.patterns):
         captured.values[path] = x
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Names an intermediate value for remat policies and `capturing`."""
+    """Names an intermediate value for remat policies and `capturing`; returns it.
+
+    The way to make a value visible, in built-in parts and in those of users.
+    """
     record(x, name)
     return checkpoint_name(x, name)

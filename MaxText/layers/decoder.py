@@ -20,7 +20,7 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import Position, Scalars
+from MaxText.layers.part import LayerInputs, Position, PreNormalized, Scalars
 from MaxText.layers.pipeline import pipeline_apply
 from MaxText.layers.quantization import Quantizer
 from MaxText.layers.stack import (
@@ -189,16 +189,21 @@ class Decoder(nnx.Module):
             sequential=not self.connections.keeps_shapes,
         )
         end = apply_remat(self.connections.end, policy, in_scan=False)
-        return part_outputs.check_like(self.connections, "end", end(carry), x_BTD), scalars, states
+        with scope("connections"):
+            y_BTD = part_outputs.check_like(self.connections, "end", end(carry), x_BTD)
+            record(y_BTD, "output")
+        return y_BTD, scalars, states
 
     def _layer(
         self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
-        read = self.connections.read(index, carry, layer.stream_norms)
-        emb_dim = self.config.shape.dimensions.emb_dim
-        inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
+        with scope("connections"):
+            read = self.connections.read(index, carry, layer.stream_norms)
+            emb_dim = self.config.shape.dimensions.emb_dim
+            inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
+            _record_inputs(inputs)
         shared = self.connections.shared(rest)
         context = context.for_layer(index, shared, layer.positions)
         y_BTD, scalars, state = layer(inputs, context, state)
@@ -216,9 +221,14 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        x_BTD = self.token_embedder(tokens_BT)
+        with scope("token_embedder"):
+            x_BTD = self.token_embedder(tokens_BT)
+            record(x_BTD, "output")
         part = self.position_embedder
-        added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
+        with scope("position_embedder"):
+            added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
+            if added_BTD is not None:
+                record(added_BTD, "output")
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
@@ -251,14 +261,30 @@ class Decoder(nnx.Module):
         """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
         if positions_BT is None:
             positions_BT = _positions(h_BTD)
-        logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+        with scope("head"):
+            logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+            record(logits_BTV, "output")
         shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
         like = jax.ShapeDtypeStruct(shape, jnp.float32)
         part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
         return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
-        return x_BTD if self.decoder_norm is None else self.decoder_norm(x_BTD)
+        if self.decoder_norm is None:
+            return x_BTD
+        with scope("decoder_norm"):
+            h_BTD = self.decoder_norm(x_BTD)
+            record(h_BTD, "output")
+        return h_BTD
+
+
+def _record_inputs(inputs: LayerInputs) -> None:
+    """Records what a layer reads: r, and q, k and v if they are other arrays."""
+    record(inputs.r, "r")
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name)
+        if x is not inputs.r:
+            record(x.x_BTD if isinstance(x, PreNormalized) else x, name)
 
 
 def _positions_of(layer: LayerConfig) -> Any:

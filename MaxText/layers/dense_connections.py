@@ -18,6 +18,7 @@ from MaxText.config.layer_sections import DenseConfig, Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS
+from MaxText.layers.capture import tag
 from MaxText.layers.dense import Dense, einsum_f32
 from MaxText.layers.depth_aggregate import (
     NO_NORMS,
@@ -201,7 +202,7 @@ class DepthAggregate(nnx.Module):
                 y_BTD = x_BTD + y_BTD
             y_BTD = with_logical_constraint(y_BTD, *HIDDEN)
             if self.is_saved:
-                y_BTD = checkpoint_name(y_BTD, "depth_aggregate")
+                y_BTD = tag(y_BTD, "depth_aggregate")
             outputs[stream] = PreNormalized(y_BTD) if index in fused.streams else y_BTD
         new_sources = list(sources)
         for index, source, state_BTD in zip(self.sources, selected, states, strict=True):

@@ -16,6 +16,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.attention import average_keys_visible
+from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, Embedding, einsum_f32
 from MaxText.layers.head import LinearHead
@@ -120,6 +121,7 @@ class HeadQKScores(nnx.Module):
             )
             sees_BTS = sees_BTS & (own_BT[:, :, None] == cache.segments_BS[:, None])
         scores_BTS = jnp.where(sees_BTS, scores_BTS, 0.0) / query_BTE.shape[-1]
+        record(scores_BTS, "head_qk_scores")
 
         def add(logits_TV, scores_TS, tokens_S):
             return logits_TV.at[:, tokens_S].add(scores_TS)

@@ -9,7 +9,7 @@ from MaxText.config.layer_sections import FeedForwardConfig
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, LearnedActivation, rrelu
-from MaxText.layers.capture import tag
+from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.moe import RoutedMoE
@@ -73,6 +73,7 @@ class MLP(FeedForward):
             h_BTF = branch if h_BTF is None else h_BTF * branch
         assert h_BTF is not None
         h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
+        record(h_BTF, "activations")
         return tag(self.wo(h_BTF), "mlpwo"), {}
 
     def _activated(

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
-from MaxText.layers.capture import tag
+from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense
 from MaxText.layers.params import Init, Initializer, param
@@ -133,6 +133,7 @@ class RoutedMoE(nnx.Module):
         x = x_BTD.reshape(-1, group, width)
         logits = self.gate(x)
         p = jax.nn.softmax(logits, axis=-1)
+        record(p.reshape(batch, length, -1), "router_probabilities")
         is_token = jnp.ones(x.shape[:2], bool)
         if context.segments_BT is not None:
             is_token = (context.segments_BT > 0).reshape(x.shape[:2])

@@ -21,13 +21,13 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
-from MaxText.layers.capture import tag
+from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.params import Init
 
 __all__ = [
     "Connection", "FeedForward", "Flops", "Head", "Init", "LayerInputs", "Mixer", "Nothing", "Part",
-    "Position", "Scalars", "register", "tag",
+    "Position", "Scalars", "record", "register", "tag",
 ]  # fmt: skip
 
 Scalars = dict[str, jax.Array]  # added to the loss
@@ -46,8 +46,10 @@ class Flops(NamedTuple):
 class Part(nnx.Module):
     """A part of a model.
 
-    Remat policies save values that `tag` names query_proj, key_proj, value_proj, context and
-    out_proj (in a mixer), mlpwi and mlpwo (in a feed-forward).
+    `tag(x, name)` names an intermediate value, for `Run.forward(capture=...)` and for remat
+    policies, which save values named query_proj, key_proj, value_proj, context and out_proj (in a
+    mixer), mlpwi and mlpwo (in a feed-forward). `record(x, name)` names one for captures alone.
+    Inputs and outputs of parts are recorded without it.
 
     Attributes:
       logical_axes: Logical axis -> mesh axes, for axes that logical_axis_rules does not name.

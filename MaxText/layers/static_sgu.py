@@ -17,6 +17,7 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.attention import average_keys_visible
+from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum_f32
 from MaxText.layers.part import Flops, Init, Mixer, Scalars
@@ -66,7 +67,9 @@ class BesideStaticSGU(Mixer):
         return first, (rest, rest, rest) if self.has_separate_inputs else rest
 
     def _sums(self, first: jax.Array, context: ForwardContext) -> jax.Array:
-        return static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
+        y_BTE = static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
+        record(y_BTE, "static_sgu")
+        return y_BTE
 
     def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         first, rest = self._halves(x_BTD)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
+from MaxText.errors import storage_failure
 from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
 from MaxText.metrics.json_lines import EventFile, MetricsFile
 from MaxText.metrics.sinks.background import BackgroundSink
@@ -30,6 +32,9 @@ class EventLog:
     A run that resumes at step s first removes older rows of step s and later, so that each step
     occurs once. Flush the rows of a step before its checkpoint is saved, or they may be missing.
     `lost` is the cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
+
+    If a sink cannot write, nothing is raised: `failure` says why, so that the run can save its
+    state and stop. Until then its rows stay in memory and are tried again.
     """
 
     sinks: Sequence[Sink]
@@ -37,6 +42,7 @@ class EventLog:
     lost: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"steps": 0, "seconds": {}})
     flush_every: int = 100
     callbacks: Sequence[Callback] = ()
+    failure: str | None = None  # the first storage error of a sink, with its path
     _flushed_step: int | None = None
     _seconds_to_close: float = SECONDS_TO_CLOSE
 
@@ -46,7 +52,7 @@ class EventLog:
         """Records an event at its end."""
         event = Event(kind, time.time(), self.restart, step, seconds, fields)
         for sink in self.sinks:
-            sink.write(event)
+            self._attempt(functools.partial(sink.write, event))
         for callback in self.callbacks:
             callback(event.row())
         if kind == "stop":
@@ -69,9 +75,19 @@ class EventLog:
         yield fields
         self.emit(kind, seconds=time.perf_counter() - began, **fields)
 
+    def _attempt(self, call: Callable[[], None]) -> None:
+        """Calls a sink; keeps its first storage error as `failure`."""
+        try:
+            call()
+        except Exception as error:
+            reason = storage_failure(error)
+            if reason is None:
+                raise
+            self.failure = self.failure or reason
+
     def _flush_sinks(self) -> None:
         for sink in self.sinks:
-            sink.flush()
+            self._attempt(sink.flush)
 
     def flush(self) -> None:
         """Makes all events durable, waiting at most a minute for remote records."""
@@ -87,7 +103,7 @@ class EventLog:
             sink.request_close()
         self._flush_sinks()  # all of them before the wait for the first
         for sink in self.sinks:
-            sink.close(until)
+            self._attempt(functools.partial(sink.close, until))
 
 
 def open_stream(

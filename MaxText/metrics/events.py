@@ -29,7 +29,9 @@ PHASES: dict[str, str] = {
     "record_skipped": "train",
     "rollback": "train",
     "data_retry": "train",
+    "warning": "train",
     "growth": "startup",
+    "peak_measured": "startup",
     "evaluation": "evaluation",
     "checkpoint": "checkpoint",
     "sample": "shutdown",
@@ -38,8 +40,8 @@ PHASES: dict[str, str] = {
 
 # Kinds repeated by an attempt that resumes before the last step of the previous one.
 REPEATED = (
-    "step", "step_skipped", "record_skipped", "rollback", "data_retry", "evaluation", "checkpoint",
-    "sample",
+    "step", "step_skipped", "record_skipped", "rollback", "data_retry", "warning", "evaluation",
+    "checkpoint", "sample",
 )  # fmt: skip
 
 

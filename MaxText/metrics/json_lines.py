@@ -1,5 +1,6 @@
 """events.jsonl and metrics.jsonl, crash-safe and cut back by a resume."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -64,29 +65,52 @@ class JsonlFile(Sink):
         self._open_local()
 
     def _open_local(self) -> None:
-        # Line-buffered, so that a killed process loses no finished row.
-        self._file = open(self._local, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        # Unbuffered, so that a killed process loses no finished row, and so that rows which could
+        # not be written are in `_unwritten` and nowhere else.
+        self._file = open(self._local, "ab", buffering=0)  # noqa: SIM115
         with open(self._local, "rb") as file:
             file.seek(max(os.path.getsize(self._local) - _LONGEST_ROW, 0))
             content = file.read()
-        if content[-1:] not in (b"", b"\n"):
-            self._file.write("\n")
         self._last = content.rstrip(b"\n").rpartition(b"\n")[2].decode(errors="replace")
+        self._unwritten = b"" if content[-1:] in (b"", b"\n") else b"\n"
+        self._write_out()
+
+    def _write_out(self) -> None:
+        """Writes the rows that are not in the file yet; OSError names the file."""
+        with self._naming_file():
+            while self._unwritten:
+                # Fewer bytes than asked for are written where a disk becomes full.
+                written = self._file.write(self._unwritten)
+                self._unwritten = self._unwritten[written:]
+
+    @contextlib.contextmanager
+    def _naming_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = error.filename or str(self._local)
+            raise
 
     def truncate(self, keep: Keep) -> None:
         """Atomically removes the newest rows by `keep`."""
-        self._file.close()
+        self._write_out()
         _drop(self._local, keep)
+        replaced = self._file
         self._open_local()
+        replaced.close()
         if self._number and not self._last:
             # Older segments may have rows to remove.
             self.close()
             self._open(keep)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Adds a row; NaN and infinity become null."""
+        """Adds a row; NaN and infinity become null.
+
+        Raises OSError if it cannot be written now. The next call tries again.
+        """
         self._last = _line(row)
-        self._file.write(self._last + "\n")
+        self._unwritten += f"{self._last}\n".encode()
+        self._write_out()
 
     @property
     def newest(self) -> dict[str, Any]:
@@ -95,19 +119,38 @@ class JsonlFile(Sink):
 
     def amend(self, more: Mapping[str, Any]) -> None:
         """Adds fields to the newest row of a file with a single writer."""
-        old, self._last = self._last, _line({**self.newest, **more})
+        old = f"{self._last}\n".encode()
+        self._last = _line({**self.newest, **more})
+        new = f"{self._last}\n".encode()
+        if self._unwritten:  # ends in the old row, whole or in part
+            start = len(self._unwritten) - len(old)
+            if start >= 0:
+                self._unwritten = self._unwritten[:start] + new
+                self._write_out()
+                return
+            self._write_out()
         # The new row is longer, so one write replaces the old one.
-        with open(self._local, "r+b") as file:
-            file.seek(-len(old.encode()) - 1, os.SEEK_END)
-            file.write(f"{self._last}\n".encode())
+        with self._naming_file(), open(self._local, "r+b", buffering=0) as file:
+            position = file.seek(-len(old), os.SEEK_END)
+            try:
+                written = file.write(new)
+            except OSError:
+                written = 0
+                raise
+            finally:
+                if written < len(new):  # it is appended as a whole
+                    self._unwritten = new
+                    file.truncate(position)
+        self._write_out()
 
     def flush(self) -> None:
         """Makes rows durable: locally at once, else soon (`wait_durable`)."""
         if self._file.closed:
             return
-        self._file.flush()
+        self._write_out()
         if not self._uploads:
-            os.fsync(self._file.fileno())
+            with self._naming_file():
+                os.fsync(self._file.fileno())
             return
         content = self._local.read_bytes()
         if content != self._uploaded:
@@ -127,15 +170,17 @@ class JsonlFile(Sink):
 
     def close(self, until: float | None = None) -> None:
         """Flushes and closes, waiting for an object store. Idempotent."""
-        self.flush()
         until = time.monotonic() + SECONDS_TO_CLOSE if until is None else until
-        for upload in self._uploads:
-            upload.close(until)
-        self._uploads = []
-        self._file.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        try:
+            self.flush()
+        finally:
+            for upload in self._uploads:
+                upload.close(until)
+            self._uploads = []
+            self._file.close()
+            if self._temporary is not None:
+                self._temporary.cleanup()
+                self._temporary = None
 
 
 class EventFile(JsonlFile):

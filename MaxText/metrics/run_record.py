@@ -56,16 +56,34 @@ class RunHistory:
     inherited_tokens: float  # training tokens of ancestors; 0 if unknown
     inherited_flops: float
     last_step: int | None
-    final_loss: float | None  # of the last evaluation, in nats per token
+    final_loss: float | None  # of the last evaluation, as the objective defines it
+
+    @property
+    def objective_in_nats(self) -> bool:
+        """Whether the objective is a cross entropy."""
+        return self.facts.get("objective_in_nats", True)
+
+    @property
+    def loss_tag(self) -> str:
+        """Tag of the training loss that belongs to `final_loss`."""
+        return trained_loss_tag(self.objective_in_nats)
+
+    @property
+    def final_lm_loss(self) -> float | None:
+        """Cross entropy of the last evaluation, in nats per token; None if unknown."""
+        if not self.evaluations:
+            return None
+        loss = self.evaluations[-1].get("eval/lm_loss")
+        return self.final_loss if loss is None and self.objective_in_nats else loss
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
         """Mean loss of the last 1/25 of the reports (9 at least), and its steps."""
         last = self.steps[-max(len(self.steps) // 25, _MIN_REPORTS) :]
         counted = [
-            (row["learning/lm_loss"], row.get("updates") or 1)
+            (row[self.loss_tag], row.get("updates") or 1)
             for row in last
-            if row.get("learning/lm_loss") is not None and not row.get("learning/skipped")
+            if row.get(self.loss_tag) is not None and not row.get("learning/skipped")
         ]
         updates = sum(count for _, count in counted)
         return (sum(loss * n for loss, n in counted) / updates, updates) if counted else None
@@ -76,11 +94,26 @@ class RunHistory:
         objective = str(self.config.get("loss_type", "cross_entropy"))
         alpha = self.config.get("entmax_alpha")
         words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
-        kind = words.get(objective, objective)
+        return self._kind(words.get(objective, objective))
+
+    @property
+    def lm_loss_kind(self) -> str:
+        """Description of `final_lm_loss`, as `loss_kind`."""
+        return self._kind("cross-entropy")
+
+    def _kind(self, kind: str) -> str:
         if self.config.get("mlm_training"):
             kind += " of masked tokens"
         tokenizer = (self.facts.get("data") or {}).get("tokenizer")
         return f"{kind}, tokenizer {str(tokenizer)[:8]}" if tokenizer else kind
+
+
+def trained_loss_tag(objective_in_nats: bool) -> str:
+    """Returns the tag of the training loss that is compared with the validation loss.
+
+    The cross entropy leaves out auxiliary losses. Other objectives are reported as a whole.
+    """
+    return "learning/lm_loss" if objective_in_nats else "learning/loss"
 
 
 def read_run(folder: str | PathLike[str]) -> RunHistory:
@@ -103,10 +136,16 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     steps, evaluations = (
         [row for row in kept if row["event"] == kind] for kind in ("step", "evaluation")
     )
+    if raised := [row for row in kept if row["event"] == "peak_measured"]:
+        peaks = {name: raised[-1][name] for name in ("peak_tflops", "peak_source")}
+        if (facts.get("peak_tflops") or 0.0) < peaks["peak_tflops"]:
+            facts = {**facts, **peaks}
+    steps = [_with_possible_mfu(row, facts.get("peak_tflops")) for row in steps]
     state = _state(rows, silent_for=time.time() - changed)
     # Earlier versions record a run as completed whatever its loss was.
     entropy = facts.get("unigram_entropy_nats")
-    if state == "completed" and LossTrend(entropy).add_rows(steps).diverged:
+    tag = trained_loss_tag(facts.get("objective_in_nats", True))
+    if state == "completed" and LossTrend(entropy).add_rows(steps, tag).diverged:
         state = "diverged"
     last = (*steps[-1:], *evaluations[-1:])
     inherited = (facts.get("lineage") or [{}])[-1]
@@ -124,7 +163,8 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
         flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
         inherited_tokens=inherited.get("tokens") or 0.0,
         inherited_flops=inherited.get("flops") or 0.0,
-        last_step=steps[-1]["step"] if steps else None,
+        # A run whose end was made up for after a kill may have an evaluation only.
+        last_step=max((row["step"] for row in last), default=None),
         final_loss=evaluations[-1].get("eval/avg_loss") if evaluations else None,
     )
 
@@ -176,6 +216,21 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
             roll_back((kind,), row["step"])
             standing[kind].append((row["step"], index))
     return replaced
+
+
+def _with_possible_mfu(row: dict[str, Any], peak_tflops: float | None) -> dict[str, Any]:
+    """Returns a step's row with its MFU of the newest peak; without one if it is above 1.
+
+    A peak measured while the machine was busy is too low. A run corrects it once a step beats it;
+    earlier versions did not.
+    """
+    if row.get("perf/mfu") is None:
+        return row
+    speed = row.get("perf/per_device_tflops_per_sec")
+    mfu = speed / peak_tflops if speed and peak_tflops else row["perf/mfu"]
+    if mfu > 1:
+        return {name: value for name, value in row.items() if name != "perf/mfu"}
+    return {**row, "perf/mfu": mfu}
 
 
 def _state(rows: Sequence[Mapping[str, Any]], silent_for: float) -> State:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from MaxText.metrics.events import Event, Sink
+from MaxText.metrics.tables import format_duration, short_count
 
 
 def perplexity(lm_loss: float) -> float:
@@ -20,16 +21,9 @@ def shown_perplexity(perplexity: float) -> str:
     return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
 
 
-def format_duration(seconds: float) -> str:
-    """Formats seconds as h:mm:ss."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}"
-
-
 _TAGS = {"learning_rate": "current_learning_rate"}  # metrics that MaxText's tags name differently
+
+_COLUMNS = 80  # of a terminal of the usual width
 
 _NOT_RECORDED = ("last_skipped", "skips_began", "rise_began")  # scalars for run/rollback.py only
 
@@ -43,19 +37,18 @@ def step_row(
 ) -> dict[str, float]:
     """Returns the numbers of a train step, under MaxText's tags.
 
-    `metrics` are the scalars of the step: loss, total_weights (target tokens), lm_loss (nats per
-    token) or entmax_loss, and others. `seconds` is the wall time of a step with the device's work.
-    `tokens`, `tflops` and the peak are per device; an unknown peak is 0 and has no MFU.
+    `metrics` are the scalars of the step: loss, total_weights (target tokens), lm_loss (cross
+    entropy in nats per token), and others. `seconds` is the wall time of a step with the device's
+    work.
+    `tokens`, `tflops` and the peak are per device. An unknown peak is 0 and has no MFU, and neither
+    has one that the step beats.
     """
     row = {
         f"learning/{_TAGS.get(name, name)}": float(value)
         for name, value in metrics.items()
         if name not in _NOT_RECORDED
     }
-    # The mean target loss without auxiliary losses; else the total loss.
-    names = ("lm_loss", "entmax_loss", "loss")
-    row["learning/lm_loss"] = float(next(metrics[name] for name in names if name in metrics))
-    if "lm_loss" in metrics:  # a log-probability, unlike entmax
+    if "lm_loss" in metrics:
         row["learning/perplexity"] = perplexity(row["learning/lm_loss"])
     row |= {
         "perf/step_time_seconds": seconds,
@@ -64,7 +57,7 @@ def step_row(
         "perf/per_device_tokens": tokens,
         "perf/per_device_tokens_per_sec": tokens / seconds,
     }
-    if peak_tflops:
+    if peak_tflops and tflops / seconds <= peak_tflops:
         row["perf/mfu"] = tflops / seconds / peak_tflops  # PaLM, appendix B
     return row
 
@@ -78,8 +71,9 @@ def step_line(step: int, row: Mapping[str, float], seconds_left: float | None = 
         f"Tokens/s/device: {row['perf/per_device_tokens_per_sec']:.3f}",
         f"total_weights: {int(row['learning/total_weights'])}",
         f"loss: {row['learning/loss']:.3f}",
-        f"lm_loss: {row['learning/lm_loss']:.3f}",
     ]
+    if "learning/lm_loss" in row:
+        parts.append(f"lm_loss: {row['learning/lm_loss']:.3f}")
     if "learning/perplexity" in row:
         parts.append(f"perplexity: {shown_perplexity(row['learning/perplexity'])}")
     if "perf/mfu" in row:
@@ -95,23 +89,42 @@ def step_line(step: int, row: Mapping[str, float], seconds_left: float | None = 
     return ", ".join(parts)
 
 
-def compact_step_line(step: int, row: Mapping[str, float], num_steps: int, left: float) -> str:
-    """Returns a line of about 90 columns, for a run with `left` seconds left."""
-    done = step + 1
-    parts = [
-        f"step {done}/{num_steps} ({done / num_steps:.0%})",
-        f"loss {row['learning/loss']:.4f}",
-    ]
+def compact_step_line(
+    step: int,
+    row: Mapping[str, float],
+    num_steps: int,
+    left: float,
+    *,
+    lm_loss_beside: bool = False,
+) -> str:
+    """Returns a line of at most 80 columns, for a run with `left` seconds left.
+
+    Of what does not fit, the gradient norm is left out first, then the MFU, then the learning rate.
+    Tokens per second are those of a device. `lm_loss_beside` shows the cross entropy beside an
+    objective that is none.
+    """
+    done = f"step {step + 1}/{num_steps}"
+    parts = {"step": done, "loss": f"loss {row['learning/loss']:.4f}"}
+    if lm_loss_beside and "learning/lm_loss" in row:
+        parts["lm_loss"] = f"lm_loss {row['learning/lm_loss']:.4f}"
     if "learning/grad_norm" in row:
-        parts.append(f"grad_norm {row['learning/grad_norm']:.3f}")
+        parts["grad_norm"] = f"grad {row['learning/grad_norm']:.3f}"
     if "learning/current_learning_rate" in row:
-        parts.append(f"lr {row['learning/current_learning_rate']:.2e}")
-    parts.append(f"{row['perf/per_device_tokens_per_sec']:,.0f} tokens/s/device")
+        mantissa, _, exponent = f"{row['learning/current_learning_rate']:.1e}".partition("e")
+        parts["lr"] = f"lr {mantissa}e{int(exponent)}"
+    parts["speed"] = f"{short_count(row['perf/per_device_tokens_per_sec'])} tok/s"
     if "perf/mfu" in row:
-        parts.append(f"mfu {row['perf/mfu']:.1%}")
+        parts["mfu"] = f"mfu {row['perf/mfu']:.0%}"
     if row.get("learning/skipped"):
-        parts.append("skipped")
-    return "  ".join([*parts, f"{format_duration(left)} left"])
+        parts["skipped"] = "skipped"
+    parts["left"] = f"eta {format_duration(left).removeprefix('0:').removeprefix('0')}"
+    # As wide as it will be at the end, so that the same numbers are shown all the time.
+    spare = len(f"step {num_steps}/{num_steps}") - len(done)
+    for name in ("grad_norm", "mfu", "lr", "lm_loss"):
+        if len("  ".join(parts.values())) + spare <= _COLUMNS:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,26 +132,38 @@ class EvaluationReport:
     """Report of one pass over held-out data."""
 
     step: int
-    total_loss: float  # sum over targets, in nats for log-probability objectives
+    total_loss: float  # sum over targets, as the objective defines it
     total_weights: float  # number of target tokens
     num_batches: int
     seconds: float
     correct: float | None = None  # targets that were the argmax; None if not counted
-    has_perplexity: bool = True
+    has_perplexity: bool = True  # whether `total_loss` is a cross entropy, in nats
+    total_nats: float | None = None  # of the cross entropy beside an objective that is none
 
     @property
     def loss(self) -> float:
-        """Mean loss in nats per token; NaN without targets."""
+        """Mean of the objective per token; NaN without targets."""
         return self.total_loss / (self.total_weights or math.nan)
+
+    @property
+    def lm_loss(self) -> float | None:
+        """Mean cross entropy in nats per token; NaN without targets."""
+        if self.has_perplexity:
+            return self.loss
+        return (
+            None if self.total_nats is None else self.total_nats / (self.total_weights or math.nan)
+        )
 
     @property
     def masked_accuracy(self) -> float | None:
         return None if self.correct is None else self.correct / (self.total_weights or math.nan)
 
     def line(self) -> str:
-        shown = (
-            f", perplexity={shown_perplexity(perplexity(self.loss))}" if self.has_perplexity else ""
-        )
+        shown = ""
+        if self.lm_loss is not None:
+            if not self.has_perplexity:
+                shown += f", lm_loss={self.lm_loss:.3f}"
+            shown += f", perplexity={shown_perplexity(perplexity(self.lm_loss))}"
         accuracy = self.masked_accuracy
         return (
             f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "
@@ -154,8 +179,9 @@ class EvaluationReport:
             "eval/total_weights": self.total_weights,
             "eval/seconds": self.seconds,
         }
-        if self.has_perplexity:
-            row["eval/avg_perplexity"] = perplexity(self.loss)
+        if self.lm_loss is not None:
+            row["eval/lm_loss"] = self.lm_loss
+            row["eval/avg_perplexity"] = perplexity(self.lm_loss)
         if self.masked_accuracy is not None:
             row["eval/masked_accuracy"] = self.masked_accuracy
         return row
@@ -173,11 +199,20 @@ class Terminal(Sink):
     """Prints steps, compilations, skips and rollbacks."""
 
     def __init__(
-        self, num_steps: int, log: Callable[[str], None] = print, *, step_line: str = "auto"
+        self,
+        num_steps: int,
+        log: Callable[[str], None] = print,
+        *,
+        step_line: str = "auto",
+        lm_loss_beside: bool = False,
     ):
-        """Prints nothing yet; "auto" is "compact" on a terminal, else "full"."""
+        """Prints nothing yet; "auto" is "compact" on a terminal, else "full".
+
+        `lm_loss_beside` is as in `compact_step_line`.
+        """
         self._compact = step_line == "compact" or (step_line == "auto" and sys.stdout.isatty())
         self._num_steps = num_steps
+        self._lm_loss_beside = lm_loss_beside
         self.line = log
 
     def write(self, event: Event) -> None:
@@ -190,6 +225,8 @@ class Terminal(Sink):
             count = fields["count"]
             steps = f"Step {event.step}" if count == 1 else f"{count} steps up to {event.step}"
             self.line(f"{steps} skipped: {fields['reason']}")
+        if event.kind == "warning":
+            self.line(f"WARNING: {fields['reason']}.")
         # A repeated event was printed before, and its exclusions when the data were opened.
         if event.kind == "rollback" and not fields.get("again"):
             first, end = fields["samples"]
@@ -198,10 +235,22 @@ class Terminal(Sink):
                 f"samples {first} to {end - 1}. Reason (step {fields['detected_step']}): "
                 f"{fields['reason']}"
             )
+        if event.kind == "peak_measured":
+            self.line(
+                f"Peak of a device, for MFU: {fields['peak_tflops']:.3g} TFLOP/s instead of "
+                f"{fields['previous_tflops']:.3g}, which a step exceeded ({fields['peak_source']})"
+            )
         if event.kind == "step" and event.step is not None:
             left = fields["perf/step_time_seconds"] * (self._num_steps - 1 - event.step)
             if self._compact:
-                self.line(compact_step_line(event.step, fields, self._num_steps, left))
+                line = compact_step_line(
+                    event.step,
+                    fields,
+                    self._num_steps,
+                    left,
+                    lm_loss_beside=self._lm_loss_beside,
+                )
+                self.line(line)
             else:
                 self.line(step_line(event.step, fields, left))
         if since := fields.get("seconds_since_launch"):

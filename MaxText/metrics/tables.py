@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from MaxText.metrics.step_line import format_duration
-
 WIDTH = 110  # characters of a line
 ABSENT = "-"
 
@@ -91,6 +89,15 @@ def short_count(number: float, _position: float | None = None) -> str:
         if abs(number) >= 0.9995 * size:
             return f"{number / size:.3g}{letter}"
     return f"{number:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """Formats seconds as h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"
 
 
 # Units of time, largest first: seconds, name.

@@ -94,6 +94,7 @@ class Chart(NamedTuple):
     log_y: bool = False  # initially
     percent: bool = False  # y is a share
     folded: bool = False  # shown on request
+    note: str = ""  # what the initial range cuts off
 
 
 def color_of(index: int) -> str:
@@ -142,6 +143,8 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     axes.set_ylabel(chart.y_title, color=_INK)
     title = ", ".join(part for part in (title, chart.title) if part)
     title = textwrap.fill(title, _TITLE_WIDTH, max_lines=2)
+    if chart.note:
+        title += f"\n{textwrap.fill(chart.note, _TITLE_WIDTH, max_lines=2)}"
     axes.set_title(title, loc="left", fontsize=11, color=_INK, parse_math=False)
     axes.grid(True, color=_GRID, linewidth=0.8)
     axes.set_axisbelow(True)

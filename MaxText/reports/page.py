@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jinja2
 import plotly.graph_objects as go
 import plotly.offline
+from markupsafe import Markup, escape
 
 from MaxText.metrics.tables import ABSENT
 from MaxText.reports.chart import PALETTE, SYMBOLS, Chart, color_of, dash_of
@@ -96,6 +98,7 @@ def render(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.globals |= {"color_of": color_of, "dash_of": dash_of}
+    environment.filters["breakable"] = _breakable
     runs, present = all_runs(entries), {mark.kind for chart in charts for mark in chart.marks}
     named = [(name, each.color) for each in entries for name in (*each.runs, each.label)]
     return environment.from_string(_own("page.html")).render(
@@ -122,6 +125,11 @@ def _kind(cells: Sequence[str]) -> str:
     if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return "number"
     return "long" if any(len(text) > _LONG for text in filled) else ""
+
+
+def _breakable(text: str) -> Markup:
+    """Escapes a text that may wrap behind the punctuation of names and paths, not inside words."""
+    return Markup(re.sub(r"([_/,=@]+)(?=\w)", r"\1<wbr>", str(escape(text))))
 
 
 def _own(name: str) -> str:

@@ -74,7 +74,10 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
     kind, form = "log" if chart.log_y else "linear", _PERCENT if chart.percent else None
     figure.update_yaxes(type=kind, range=chart.y_range, tickformat=form)
     size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
-    return Plot(chart.name, chart.title, figure, _describe(chart), chart.y_title, size)
+    subtitle = "; ".join(text for text in (chart.y_title, chart.note) if text)
+    if chart.note:
+        subtitle += ' ("full range" shows them)'
+    return Plot(chart.name, chart.title, figure, _describe(chart), subtitle, size)
 
 
 def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence[Any]) -> None:

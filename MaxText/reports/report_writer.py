@@ -8,6 +8,7 @@ from pathlib import Path
 
 from etils import epath
 
+from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
 from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import run_tables
@@ -23,11 +24,15 @@ PAGE_FILE = "report.html"
 _LOSS_CURVE = "loss_curve.png"
 
 _CURVES_NOTE = (
-    'Drag to zoom all charts, double-click to reset. "Only" shows a single run. Thin lines are '
-    "single seeds, bands reach from the smallest to the largest. Folded charts show everything "
-    "else that was recorded. Without JavaScript, see the PNG files next to this page."
+    "Each point of a training line is the median of the reports around it (a running median, which "
+    'spikes do not move); the reports themselves are faint behind it ("raw"). Drag to zoom all '
+    'charts, double-click to reset. "Only" shows a single run. Thin lines are single seeds, bands '
+    "reach from the smallest to the largest. Folded charts show everything else that was recorded. "
+    "Without JavaScript, see the PNG files next to this page."
 )
 
+# Keys with long values that are no hyperparameters; under Configuration differences.
+_NOT_SHOWN = ("import_modules", IMPORTED)
 _MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
 
 _FIGURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
@@ -39,6 +44,7 @@ def write_report(
     *,
     title: str = "",
     groups: Mapping[str, Sequence[str]] | None = None,
+    leading: Sequence[PageSection] = (),
     sections: Sequence[PageSection] = (),
     warnings: Sequence[str] = (),
     compared: Sequence[RunHistory] = (),
@@ -47,8 +53,9 @@ def write_report(
     """Writes report.html and the figures atomically; returns the path.
 
     Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
-    band. `sections` precede the table of runs. Final losses of `compared` are compared, by default
-    of all runs. The page reloads after `refresh` seconds, unless 0.
+    band. The curves come first, after the `leading` sections; `sections` follow the table of runs.
+    Final losses of `compared` are compared, by default of all runs. The page reloads after
+    `refresh` seconds, unless 0.
     Raises UserError if the folder cannot be written.
     """
     entries = group_runs(runs, groups)
@@ -59,7 +66,8 @@ def write_report(
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     differences = differing_keys(entries)
-    keys = dict(list(differences.items())[:_MAX_KEYS])  # more would be unreadable
+    shown = [item for item in differences.items() if item[0] not in _NOT_SHOWN]
+    keys = dict(shown[:_MAX_KEYS])  # more would be unreadable
     omitted = len(differences) - len(keys)
     note = (
         f"Of {len(differences)} keys that differ, {len(keys)} are shown here and in plots, main "
@@ -72,19 +80,20 @@ def write_report(
         made=_made(runs, refresh),
         warnings=[*warnings, *run_tables.warnings(final)],
         sections=[
-            *sections,
-            PageSection(
-                "Runs" if len(runs) > 1 else "Run",
-                [note] if omitted else [],
-                run_tables.overview(entries, keys),
-            ),
-            *run_tables.provenance(entries),
-            *run_tables.configuration(entries, differences if omitted else {}),
+            *leading,
             PageSection(
                 "Curves",
                 [_CURVES_NOTE if charts else "No step is recorded yet."],
                 plots=[plot_chart(chart, axes) for chart in charts],
             ),
+            PageSection(
+                "Runs" if len(runs) > 1 else "Run",
+                [note] if omitted else [],
+                run_tables.overview(entries, keys),
+            ),
+            *sections,
+            *run_tables.provenance(entries),
+            *run_tables.configuration(entries, differences if omitted else {}),
             PageSection(
                 "Where the time went",
                 table=run_tables.goodput_table(entries),

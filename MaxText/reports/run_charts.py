@@ -9,12 +9,13 @@ import numpy as np
 
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
-from MaxText.reports.curves import Axes, column, curve, median_window
+from MaxText.reports.curves import Axes, Values, column, curve, median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
-# Share of initial steps excluded from the y range: their high loss would flatten the rest.
-_BEGINNING = 0.05
+# Share of initial steps that are excluded from the y range if their high loss would flatten the
+# rest to less than this share of the height.
+_BEGINNING, _MIN_HEIGHT = 0.05, 0.4
 
 _ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
 
@@ -36,35 +37,55 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
-    found = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
-    if len(kinds) == 1:
-        return [chart for _, chart in found]
-    return [
-        chart._replace(name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
-        for n, (kind, chart) in enumerate(found, 1)
-    ]
+    charts = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
+    found = [chart for _, chart in charts]
+    if len(kinds) > 1:
+        found = [
+            chart._replace(name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
+            for n, (kind, chart) in enumerate(charts, 1)
+        ]
+    if all(run.objective_in_nats for run in all_runs(entries).values()):
+        return found
+    beside = loss_chart(entries, axes, train_tag="learning/lm_loss", eval_tag="eval/lm_loss")
+    if beside is None:
+        return found
+    title = "Cross entropy, beside objectives of other kinds"
+    return [*found, beside._replace(name="loss_in_nats", title=title)]
 
 
-def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
-    """Returns the loss of runs of one kind; None if none is recorded."""
+def loss_chart(
+    entries: Sequence[Entry],
+    axes: Axes,
+    *,
+    train_tag: str = "",
+    eval_tag: str = "eval/avg_loss",
+) -> Chart | None:
+    """Returns the loss of runs of one kind; None if none is recorded.
+
+    By default it is what each run is trained for.
+    """
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
         train, validation, color = f"{entry.label}, training", f"{entry.label}, validation", None
         if alone:
             (run,) = entry.runs.values()
-            final = "" if run.final_loss is None else f" (final {run.final_loss:.4f})"
-            train = f"training (median of {median_window(len(run.steps))} reports)"
+            last = next((row.get(eval_tag) for row in reversed(run.evaluations)), None)
+            final = "" if last is None else f" (final {last:.4f})"
+            train = f"training, running median of {median_window(len(run.steps))} reports"
             # A single run has two colors, several runs have one each.
             validation, color = f"validation{final}", entry.color + 1
-        loss, measured = column("learning/lm_loss"), column("eval/avg_loss")
+        loss, measured = _training_loss(train_tag), column(eval_tag)
         series += curve(entry, axes, _steps, loss, label=train, kind="smooth")
         series += curve(
             entry, axes, _evaluations, measured, label=validation, kind="dots", color=color
         )
     if not series:
         return None
-    baselines = {run.facts.get("unigram_entropy_nats") for run in all_runs(entries).values()}
+    runs = all_runs(entries).values()
+    baselines = {run.facts.get("unigram_entropy_nats") for run in runs}
+    in_nats = bool(train_tag) or all(run.objective_in_nats for run in runs)
+    y_title = "loss (nats per token)" if in_nats else "loss (of the objective, per token)"
     level = baselines.pop()
     references: list[tuple[str, float]] = []
     if level is not None and not baselines:  # the same for all runs
@@ -76,7 +97,21 @@ def loss_chart(entries: Sequence[Entry], axes: Axes) -> Chart | None:
         for mark in _marks(entry, run, axes, series)
     ]
     shown = _loss_range(series, [level for _, level in references])
-    return Chart("loss", "Loss", "loss (nats per token)", series, marks, references, y_range=shown)
+    return Chart(
+        "loss",
+        "Loss",
+        y_title,
+        series,
+        marks,
+        references,
+        y_range=shown,
+        note=_cut_off(series, shown[1]),
+    )
+
+
+def _training_loss(tag: str) -> Values:
+    """Returns a function for a training loss of rows: of `tag`, or what the run is trained for."""
+    return lambda run, rows: column(tag or run.loss_tag)(run, rows)
 
 
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
@@ -173,11 +208,30 @@ def _mark_kind(row: Mapping[str, Any]) -> str:
 
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:
-    """Returns the range of losses without spikes and the beginning."""
-    smooth = [each.y[int(_BEGINNING * each.y.size) :] for each in series if each.kind != "raw"]
-    shown = np.concatenate(smooth)
+    """Returns the range of losses without spikes, and without a beginning far above the rest."""
+    smooth = [each.y for each in series if each.kind != "raw"]
+    shown = np.concatenate([y[int(_BEGINNING * y.size) :] for y in smooth])
     low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
+    whole_high = float(np.nanmax(np.concatenate(smooth)))
+    if high - low >= _MIN_HEIGHT * (whole_high - low):
+        high = whole_high
     # A much higher level would squeeze the curves; "full range" on the page shows it.
     high = max([high, *(level for level in references if level < high + _ROOM * (high - low))])
     margin = 0.06 * max(high - low, 0.1)
     return low - margin, high + margin
+
+
+def _cut_off(series: Sequence[Series], top: float) -> str:
+    """Describes the losses above the initial range, the first ones separately; empty for none."""
+    above = [(each.x["step"][each.y > top], each.y[each.y > top]) for each in series]
+    if not any(y.size for _, y in above):
+        return ""
+    highest = max(float(y.max()) for _, y in above if y.size)
+    first = max(y[np.isfinite(y)][0] for y in (each.y for each in series) if np.isfinite(y).any())
+    words = []
+    if first > top:
+        words.append(f"the first losses, from {first:.4g}")
+    if highest > max(first, top):
+        last_step = int(max(steps.max() for steps, y in above if y.size))
+        words.append(f"losses up to {highest:.4g}, the last at step {last_step:,}")
+    return f"cut off above {top:.3g}: {'; '.join(words)}"

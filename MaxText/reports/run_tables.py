@@ -97,7 +97,7 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
         state = f"running, {format_time(seconds * max(planned - done, 0))} left"
     return [
         state,
-        format_loss(run.final_loss),
+        _validation_loss(run),
         f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_ancestors(run.tokens, run.inherited_tokens, short_count),
@@ -109,6 +109,14 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
         short_count(facts["num_parameters"]) if facts.get("num_parameters") else ABSENT,
         f"{devices} x {kind}" if kind else str(devices),
     ]
+
+
+def _validation_loss(run: RunHistory) -> str:
+    """Formats the final loss; beside another objective, with its cross entropy in nats."""
+    words = format_loss(run.final_loss)
+    if run.objective_in_nats or run.final_lm_loss is None:
+        return words
+    return f"{words} (cross entropy {format_loss(run.final_lm_loss)})"
 
 
 def _with_ancestors(own: float, inherited: float, words) -> str:
@@ -247,6 +255,8 @@ def event_text(row: Mapping[str, Any]) -> str:
         count = row.get("count") or 1
         what = kind.removesuffix("_skipped")
         return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
+    if kind == "warning":
+        return f"warning: {reason}"
     if kind == "rollback":
         return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":

@@ -23,6 +23,7 @@ from MaxText.growth.growth_plan import KEY, grow_shard, open_source
 from MaxText.growth.resolve import PendingGrowth, resolve_growth_from
 from MaxText.inference import checkpoint_config
 from MaxText.run.restore import ancestors_of
+from MaxText.storage.paths import check_checkpoint_path
 
 Log = Callable[[str], None]
 
@@ -51,6 +52,7 @@ class GrownModel(WeightSource):
 def grow(request: ConvertArgs, log: Log) -> None:
     """Grows a model and writes a run with one checkpoint of parameters."""
     imported_run.require_absent(request.target)
+    check_checkpoint_path(request.target.absolute(), "to")
     # Checked first, so that a wrong path is reported as typed.
     if request.source_kind == "hf":
         resolve_hf_path(request.source, "from")

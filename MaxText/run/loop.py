@@ -1,5 +1,6 @@
 """The training loop: batch, step, evaluation, checkpoint, end."""
 
+import collections
 import contextlib
 import dataclasses
 import shlex
@@ -14,11 +15,14 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
-from MaxText.errors import TrainingDivergedError, WaitCancelledError
+from MaxText.errors import TrainingDivergedError, UserError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
+from MaxText.run.final_state import MAX_SKIPPED_AT_END, broken_state_reason, skipped_at_end
+from MaxText.run.learning_checks import LearningChecks
 from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
@@ -29,7 +33,10 @@ from MaxText.runtime.watchdog import Watchdog
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 
+_JUDGING_BATCHES = 3  # newest batches that are kept on the devices
+
 COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
+STORAGE_FAILED = "storage failed"
 
 
 class Actions(NamedTuple):
@@ -72,16 +79,31 @@ class Loop:
     watchdog: Watchdog
     preemption: PreemptionHandler
     metric_logger: MetricLogger
+    learning_checks: LearningChecks
     state: Any
     step: int
     last_step: int
     eval_loss: float | None = None  # of the last evaluation; None without one
+    # Batches that can judge the final state: the first one of this start, and the newest ones.
+    first_batch: Any = None
+    newest_batches: collections.deque[Any] = dataclasses.field(
+        default_factory=lambda: collections.deque(maxlen=_JUDGING_BATCHES)
+    )
+    _is_saving: bool = False  # also after a save that failed
 
     def run(self, evaluation_due: bool) -> str:
-        """Trains to the end; returns COMPLETED, PREEMPTED or TARGET_REACHED.
+        """Trains to the end; returns COMPLETED, PREEMPTED, TARGET_REACHED or STORAGE_FAILED.
 
-        `evaluation_due` first makes up for the evaluation of the previous step.
+        `evaluation_due` first makes up for the evaluation of the previous step. If data or records
+        cannot be read or written, saves the state first.
         """
+        try:
+            return self._run(evaluation_due)
+        except (UserError, OSError):
+            self._save_before_exit()
+            raise
+
+    def _run(self, evaluation_due: bool) -> str:
         if evaluation_due and self.eval_batches is not None and not self.evaluate(self.step - 1):
             return PREEMPTED
         self.metric_logger.start(self.step)
@@ -98,7 +120,7 @@ class Loop:
                 self.last_step,
                 eval_interval=self.config.evaluation.eval_interval,
                 checkpoint_due=self.checkpoints.should_save(step, self.last_step),
-                stop_requested=self.preemption.requested(step),
+                stop_requested=self._stop_requested(step),
             )
             if actions.report:
                 self.metric_logger.complete()
@@ -106,6 +128,9 @@ class Loop:
                 self.roll_back()
                 continue
             self.rollback.snapshot(step, self.state, self.batches.get_state())
+            if self.learning_checks.gradients_due(step):
+                with self.metric_logger.exclude_time():
+                    self.learning_checks.check_gradients(self.state)
             # Before the checkpoint, so that a run resumed from it has no evaluation to make up for.
             stopping = actions.stop or (actions.evaluate and not self.evaluate(step))
             target = self.config.evaluation.target_eval_loss
@@ -114,10 +139,37 @@ class Loop:
                 self.save(step, evaluation_is_due=actions.evaluation_due and stopping)
             if stopping or reached:
                 reason = PREEMPTED if stopping else TARGET_REACHED
+                if stopping and self.run_logger.events.failure:
+                    reason = STORAGE_FAILED
                 self.run_logger.terminal.line(f"Stopping after step {step}: {reason}")
                 return reason
             self.step += 1
         return COMPLETED
+
+    def _stop_requested(self, step: int) -> bool:
+        """Returns whether to save and stop after `step`. Collective."""
+        if self.run_logger.events.failure:
+            # Only process 0 has records; its request reaches the others.
+            self.preemption.request()
+        return self.preemption.requested(step)
+
+    def _save_before_exit(self) -> None:
+        """Saves the state of the last step after an error that says nothing against it.
+
+        Of several processes the others could not take part.
+        """
+        step = self.metric_logger.newest_step
+        if step is None or self._is_saving or jax.process_count() > 1:
+            return
+        with _optional("last state", self.run_logger.terminal.line):
+            if int(self.state.step) != step + 1:
+                return
+            if self.batches.get_state()["step"] != step + 1:
+                self.batches.seek(step + 1)
+            interval = self.config.evaluation.eval_interval
+            due = interval > 0 and ((step + 1) % interval == 0 or step == self.last_step)
+            self.save(step, evaluation_is_due=due)
+            self.checkpoints.wait()
 
     def next_batch(self) -> Any:
         """Returns the next step's batch on the devices; None on a stop request."""
@@ -125,7 +177,10 @@ class Loop:
         batch = None
         with contextlib.suppress(WaitCancelledError), self.metric_logger.waiting_for_data():
             batch_size = self.batch_schedule.batch_size(self.batch_schedule.at(self.step))
-            batch = self.sharding.to_global_batch(next(self.batches), batch_size)
+            host_batch = next(self.batches)
+            if self.first_batch is None:
+                self.learning_checks.check_first_batch(host_batch)
+            batch = self.sharding.to_global_batch(host_batch, batch_size)
         self.run_logger.log_data_events(self.batches, self.step)
         return batch
 
@@ -141,6 +196,9 @@ class Loop:
         self.watchdog.enter("step", self.step)
         with self.run_logger.profiler.step(self.step):
             self.state, metrics = self.train_step(self.state, batch)
+        if self.first_batch is None:
+            self.first_batch = batch
+        self.newest_batches.appendleft(batch)
         self.metric_logger.add(self.step, metrics)
         self.run_logger.profiler.finished(self.step, metrics)
 
@@ -171,6 +229,7 @@ class Loop:
         return self.eval_loss is not None
 
     def save(self, step: int, **fields: Any) -> None:
+        self._is_saving = True
         self.watchdog.enter("checkpoint", step)
         run_logger, events = self.run_logger, self.run_logger.events
         self.metric_logger.complete()
@@ -180,27 +239,98 @@ class Loop:
             kept |= {"rollbacks": self.rollback.num_rollbacks, "loss_trend": run_logger.trend.state}
             with events.timed("checkpoint", step=step):
                 self.checkpoints.save(step, self.state, self.batches.get_state(), kept)
+        self._is_saving = False
 
-    def finish(self, run_folder: epath.Path, setup: TrainSetup) -> None:
+    def write_sample(self, run_folder: epath.Path, model: Model) -> None:
+        """Generates text with the final parameters, if the configuration asks for it."""
+        config, run_logger = self.config, self.run_logger
+        line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
+        if not config.decoding.sample_tokens or tokenizer is None:
+            return
+        with _optional("sample", line):
+            from MaxText.inference.decoding import write_sample
+
+            text = write_sample(
+                model, self.state.params, self.sharding, config, tokenizer, run_folder
+            )
+            # Its time is part of the finish, which the stop row records.
+            run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
+            line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
+
+    def confirm_final_state(self) -> str:
+        """Promotes the final checkpoint, or sets it aside if its state is broken.
+
+        Uses up the state. Returns a description of a broken end of the run, "" for a healthy one.
+        """
+        last_step = int(self.state.step) - 1
+        self.learning_checks.finish(self.state)
+        num_skipped = skipped_at_end(self.state.guard, last_step)
+        state, self.state = self.state, None  # donated
+        reason = broken_state_reason(
+            self.train_step,
+            state,
+            self._judging_batches(last_step),
+            self.run_logger.trend.outlier_limit,
+        )
+        skipped = ""
+        if num_skipped > MAX_SKIPPED_AT_END or num_skipped == last_step + 1:
+            skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
+        if not reason:
+            if not skipped and self.rollback.is_healthy and not self.run_logger.trend.diverged:
+                # No later step can show that it was healthy.
+                self.checkpoints.promote(last_step)
+            return skipped and f"{skipped}; the state before them is healthy"
+        broken_since = last_step - num_skipped  # no later step changed the parameters
+        problem = f"the state after step {broken_since} is broken ({reason})"
+        if skipped:
+            problem = f"{skipped}: {problem}"
+        return problem + self._set_aside(broken_since)
+
+    def _judging_batches(self, last_step: int) -> Iterator[Any]:
+        """Yields batches for the final state, the newest first.
+
+        A start after the last step has trained on none, and reads the batch of that step again.
+        """
+        batches = [*self.newest_batches, self.first_batch]
+        if self.first_batch is None:
+            self.batches.seek(last_step)
+            self.step = last_step
+            batches = [self.next_batch()]
+        for batch in batches:
+            if batch is not None and self.train_step.fits(batch):
+                yield batch
+
+    def _set_aside(self, broken_since: int) -> str:
+        """Renames the checkpoints of a broken state if there is one of an earlier state.
+
+        Returns what became of them, for a message.
+        """
+        earlier = [step for step in self.checkpoints.steps() if step < broken_since]
+        if not earlier:
+            return ""
+        try:
+            broken = self.checkpoints.set_aside(lambda step: step >= broken_since)
+        except OSError as error:
+            return f". Its checkpoints could not be renamed: {error}"
+        if not broken:
+            return ""
+        names = ", ".join(f"{step}.unhealthy" for step in broken)
+        return f". Renamed its checkpoints to {names}; a restart resumes from step {earlier[-1]}"
+
+    def finish(self, run_folder: epath.Path, setup: TrainSetup, problem: str = "") -> None:
         """Prints and writes the final outputs of a run.
 
-        Raises TrainingDivergedError if the training loss diverged.
+        Args:
+          problem: What is wrong with the final state, of `confirm_final_state`.
+
+        Raises:
+          TrainingDivergedError: If the training loss diverged or the final state is broken.
         """
         config, run_logger, model = self.config, self.run_logger, setup.model
         line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
         entropy = self.batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
         if self.eval_loss is not None and entropy is not None:
             line(f"Validation loss {self.eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
-        if config.decoding.sample_tokens and tokenizer is not None:
-            with _optional("sample", line):
-                from MaxText.inference.decoding import write_sample
-
-                text = write_sample(
-                    model, self.state.params, self.sharding, config, tokenizer, run_folder
-                )
-                # Its time is part of the finish, which the stop row records.
-                run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
-                line(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
         if config.monitoring.loss_curve and jax.process_index() == 0:
             with _optional("loss curve", line):
                 from MaxText.reports.report_writer import write_loss_curve
@@ -221,6 +351,8 @@ class Loop:
                 words += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
             line(f"Generate:    {words} prompt='The '")
         line(f"Report:      {command_line.program_command('report')} {folder}")
+        if problem:
+            raise TrainingDivergedError(f"{problem}. Lower learning_rate, or inspect the data.")
         if diverged := run_logger.trend.diverged:
             raise TrainingDivergedError(
                 f"{diverged}: the run diverged. Its checkpoints are kept. Lower learning_rate, or "

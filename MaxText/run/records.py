@@ -16,7 +16,7 @@ from MaxText import program_start
 from MaxText.config.schema import Config, flatten
 from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.flops import model_cost
-from MaxText.cost.peak_flops import PeakFlops
+from MaxText.cost.peak_flops import PeakFlops, peak_flops
 from MaxText.errors import TrainingDivergedError
 from MaxText.growth.growth_plan import event_fields, parent, sizes
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
@@ -25,16 +25,19 @@ from MaxText.metrics.event_stream import EventLog, open_stream
 from MaxText.metrics.events import provenance
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.metrics.profiler import StepProfiler, memory_row
+from MaxText.metrics.run_record import trained_loss_tag
 from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.step_line import Terminal, step_row
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
+from MaxText.runtime import compilation_cache
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
+from MaxText.training.step import is_loss
 
 # Parameters, FLOPs and memory as tables with formulas, of the newest start.
 START_FILE = "start.txt"
-_AVERAGED = ("loss", "lm_loss", "entmax_loss", "z_loss")
+_BEATEN_REPORTS = 3  # reports above a peak measured again, after which they are the peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,8 @@ def open_run_logger(
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         log(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
-    terminal = Terminal(num_steps, step_line=monitoring.step_line)
+    in_nats = is_in_nats(model.config.objective)
+    terminal = Terminal(num_steps, step_line=monitoring.step_line, lm_loss_beside=not in_nats)
     first_step = restored.first_step
     is_due = restored.metadata.get("evaluation_is_due") and config.evaluation.eval_interval > 0
     events = open_stream(
@@ -108,7 +112,7 @@ def open_run_logger(
         terminal=terminal,
         callbacks=callbacks,
     )
-    baseline = batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
+    baseline = batches.unigram_entropy_nats if in_nats else None
     given, chosen = flatten(config), flatten(config.model_copy(update={"model": model.config}))
     fields = {
         "run_name": run.run_name,
@@ -126,6 +130,7 @@ def open_run_logger(
         "cost": cost.fields(),
         "lineage": [*lineage.ancestors],
         "data": {**batches.facts, "vocab_size": model.config.shape.vocab_size},
+        "objective_in_nats": in_nats,
         "unigram_entropy_nats": baseline,
         # Only process 0 records it. Git need not search the checkout on every host.
         "provenance": provenance() if jax.process_index() == 0 else {},
@@ -179,9 +184,9 @@ def write_run_files(run_folder: Any, config: Config, tokenizer: Path | None) -> 
 class MetricLogger:
     """Converts the scalars of train steps to events, one step late.
 
-    Reading metrics blocks on the device, so they are read after the next step was dispatched. Those
-    in _AVERAGED are means since the last report; other metrics are of the newest step. `observe`
-    gets step and scalars of each report.
+    Reading metrics blocks on the device, so they are read after the next step was dispatched. The
+    loss and its parts are means since the last report; other metrics are of the newest step.
+    `observe` gets step and scalars of each report.
     """
 
     run_logger: RunLogger
@@ -192,6 +197,9 @@ class MetricLogger:
     def __post_init__(self) -> None:
         self._has_reported = False
         self._data_seconds = 0.0
+        self._peak = self.run_logger.stats.peak
+        self._beaten: list[float] = []  # TFLOP/s of the last reports, all above the peak
+        self._trend_tag = trained_loss_tag(is_in_nats(self.config.model.objective))
         self.start(0)
 
     def start(self, first_step: int) -> None:
@@ -200,6 +208,7 @@ class MetricLogger:
             self.run_logger.trend.roll_back()
         self._losses: list[dict[str, Any]] = []  # of the steps since, on the device
         self._newest: Mapping[str, Any] | None = None
+        self._in_flight: Mapping[str, Any] | None = None  # of the step after the newest one
         self.newest_step: int | None = None  # the last dispatched step
         self._waiting = False  # whether the newest step is unreported
         self._reported_step = first_step - 1
@@ -207,9 +216,10 @@ class MetricLogger:
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Records the scalars of a step; reports the previous one if pending."""
+        self._in_flight = metrics
         self.flush()
-        names = (*_AVERAGED, "skipped")
-        self._losses.append({name: metrics[name] for name in names if name in metrics})
+        averaged = {name: x for name, x in metrics.items() if is_loss(name) or name == "skipped"}
+        self._losses.append(averaged)
         self._newest, self.newest_step = metrics, step
         self._waiting = step % self.config.monitoring.step_log_period == 0 or step == self.last_step
 
@@ -233,7 +243,12 @@ class MetricLogger:
         stats = self.run_logger.stats
         tokens = stats.tokens_per_device(step)
         tflops = stats.flops(step).tflops(tokens)
-        row = step_row(shown, elapsed / updates, tokens, tflops, stats.peak.tflops)
+        speed = tflops * updates / elapsed
+        if speed > self._peak.tflops > 0:
+            self._raise_peak(step, speed)
+        else:
+            self._beaten = []
+        row = step_row(shown, elapsed / updates, tokens, tflops, self._peak.tflops)
         data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
         fields: dict[str, Any] = {}
         if not self._has_reported:
@@ -251,7 +266,7 @@ class MetricLogger:
             **fields,
         )
         if not metrics.get("skipped"):
-            self.run_logger.trend.add(row["learning/lm_loss"])
+            self.run_logger.trend.add(row[self._trend_tag], updates)
             if not math.isfinite(shown["loss"]) and self.config.guard.abort_on_nan_loss:
                 raise TrainingDivergedError(
                     f"the loss of step {step} is {shown['loss']}: stopped without saving. Rerun "
@@ -259,6 +274,36 @@ class MetricLogger:
                     "abort_on_nan_loss=false to continue training."
                 )
         self.observe(step, metrics)
+
+    def _raise_peak(self, step: int, speed: float) -> None:
+        """Corrects a measured peak that a report has beaten, at `speed` TFLOP/s.
+
+        Measures it again. If even that is too low for several reports, they are the peak: one alone
+        may be an artifact of the clock.
+        """
+        self._beaten.append(speed)
+        number = len(self._beaten)
+        if not self._peak.is_measured or number not in (1, _BEATEN_REPORTS):
+            return
+        jax.block_until_ready(self._in_flight)  # a running step would slow the measurement down
+        began = time.perf_counter()
+        if number == 1:
+            folder = compilation_cache.folder_in_use()
+            peak = peak_flops(cache_folder=folder, beaten_by=speed)
+        else:
+            source = f"measured: the fastest of {number} reports that all exceeded a matmul"
+            peak = PeakFlops(max(self._beaten), source)
+        if peak.tflops > self._peak.tflops:
+            previous, self._peak = self._peak, peak
+            self.run_logger.events.emit(
+                "peak_measured",
+                step=step,
+                seconds=time.perf_counter() - began,
+                peak_tflops=peak.tflops,
+                peak_source=peak.source,
+                previous_tflops=previous.tflops,
+            )
+        self._since += time.perf_counter() - began
 
     def _mean_losses(self) -> dict[str, float]:
         """Blocks for the means since the last report, and resets.

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from etils import epath
+
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.checkpoint_reader import CheckpointReader
 from MaxText.checkpointing.history import Rollback
@@ -22,6 +24,7 @@ from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.resolve import ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
+from MaxText.metrics.run_record import read_run
 from MaxText.run.training_stats import TrainingStats
 
 Log = Callable[[str], None]
@@ -114,7 +117,7 @@ def restore_or_initialize(
 
 def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
     full, params = config.load_full_state_path, config.load_parameters_path
-    newest = checkpoints.latest_step()
+    newest = next(iter(checkpoints.steps_to_resume()), None)
     own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
         own = "enable_checkpointing is false"
@@ -227,9 +230,44 @@ def final_step(batches: TrainIterator, steps: int) -> int:
     return (steps if num_steps is None else min(steps, num_steps)) - 1
 
 
+class EndOfRecord(NamedTuple):
+    """What events.jsonl says about the end of a run."""
+
+    is_complete: bool  # whether nothing is left to write
+    has_evaluation: bool  # after the last step
+    has_diverged: bool
+
+
+def end_of_record(run_folder: epath.Path, restored: RestoreResult) -> EndOfRecord:
+    """Returns what the record of a run without a step left says about its end.
+
+    A run that was killed after its last checkpoint has no stop event; without it, a comparison
+    would wait for this run forever. A start that is not a resume has nothing to record.
+    """
+    if restored.how != "resume":
+        return EndOfRecord(is_complete=True, has_evaluation=True, has_diverged=False)
+    try:
+        record = read_run(run_folder)
+    except UserError:  # missing, or without a start
+        return EndOfRecord(is_complete=False, has_evaluation=False, has_diverged=False)
+    last_step = restored.first_step - 1
+    evaluated = [row["step"] for row in record.evaluations]
+    reaches_end = record.last_step is not None and record.last_step >= last_step
+    return EndOfRecord(
+        is_complete=record.state in ("completed", "diverged") and reaches_end,
+        has_evaluation=last_step in evaluated,
+        has_diverged=record.state == "diverged",
+    )
+
+
 def complete_message(restored: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
     """Returns the message for a run without a step left."""
     limit = "steps" if last_step + 1 == steps else "num_epoch"
+    if restored.how != "resume":
+        return (
+            f"WARNING: no step was trained: {restored.source}, {steps=}, {num_epoch=}. Raise "
+            f"{limit} to train."
+        )
     return (
         f"The run is complete: {restored.source}, steps={steps}, num_epoch={num_epoch}. "
         f"Raise {limit} to continue."

@@ -70,6 +70,8 @@ class RollbackController:
         self._history: collections.deque[dict[str, float]] = collections.deque(
             maxlen=_LATE_STEPS + _EARLY_STEPS + 2 * self.config.skip_step_interval
         )
+        # The first step after the last rollback, also of an earlier start.
+        self._restored_step = recorded[-1].restored_step if recorded else None
         self._begin(restored.state)
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
@@ -77,8 +79,10 @@ class RollbackController:
                 self.emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
 
     def _begin(self, state: Any) -> None:
-        self._seen = int(state.step) - 1
+        self._first_step = int(state.step)
+        self._seen = self._first_step - 1
         self._num_skipped = 0 if state.guard is None else int(state.guard.num_skipped)
+        self._skipped_before = self._num_skipped
         self._last_skipped = -1 if state.guard is None else int(state.guard.last_skipped)
 
     @property
@@ -146,18 +150,28 @@ class RollbackController:
         trigger, batches = self.trigger, self.batches
         assert trigger is not None
         signs = self._warning_signs(trigger.onset_step)
-        if self.num_rollbacks >= self.config.rollback.maximum:
-            healthy = self.checkpoints.last_healthy(before=trigger.onset_step)
+        maximum, before = self.config.rollback.maximum, trigger.onset_step
+        failed = self._failed_target(trigger)
+        if failed is not None:
+            # Without its data the same state failed again, so the state is at fault. Such a
+            # rollback goes to another state each time, and so may exceed the maximum.
+            maximum, before = 2 * maximum, min(failed, before)
+            self.checkpoints.log(
+                f"The state of step {failed} failed at once after a rollback to it: rolling back "
+                "to an earlier one."
+            )
+        if self.num_rollbacks >= maximum:
+            healthy = self.checkpoints.last_healthy(before=before)
             if healthy is not None:
                 # A restart takes the newest checkpoint, which must predate the divergence.
-                self.checkpoints.roll_back_to(healthy)
+                self._abandon(healthy, failed)
                 signs = f"{signs} A restart resumes from step {healthy}."
             raise TrainingDivergedError(
                 f"step {trigger.detected_step}: {trigger.reason}, and the run has rolled back "
                 f"{self.num_rollbacks} times (rollback.maximum): stopped. {signs} Lower the "
                 "learning rate, inspect the data, or start again from an earlier checkpoint."
             )
-        target, source, state, position = self._last_healthy(trigger, signs)
+        target, source, state, position = self._last_healthy(before, trigger, signs)
         excluded = batches.get_state().get("excluded", ())
         began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
@@ -172,7 +186,7 @@ class RollbackController:
             reason=f"{trigger.reason}. {signs}".strip(),
             data=batches.identity,
         )
-        self.checkpoints.roll_back_to(target)
+        self._abandon(target, failed)
         self.checkpoints.record_rollback(rollback)
         if position is None:
             batches.seek(target + 1)
@@ -186,15 +200,50 @@ class RollbackController:
             self._history.pop()
         self.num_rollbacks = rollback.number
         self.trigger = None
+        self._restored_step = rollback.restored_step
         self._begin(state)
         self.emit("rollback", step=rollback.restored_step, **rollback.fields())
         return state
 
-    def _last_healthy(self, trigger: RollbackTrigger, signs: str) -> tuple[int, str, Any, Any]:
-        """Returns step, source, state and position of the healthy state."""
-        snapshot = next((s for s in reversed(self._snapshots) if s.step < trigger.onset_step), None)
+    def _failed_target(self, trigger: RollbackTrigger) -> int | None:
+        """Returns the target of the last rollback if it failed at once, else None.
+
+        It did if every step since was skipped, also those of earlier starts. None as well if there
+        is no earlier state to roll back to.
+        """
+        first_step = self._restored_step
+        if first_step is None:
+            return None
+        num_steps = trigger.detected_step + 1 - self._first_step
+        all_skipped = self._num_skipped - self._skipped_before == num_steps
+        # A start from a later checkpoint knows the steps before it by their skips in the guard.
+        since_rollback = min(self._first_step, trigger.onset_step) <= first_step
+        if not (all_skipped and since_rollback):
+            return None
+        target = first_step - 1
+        has_snapshot = any(snapshot.step < target for snapshot in self._snapshots)
+        if not has_snapshot and self.checkpoints.last_healthy(before=target) is None:
+            return None
+        return target
+
+    def _abandon(self, target: int, failed: int | None) -> None:
+        """Removes the checkpoints after `target`; those since `failed` are kept by another name."""
+        if failed is not None and failed > target:
+            names = self.checkpoints.set_aside(lambda step: step >= failed)
+            if names:
+                steps = ", ".join(map(str, names))
+                self.checkpoints.log(
+                    f"Renamed the checkpoints of broken states: {steps} (to <step>.unhealthy)"
+                )
+        self.checkpoints.roll_back_to(target)
+
+    def _last_healthy(
+        self, before: int, trigger: RollbackTrigger, signs: str
+    ) -> tuple[int, str, Any, Any]:
+        """Returns step, source, state and position of the healthy state before a step."""
+        snapshot = next((s for s in reversed(self._snapshots) if s.step < before), None)
         while True:
-            healthy = self.checkpoints.last_healthy(before=trigger.onset_step)
+            healthy = self.checkpoints.last_healthy(before=before)
             if snapshot is not None and (healthy is None or snapshot.step >= healthy):
                 state = copy_to_devices(snapshot.shards, self.abstract_state)
                 source = f"copy of step {snapshot.step} in memory"
@@ -202,7 +251,7 @@ class RollbackController:
             if healthy is None:
                 raise TrainingDivergedError(
                     f"step {trigger.detected_step}: {trigger.reason}, and there is no healthy "
-                    f"state before step {trigger.onset_step} to roll back to: stopped. {signs} "
+                    f"state before step {before} to roll back to: stopped. {signs} "
                     "Lower the learning rate, inspect the data, or save more often "
                     "(checkpoint_period, rollback.snapshot_period)."
                 )

@@ -1,6 +1,7 @@
 """SIGTERM, Ctrl-C and preemption notices: save after the step and stop.
 
-Does not import JAX: the handler must be installed before JAX starts.
+Notices are SIGHUP (a terminal or SSH session closed), SIGUSR1 and SIGUSR2 (a scheduler's warning
+before a time limit). Does not import JAX: the handler must be installed before JAX starts.
 """
 
 import contextlib
@@ -11,6 +12,8 @@ import sys
 import threading
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+from MaxText.program_start import NOTICES, STOP_SIGNALS
+from MaxText.runtime import processes
 
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM  # the shell's exit code of a process killed by SIGTERM
 
@@ -21,13 +24,15 @@ class PreemptionHandler:
     A single process uses its own handler. Several use JAX's preemption service, which replaces it
     in jax.distributed; a notice to one makes all agree on a step at most a few later. Before the
     first call of `requested` there is nothing to save, so a signal exits at once (INTERRUPTED after
-    Ctrl-C, else PREEMPTED). A second one always does; SIGTERM then with 143. With several
-    processes, Ctrl-C raises KeyboardInterrupt.
+    Ctrl-C, else PREEMPTED). A second Ctrl-C or SIGTERM always does; SIGTERM then with 143. Notices
+    never end a save: a closing terminal sends SIGHUP twice, and schedulers send SIGTERM after
+    SIGUSR1. With several processes, Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self):
         self.exit_code = PREEMPTED
-        self._received = 0
+        self._received = 0  # requests to stop, of any kind
+        self._demands = 0  # Ctrl-C and SIGTERM, of which the second ends the process
         self._in_loop = False
         self._calls = 0
         self._agreed = False
@@ -35,9 +40,10 @@ class PreemptionHandler:
 
     @classmethod
     def install(cls) -> "PreemptionHandler":
-        """Handles SIGTERM and Ctrl-C unless the parent ignores them."""
+        """Handles STOP_SIGNALS and Ctrl-C unless the parent ignores them (nohup)."""
         stop = cls()
-        handlers = {signal.SIGTERM: lambda *_: None, signal.SIGINT: stop._interrupt}
+        handlers = dict.fromkeys(STOP_SIGNALS, lambda *_: None)
+        handlers[signal.SIGINT] = stop._interrupt
         taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
         if not taken:
             return stop
@@ -48,8 +54,9 @@ class PreemptionHandler:
         for number in taken:
             signal.signal(number, handlers[number])
         signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         threading.Thread(
-            target=stop._listen, args=(reading, writing), daemon=True, name="signals"
+            target=stop._listen, args=(reading, writing, terminals), daemon=True, name="signals"
         ).start()
         return stop
 
@@ -77,6 +84,14 @@ class PreemptionHandler:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return True
 
+    def request(self) -> None:
+        """Requests a stop of all processes, from within one; `requested` then returns true."""
+        if processes.count() > 1:
+            if not self._agreed:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._received:
+            self._received = 1
+
     def is_pending(self) -> bool:
         """Returns whether a single process got SIGTERM, to end waits.
 
@@ -84,21 +99,43 @@ class PreemptionHandler:
         """
         return self._in_loop and self._received > 0
 
-    def _listen(self, reading: socket.socket, _writing: socket.socket) -> None:
+    def _listen(
+        self, reading: socket.socket, _writing: socket.socket, terminals: list[int]
+    ) -> None:
         # This thread holds both ends; otherwise they would be closed when the caller returns.
         while numbers := reading.recv(64):
             for number in numbers:
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    self._take(number)
+                if number == signal.SIGHUP:
+                    _leave_closed_terminals(terminals)
+                if number in NOTICES:
+                    self._take_notice(signal.Signals(number))
+                elif number in (signal.SIGTERM, signal.SIGINT):
+                    self._take_demand(number)
 
-    def _take(self, number: int) -> None:
+    def _take_notice(self, number: signal.Signals) -> None:
+        """Requests a stop unless one is requested already."""
+        if self._received:
+            return
+        if processes.count() > 1:
+            # JAX's preemption service, which makes all processes agree on a step, knows SIGTERM.
+            self.request()
+            return
+        self._received += 1
+        if not self._in_loop:
+            _say(f"{number.name} before the first step: exiting, there is nothing to save")
+            os._exit(self.exit_code)
+        _say(f"{number.name}: saving at the end of this step, then exiting")
+
+    def _take_demand(self, number: int) -> None:
         by_user = number == signal.SIGINT
         name = "Ctrl-C" if by_user else "SIGTERM"
+        is_first = self._received == 0
         self._received += 1
-        if self._received > 1:
+        self._demands += 1
+        if self._demands > 1:
             _say(f"second {name}: exiting now")
             os._exit(INTERRUPTED if by_user else _ENDED_BY_SIGTERM)
-        if by_user:
+        if by_user and is_first:
             self.exit_code = INTERRUPTED
         if not self._in_loop:
             _say(f"{name} before the first step: exiting, there is nothing to save")
@@ -121,9 +158,19 @@ class PreemptionHandler:
         )
 
 
+def _leave_closed_terminals(terminals: list[int]) -> None:
+    """Sends the output of a closed terminal to os.devnull, where a write does not fail."""
+    for descriptor in terminals:
+        if not os.isatty(descriptor):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
+
 def _say(line: str) -> None:
     """Writes in one system call, unmixed with the main thread's lines."""
     # stdout may be closed, or in use by the interrupted thread.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
-    os.write(2, f"{line}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())

@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from MaxText import exit_codes
-from MaxText.errors import UserError
+from MaxText import exit_codes, program_start
+from MaxText.errors import UserError, storage_error_line, storage_failure
 from MaxText.runtime.watchdog import Watchdog
 from MaxText.storage.errors import causes
+from MaxText.storage.run_folder import unlock_run_folder
 
 # Messages of gloo, the coordination service and barriers when another process died.
 _PEER_LOST = re.compile(
@@ -53,11 +54,12 @@ def mark_thread_hung() -> None:
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Exits with the result of `main`, without waiting for abandoned threads."""
+    """Exits with the result of `main`, within seconds, whatever threads wait for."""
     try:
         sys.exit(main())
     except BaseException as error:
         if not _leaves_threads:
+            program_start.limit_exit(_code_of(error), unlock_run_folder)
             raise
         if not isinstance(error, SystemExit):
             traceback.print_exception(error)
@@ -76,8 +78,11 @@ def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
     code = exit_codes.STALLED if lost else _code_of(error)
     if watchdog is not None and not isinstance(error, SystemExit):
         watchdog.fail(None if lost else error)
+    failure = None if lost else storage_failure(error)
     if isinstance(error, UserError) and not lost:
         sys.stderr.write(f"error: {error}\n")
+    elif failure is not None and isinstance(error, Exception):
+        sys.stderr.write(f"{storage_error_line(failure)}\n")
     elif isinstance(error, Exception):
         traceback.print_exception(error)
     sys.stderr.flush()
@@ -117,6 +122,8 @@ def _code_of(error: BaseException) -> int:
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return exit_codes.INTERRUPTED
+    if isinstance(error, Exception) and storage_failure(error):
+        return exit_codes.USER_ERROR
     if isinstance(error, SystemExit):
         if error.code is None:
             return exit_codes.SUCCESS

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,27 @@ def atomic_rename(writing: Path, path: Path) -> None:
     sync_file(writing)
     writing.replace(path)
     sync_file(path.parent)
+
+
+def apply_umask(path: Path) -> None:
+    """Gives a file or folder the mode that `open` or `mkdir` would have given it.
+
+    Libraries that write through `tempfile` (safetensors, for example) leave files that only their
+    owner can read, whatever the umask says. A new neighbor shows the right mode: reading the umask
+    itself means setting it, for all threads, and it does not hold below a folder with default ACLs.
+    """
+    probe = temporary_name(path)
+    if path.is_dir():
+        probe.mkdir()
+    else:
+        probe.touch()
+    try:
+        path.chmod(stat.S_IMODE(probe.stat().st_mode))
+    finally:
+        if probe.is_dir():
+            probe.rmdir()
+        else:
+            probe.unlink()
 
 
 def atomic_write_text(path: Path | epath.Path, contents: str) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import resource
@@ -19,11 +20,14 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from MaxText.errors import UserError
+from MaxText.storage import local_search
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.paths import natural_key, register_filesystems
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
+# Names that braces may stand for: larger data sets are named by a folder or a pattern.
+_MAX_NAMES = 2**20
 # Files kept open: a dataset may have thousands, and opening one for each read makes random reads
 # several times slower. Half of what the process may open is left to the program.
 _MAX_OPEN_FILES = max(128, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
@@ -77,9 +81,14 @@ def file_system(path: str) -> tuple[Any, str]:
 def list_files(location: str, key: str) -> list[FileInfo]:
     """Returns the files of a location in natural order.
 
+    Links count as what they point to. One that leads nowhere is a file of size 0, which cannot be
+    opened.
+
     Args:
       location: A file; a folder (recursive, without hidden files); a pattern with *, ?, [] and **;
         or braces {000..127} or {a,b} or @FILE (one path or URL per line), which keep their order.
+        Of a local location, the part that exists as it is written is a name, whatever its
+        characters.
       key: Its configuration key, for messages.
 
     Raises:
@@ -88,10 +97,8 @@ def list_files(location: str, key: str) -> list[FileInfo]:
     if not location:
         raise UserError(f"{key} is empty. Name a file, a folder or a pattern.")
     try:
-        is_list = location.startswith("@")
-        names = _lines(location[1:], key) if is_list else _expand_braces(location)
-        if not is_list and not is_url(location) and path_type(location):
-            names = [location]  # a literal name, whatever its characters
+        is_list = location.startswith("@") and not path_type(location)
+        names = _lines(location[1:], key) if is_list else _names(location)
         files = []
         for name, found in zip(names, _matches(names, key, literal=is_list), strict=True):
             if not found:
@@ -148,10 +155,73 @@ def _lines(list_file: str, key: str) -> list[str]:
     return names
 
 
+def existing_prefix(location: str) -> str:
+    """Returns the part of a local location that exists as it is written; "" for a URL."""
+    if is_url(location):
+        return ""
+    path = _absolute_local(location)
+    rest = path[len(local_search.existing_prefix(path)) :]
+    return location.removesuffix(rest) if location.endswith(rest) else ""
+
+
+def split_list(text: str, separator: str) -> list[str]:
+    """Splits a list of local paths, patterns and URLs that a user wrote on one line.
+
+    A separator belongs to a name if a file or folder of that name exists, is within braces, or
+    stands in brackets, as in `a[,]b*.txt`. White space around entries is removed, unless that
+    would turn an existing name into a missing one.
+    """
+    if not is_url(text) and os.path.exists(local_path(text)):
+        return [text]
+    quoted = re.escape(separator)
+    pieces = re.findall(rf"(?:\{{[^{{}}]*\}}|\[{quoted}\]|[^{quoted}])+", text)
+    entries: list[str] = []
+    while pieces:
+        num_pieces = _pieces_of_name(pieces, separator)
+        entry = separator.join(pieces[:num_pieces])
+        pieces = pieces[num_pieces:]
+        is_name = not is_url(entry) and os.path.exists(local_path(entry))
+        stripped = entry.strip()
+        if is_name and not os.path.exists(local_path(stripped)):
+            stripped = entry
+        if stripped:
+            entries.append(stripped)
+    return entries
+
+
+def _pieces_of_name(pieces: Sequence[str], separator: str) -> int:
+    """Returns how many pieces are one name, or one pattern below a folder of such a name."""
+    first = pieces[0].lstrip()
+    folder, _, beginning = _absolute_local(first).rpartition("/")
+    if is_url(first) or not any(name.startswith(beginning + separator) for name in _listed(folder)):
+        return 1
+    for num_pieces in range(len(pieces), 1, -1):
+        entry = separator.join([first, *pieces[1:num_pieces]]).rstrip()
+        if separator not in entry[len(existing_prefix(entry)) :]:
+            return num_pieces
+    return 1
+
+
+@functools.lru_cache(maxsize=1)
+def _listed(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder or "/")
+    except OSError:
+        return []
+
+
+def _names(location: str) -> list[str]:
+    """Returns the names and patterns that the braces of a location stand for."""
+    prefix = existing_prefix(location)
+    return [prefix + name for name in _expand_braces(location[len(prefix) :])]
+
+
 def _expand_braces(pattern: str) -> list[str]:
     parts = _BRACES.split(pattern)
     # split() alternates between text and the contents of braces.
     choices = [_choices(part) if number % 2 else [part] for number, part in enumerate(parts)]
+    if math.prod(map(len, choices)) > _MAX_NAMES:
+        raise ValueError(f"its braces stand for more than {_MAX_NAMES:,} names")
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
@@ -160,6 +230,8 @@ def _choices(inside: str) -> list[str]:
     if not numbers:
         return inside.split(",")
     first, last = numbers.groups()
+    if int(last) - int(first) >= _MAX_NAMES:
+        raise ValueError(f"its braces stand for more than {_MAX_NAMES:,} names")
     width = len(first) if first.startswith("0") or len(first) == len(last) else 0
     return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
 
@@ -179,6 +251,8 @@ def _matches(names: Sequence[str], key: str, literal: bool) -> Iterator[list[Fil
 
 def files_in(folder: str) -> list[FileInfo]:
     """Returns the files directly in a folder; none if it does not exist."""
+    if not is_url(folder):
+        return [*map(_local_info, local_search.files_in_folder(_absolute_local(folder)))]
     system, path = file_system(folder)
     try:
         entries = system.ls(path, detail=True)
@@ -194,27 +268,47 @@ def _match(name: str, key: str, literal: bool) -> list[FileInfo]:
         return [_info(system, name, entry)]
     if literal:
         return []
-    if entry is None:
-        if not glob.has_magic(path):
-            return []
+    if entry is None and not glob.has_magic(path):
+        return []
+    search = _search_url if is_url(name) else _search_local
+    files = search(name, is_folder=entry is not None)
+    if entry is not None and not files:
+        raise UserError(f"{key}={name} is a folder without files. Name one that holds data.")
+    return sorted(files, key=lambda file: natural_key(file.path))
+
+
+def _search_local(name: str, is_folder: bool) -> list[FileInfo]:
+    find = local_search.files_below if is_folder else local_search.files_matching
+    return [*map(_local_info, find(_absolute_local(name)))]
+
+
+def _search_url(name: str, is_folder: bool) -> list[FileInfo]:
+    system, path = file_system(name)
+    if is_folder:
+        entries = {
+            below: entry
+            for below, entry in system.find(path, detail=True).items()
+            if not re.search(r"(^|/)\.", os.path.relpath(below, path).replace(os.sep, "/"))
+        }
+    else:
         shows_hidden = path.rpartition("/")[2].startswith(".")
-        found = {
+        entries = {
             path: entry
             for path, entry in system.glob(path, detail=True).items()
             if shows_hidden or not path.rpartition("/")[2].startswith(".")
         }
-    else:
-        # An unreadable folder is an error, not an empty one.
-        options = {} if is_url(name) else {"on_error": "raise"}
-        found = {
-            below: entry
-            for below, entry in system.find(path, detail=True, **options).items()
-            if not re.search(r"(^|/)\.", os.path.relpath(below, path).replace(os.sep, "/"))
-        }
-        if not any(map(_is_file, found.values())):
-            raise UserError(f"{key}={name} is a folder without files. Name one that holds data.")
-    files = [found[path] for path in sorted(found, key=natural_key)]
-    return [_info(system, name, entry) for entry in files if _is_file(entry)]
+    return [_info(system, name, entry) for entry in entries.values() if _is_file(entry)]
+
+
+def _absolute_local(name: str) -> str:
+    # Not normalized: `link/..` is the folder above the target of the link.
+    return os.path.join(os.getcwd(), local_path(name))
+
+
+def _local_info(file: local_search.LocalFile) -> FileInfo:
+    if file.status is None:
+        return FileInfo(file.path, 0, "")
+    return FileInfo(file.path, file.status.st_size, str(file.status.st_mtime))
 
 
 def _is_file(entry: dict[str, Any]) -> bool:
@@ -225,6 +319,38 @@ def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
     path = system.unstrip_protocol(entry["name"]) if is_url(like) else entry["name"]
     tag = next(filter(None, (entry.get(tag) for tag in _TAGS)), "")
     return FileInfo(path, int(entry["size"]), str(tag))
+
+
+def real_paths(paths: Sequence[str]) -> list[str]:
+    """Returns local paths without links, and URLs as they are."""
+    real_folder = functools.cache(os.path.realpath)  # asks the system about every parent
+
+    def real_path(path: str) -> str:
+        folder, name = os.path.split(_absolute_local(path))
+        path = os.path.join(real_folder(folder), name)
+        return os.path.realpath(path) if os.path.islink(path) else path
+
+    return [path if is_url(path) else real_path(path) for path in paths]
+
+
+def without_repeated_links(files: Sequence[FileInfo]) -> list[FileInfo]:
+    """Returns the files without links to others of them, in the same order.
+
+    Of several links to one file, the first stays. A file that is listed twice under one path stays
+    twice, as only a user can name it so.
+    """
+    targets = real_paths([file.path for file in files])
+    links = [not is_url(file.path) and os.path.islink(file.path) for file in files]
+    path_of_target = {
+        target: file.path
+        for file, target, is_link in zip(files, targets, links, strict=True)
+        if not is_link
+    }
+    different: list[FileInfo] = []
+    for file, target in zip(files, targets, strict=True):
+        if path_of_target.setdefault(target, file.path) == file.path:
+            different.append(file)
+    return different
 
 
 def file_info(path: str) -> FileInfo:

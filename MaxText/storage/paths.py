@@ -1,14 +1,32 @@
 """Paths as users type them, local or in a bucket."""
 
+import glob
 import importlib.util
 import re
+from collections.abc import Iterator
 
 from etils import epath
+from etils.epath import gpath
 
 from MaxText.errors import UserError
 
 # Orbax writes this last into a step in a bucket; a step without it is incomplete.
 COMMIT_MARK = "commit_success.txt"
+
+
+@epath.register_path_cls
+class LiteralPath(gpath.PosixGPath):
+    """A path, local or gs://, whose own name is never read as a pattern.
+
+    etils and Orbax match `glob` against the whole path: in a folder named `a[1]` they find nothing,
+    and in `a*` the files of other runs. Folders derived from this one, also by Orbax, are of the
+    same class.
+    """
+
+    def glob(self, pattern: str) -> Iterator["LiteralPath"]:
+        """Yields the matches of `pattern` in this folder."""
+        escaped = gpath.PosixGPath(glob.escape(str(self)))
+        return (type(self)(path) for path in escaped.glob(pattern))
 
 
 def is_object_store_path(path: object) -> bool:
@@ -32,9 +50,18 @@ def parse_path(text: str, key: str) -> epath.Path:
             "or one that begins with gs://."
         )
     try:
-        return epath.Path(text).expanduser()
+        return LiteralPath(text).expanduser()
     except RuntimeError as error:
         raise UserError(f"{key}={text}: {error}.") from error
+
+
+def check_checkpoint_path(path: object, key: str) -> None:
+    """Refuses a path below which no checkpoint could be written or read; UserError names `key`."""
+    if "\\" in str(path):
+        raise UserError(
+            f"{key}: checkpoints cannot be stored below {path}, because TensorStore, which writes "
+            "and reads them, takes the backslash for a slash. Choose a path without a backslash."
+        )
 
 
 def register_filesystems(what: str) -> None:

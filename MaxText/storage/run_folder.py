@@ -7,6 +7,7 @@ unchanged for `timeout_seconds` belongs to a dead owner.
 import atexit
 import contextlib
 import datetime
+import errno
 import json
 import math
 import os
@@ -23,10 +24,14 @@ from filelock import BaseFileLock, FileLock, Timeout
 from MaxText.errors import UserError
 from MaxText.exit_codes import USER_ERROR
 from MaxText.storage.file_access import file_system
-from MaxText.storage.paths import is_object_store_path, parse_path
+from MaxText.storage.paths import check_checkpoint_path, is_object_store_path, parse_path
 
 _SECONDS_BEFORE_NOTICE = 3.0
 _LOCK_FILE = ".lock"
+# Error numbers of file systems that have no locks.
+_WITHOUT_LOCKS = (
+    errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY
+)  # fmt: skip
 _locks: "list[Lease | BaseFileLock]" = []
 _ended: set[str] = set()  # tokens of this process without a heartbeat, maybe still in a bucket
 
@@ -37,6 +42,7 @@ def create_run_folder(path: epath.PathLike) -> epath.Path:
     folder = parse_path(str(path), "base_output_directory")
     if not is_object_store_path(path):
         folder = folder.resolve()
+    check_checkpoint_path(folder, "run_name or base_output_directory")
     # The gs:// client retries for almost a minute before it reports an error.
     line = f"waiting up to a minute for {folder} (base_output_directory) to respond\n"
     waiting = threading.Timer(_SECONDS_BEFORE_NOTICE, lambda: sys.stderr.write(line))
@@ -88,8 +94,10 @@ def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
         raise InUseError(run_folder, owner) from None
     except PermissionError:
         raise
-    except OSError:
-        return  # the file system has no locks
+    except OSError as error:
+        if error.errno not in _WITHOUT_LOCKS:
+            raise
+        return
     _locks.append(lock)
     path.write_text(json.dumps(_this_process()), encoding="utf-8")
 

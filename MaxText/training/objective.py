@@ -14,7 +14,7 @@ from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.part_outputs import check
 from MaxText.parallelism.logical_sharding import platform
 
-IN_NATS = "lm_loss"  # name of a loss that is a negative log-probability
+IN_NATS = "lm_loss"  # name of a loss that is a cross entropy, in nats
 Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each
 
 
@@ -62,6 +62,9 @@ class LossSums(NamedTuple):
     token_sums: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
     correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
     log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
+    # Weighted sum of the cross entropy in nats beside an objective that has none. Not minimized: it
+    # compares models that are trained with different objectives.
+    nats: jax.Array | None = None
 
     @property
     def total(self) -> jax.Array:
@@ -112,7 +115,8 @@ def per_token_losses(
 
     An objective is a function of its own keys (else of `config`), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
-    minimized, and log(Z) [B, T] or None. A loss named lm_loss is in nats, so it has a perplexity.
+    minimized, and log(Z) [B, T] or None. A loss named lm_loss is a cross entropy in nats, so it has
+    a perplexity. Beside an objective without one, `loss_sums` computes it from the logits.
     """
     objective = lookup("objective", config.loss_type)
     found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
@@ -152,14 +156,20 @@ def loss_sums(
         losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}
         log_z = None if log_z_BT is None else jnp.sum(log_z_BT * loss_mask_BT)
+        nats = None
+        if IN_NATS not in losses:
+            nats_BT, _ = cross_entropy(jax.lax.stop_gradient(logits_BTV), targets_BT)
+            nats = jnp.sum(nats_BT * loss_mask_BT)
         if not count_correct:
-            return summed, None, log_z
+            return summed, None, log_z, nats
         correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
-        return summed, jnp.sum(correct_BT * loss_mask_BT), log_z
+        return summed, jnp.sum(correct_BT * loss_mask_BT), log_z, nats
 
     num_chunks = config.num_vocab_tiling
     if num_chunks == 1:
-        summed, correct, log_z = sums(h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT)
+        summed, correct, log_z, nats = sums(
+            h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT
+        )
     else:
 
         def in_chunks(x_BT):
@@ -172,5 +182,5 @@ def loss_sums(
             lambda chunk: jax.checkpoint(sums)(*chunk),
             tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT))),
         )
-        summed, correct, log_z = jax.tree.map(jnp.sum, chunk_sums)
-    return LossSums(summed, scalars, correct, log_z)
+        summed, correct, log_z, nats = jax.tree.map(jnp.sum, chunk_sums)
+    return LossSums(summed, scalars, correct, log_z, nats)

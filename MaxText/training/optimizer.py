@@ -220,21 +220,118 @@ def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTrans
 def adafactor(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
     """Adafactor (Shazeer and Stern 2018): updates relative to parameters.
 
+    Statistics, clipping and scale are those of one parameter of one layer, as in GPT-Neo, whether
+    layers are stacked or not. The experts of a layer are one parameter, as in Mesh TensorFlow: they
+    share clipping and scale, and each has its own rows and columns unless there are more experts
+    than rows.
+
     Unlike in GPT-Neo, the schedule and decoupled decay apply (its weight_decay is the decay of the
-    second moment). Momentum precedes the learning rate. Stacked layers count as one parameter.
+    second moment). Momentum precedes the learning rate.
     """
-    transforms = (
-        optax.scale_by_factored_rms(
-            decay_rate=config.adafactor.decay_exponent,
-            min_dim_size_to_factor=config.adafactor.min_dim_size_to_factor,
-            epsilon=config.adafactor.epsilon_gradient,
-        ),
-        optax.clip_by_block_rms(config.adafactor.clipping_threshold),
-        optax.scale_by_param_block_rms(config.adafactor.epsilon_parameter),
+    options = config.adafactor
+    scale_by_second_moment = optax.scale_by_factored_rms(
+        decay_rate=options.decay_exponent,
+        min_dim_size_to_factor=options.min_dim_size_to_factor,
+        epsilon=options.epsilon_gradient,
     )
-    if config.adafactor.momentum:
-        return optax.chain(*transforms, optax.ema(config.adafactor.momentum, debias=False))
+    transforms = (
+        _factored_per_layer(scale_by_second_moment, parameters),
+        _stateless_per_layer(optax.clip_by_block_rms(options.clipping_threshold), parameters),
+        _stateless_per_layer(optax.scale_by_param_block_rms(options.epsilon_parameter), parameters),
+    )
+    if options.momentum:
+        return optax.chain(*transforms, optax.ema(options.momentum, debias=False))
     return optax.chain(*transforms)
+
+
+def _is_stacked(spec: ParamSpec) -> bool:
+    """Returns whether the first dimension counts layers."""
+    return spec.logical_axes[:1] == ("layers",)
+
+
+def _stateless_per_layer(
+    transform: optax.GradientTransformation, parameters: ParamSpecs
+) -> optax.GradientTransformation:
+    """Applies a transform without state to each layer's part of stacked parameters.
+
+    For transforms that look at a whole array, such as a clip of its root mean square.
+    """
+    stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
+
+    def transformed(is_stacked: bool, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        def one_layer(update: jax.Array, parameter: jax.Array) -> jax.Array:
+            return transform.update(update, transform.init(parameter), parameter)[0]
+
+        function = jax.vmap(one_layer) if is_stacked else one_layer
+        return function(update, parameter)
+
+    return optax.stateless(
+        lambda updates, params: jax.tree.map(transformed, stacked, updates, params)
+    )
+
+
+def _factored_per_layer(
+    transform: optax.GradientTransformation, parameters: ParamSpecs
+) -> optax.GradientTransformation:
+    """Applies optax.scale_by_factored_rms to each layer's part of stacked parameters.
+
+    On its own, optax would take layers for a dimension of the matrix where there are more of them
+    than rows or columns, and factor a stack of vectors. The state is that of optax, an
+    optax.FactoredState; moments of stacked parameters begin with the layers.
+    """
+    stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
+
+    def moment_axes(parameter: Any) -> optax.FactoredState:
+        """Returns which moments have a dimension of layers (0); others are placeholders."""
+        layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
+        is_factored = jax.eval_shape(transform.init, layer).v.shape != layer.shape
+        in_factors, in_whole = (0, None) if is_factored else (None, 0)
+        return optax.FactoredState(count=None, v_row=in_factors, v_col=in_factors, v=in_whole)
+
+    def init_one(is_stacked: bool, parameter: jax.Array) -> optax.FactoredState:
+        if not is_stacked:
+            return transform.init(parameter)  # pyright: ignore[reportReturnType]
+        return jax.vmap(transform.init, out_axes=moment_axes(parameter))(parameter)
+
+    def update_one(
+        is_stacked: bool, update: jax.Array, state: optax.FactoredState, parameter: jax.Array
+    ) -> tuple[jax.Array, optax.FactoredState]:
+        if not is_stacked:
+            return transform.update(update, state, parameter)  # pyright: ignore[reportReturnType]
+        axes = moment_axes(parameter)
+        over_layers = jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))
+        return over_layers(update, state, parameter)
+
+    def joined(states: Any, structure: Any, count: jax.Array) -> optax.FactoredState:
+        """Returns one state of all parameters from one state for each."""
+        moments = (
+            jax.tree.unflatten(structure, [getattr(state, name) for state in states])
+            for name in ("v_row", "v_col", "v")
+        )
+        return optax.FactoredState(count, *moments)
+
+    def init(params: Any) -> optax.FactoredState:
+        leaves, structure = jax.tree.flatten(params)
+        states = [init_one(*pair) for pair in zip(jax.tree.leaves(stacked), leaves, strict=True)]
+        return joined(states, structure, jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.FactoredState]:
+        leaves, structure = jax.tree.flatten(updates)
+        moments = zip(
+            *(jax.tree.leaves(tree) for tree in (state.v_row, state.v_col, state.v)), strict=True
+        )
+        states = [optax.FactoredState(state.count, *arrays) for arrays in moments]
+        results = [
+            update_one(*arguments)
+            for arguments in zip(
+                jax.tree.leaves(stacked), leaves, states, jax.tree.leaves(params), strict=True
+            )
+        ]
+        new_updates = jax.tree.unflatten(structure, [result for result, _ in results])
+        count = optax.safe_increment(state.count)
+        return new_updates, joined([new for _, new in results], structure, count)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _muon_dimensions(spec: ParamSpec) -> Any:

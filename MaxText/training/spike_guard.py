@@ -63,6 +63,13 @@ def _empty_state(window: int) -> GuardState:
     )
 
 
+# What `decide` reports.
+METRICS = frozenset(
+    ("skipped", "num_skipped", "last_skipped", "recent_skips", "skips_began", "loss_rise",
+     "rise_began")
+)  # fmt: skip
+
+
 def decide(
     config: GuardConfig,
     state: GuardState,

@@ -12,10 +12,15 @@ from MaxText.layers.batch import Batch
 from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import platform, split_batch
 from MaxText.training import spike_guard
-from MaxText.training.objective import loss_sums, num_tokens
+from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]
+
+# Metrics of a step that are no part of its loss, besides norms by layer, "grad_norm/layer_0".
+_NOT_LOSSES = frozenset(
+    ("log_z", "grad_norm", "update_norm", "param_norm", "learning_rate", "total_weights")
+)
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
 
@@ -66,6 +71,8 @@ def make_train_step(
             sums = loss_sums(module, batch, objective, dropout_key, training=True)
             losses = sums.means(*totals)
             aux = {} if sums.log_z is None else {"log_z": sums.log_z / totals[0]}
+            if sums.nats is not None:
+                aux[IN_NATS] = sums.nats / totals[0]
             return sum(losses.values()), (losses, aux)
 
         (_, (losses, aux)), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
@@ -138,6 +145,14 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state, guard_state), metrics
 
     return train_step
+
+
+def is_loss(name: str) -> bool:
+    """Returns whether a metric of a train step is its loss, a part of it, or a loss beside it.
+
+    These are reported as means since the last report, so that the parts add up to the loss.
+    """
+    return "/" not in name and name not in _NOT_LOSSES and name not in spike_guard.METRICS
 
 
 def _norm_per_layer(model: Model, **trees: Any) -> Metrics:

@@ -1,5 +1,6 @@
 """Damaged checkpoints are found and never trained from; failing storage is not damage."""
 
+import dataclasses
 import errno
 import gc
 import json
@@ -24,6 +25,7 @@ from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.storage.errors import ObjectStoreError
 from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, fresh_state, start
+from tests.checkpointing.test_manager import save_steps
 from tests.input_pipeline.small_data import contents
 
 # Where one array fails, Orbax drops the reads of the others when they are collected.
@@ -112,6 +114,72 @@ def test_truncated_arrays(run, kept, tmp_path):
     with pytest.raises(UserError) as caught:
         start(run)
     assert all(f"step {step}: " in str(caught.value) for step in (0, 2, 4))
+
+
+@pytest.mark.parametrize("piece", ["items", "iter", "metadata", "items/manifest.ocdbt", "items/d"])
+def test_a_checkpoint_that_lost_pieces_is_named(run, kept, piece):
+    """The run resumes from an older one, and says which file made it do so."""
+    path = run / "checkpoints/4" / piece
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    result, lines = start(run)
+    assert_bit_equal(result.state, kept[2])
+    (warning,) = [line for line in lines if "WARNING:" in line]
+    assert "step 4: " in warning
+    if "/" not in piece:
+        assert f"checkpoints/4/{piece}" in warning
+        assert "missing" in warning
+    # It is set aside at the next save, like other damage.
+    checkpoints = CheckpointManager(run / "checkpoints", CheckpointingConfig())
+    assert checkpoints.try_restore(4, abstract(fresh_state()), CONFIG, print)[0] is None
+    checkpoints.resume_from(2)
+    save_steps(checkpoints, checkpoints.restore(2, abstract(fresh_state()))[0], [3, 4])
+    assert checkpoints.steps() == [0, 2, 3, 4]
+    assert (run / "checkpoints/4.unreadable").exists()
+
+
+def test_a_run_whose_only_checkpoint_lost_its_arrays_does_not_start_from_scratch(run):
+    for step in (0, 2):
+        shutil.rmtree(run / "checkpoints" / str(step))
+    shutil.rmtree(run / "checkpoints/4/items")
+    with pytest.raises(UserError, match=r"step 4: .*checkpoints/4/items is missing"):
+        start(run)
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        ("4/metadata", "2/metadata"), ("4/iter", "2/iter"), ("4/metadata", "2/iter"),
+        ("4/metadata", "4/iter"), ("4/iter", "4/metadata"), ("4/items", "2/items"),
+    ],
+)  # fmt: skip
+def test_files_of_another_checkpoint_are_refused(run, kept, target, source):
+    """As when a user copies files from one step to another."""
+    shutil.rmtree(run / "checkpoints" / target)
+    shutil.copytree(run / "checkpoints" / source, run / "checkpoints" / target)
+    result, lines = start(run)
+    assert_bit_equal(result.state, kept[2])
+    (warning,) = [line for line in lines if "WARNING:" in line]
+    assert "step 4: " in warning
+
+
+def test_metadata_of_another_step_with_the_same_arrays_are_refused(tmp_path):
+    """As after a skipped step: checksums of arrays alone do not tell the two apart."""
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", CheckpointingConfig())
+    state = fresh_state()
+    for step in (0, 1):
+        state = dataclasses.replace(state, step=jnp.int32(step + 1))
+        checkpoints.save(step, state, None, checkpoint_metadata(CONFIG, state.params))
+    checkpoints.close()
+    folder = tmp_path / "checkpoints"
+    values = json.loads((folder / "0/metadata/metadata").read_text())
+    wanted = json.loads((folder / "1/metadata/metadata").read_text())
+    assert values["integrity"]["step"] == 0
+    # All but the step is that of the other checkpoint.
+    arrays = wanted["integrity"]["arrays"]
+    text = json.dumps(checkpoint_files.with_digests(values, {}, arrays, step=0))
+    (folder / "1/metadata/metadata").write_text(text)
+    _, lines = start(tmp_path, state=state)
+    assert "belongs to the checkpoint of step 0" in "\n".join(lines)
 
 
 @pytest.fixture

@@ -1,11 +1,18 @@
 """Saving while training goes on, and retention."""
 
-import jax
-import pytest
+import os
 
+import jax
+import orbax.checkpoint as ocp
+import pytest
+from etils import epath
+
+from MaxText.checkpointing import verified_save
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
+from MaxText.errors import UserError
 from tests.checkpointing.small_state import (
     CONFIG,
     abstract,
@@ -94,3 +101,81 @@ def test_retention_keeps_the_newest_and_every_keep_period(tmp_path):
     save_steps(checkpoints, fresh_state(), [2, 4, 6, 7])
     checkpoints.close()
     assert checkpoints.steps() == [4, 6, 7]
+
+
+# --- Paths, and what was written ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a[!b]*?", "{b} c", "**", "100%#'\"~:", "ü\nö"])
+def test_any_legal_name_of_a_folder(tmp_path, name):
+    """Brackets and stars are no patterns; only one process's files are merged into a checkpoint."""
+    # For a pattern, this folder matches, too.
+    other = tmp_path / "ab" / "0.orbax-checkpoint-tmp" / "items.orbax-checkpoint-tmp"
+    (other / "ocdbt.process_9").mkdir(parents=True)
+    checkpoints = CheckpointManager(tmp_path / name, CheckpointingConfig())
+    state, kept = save_steps(checkpoints, fresh_state(), [0, 1])
+    checkpoints.close()
+    for step in (0, 1):
+        assert_bit_equal(checkpoints.restore(step, abstract(state))[0], kept[step])
+
+
+def damage_before_commit(monkeypatch, damage):
+    """Changes the files that Orbax has written before it commits them."""
+    finalize = ocp.PyTreeCheckpointHandler.finalize
+
+    def finalize_and_damage(handler, directory):
+        finalize(handler, directory)
+        damage(directory)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize_and_damage)
+    monkeypatch.setattr(verified_save, "_RETRY_SECONDS", (0.0,))
+
+
+def shorten(path):
+    os.truncate(path, path.stat().length // 2)
+
+
+DAMAGES = {
+    "manifest": lambda items: (items / "manifest.ocdbt").unlink(),
+    "tree": lambda items: (items / "_METADATA").unlink(),
+    "tree cut": lambda items: shorten(items / "_METADATA"),
+    "index": lambda items: (items / "d").rmtree(),
+    "values": lambda items: (items / "ocdbt.process_0").rmtree(),
+    "values cut": lambda items: [shorten(path) for path in items.glob("ocdbt.process_0/d/*")],
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_save_that_cannot_be_restored_is_a_failed_save(tmp_path, monkeypatch, what, is_async):
+    section, lines = CheckpointingConfig(async_checkpointing=is_async), []
+    checkpoints = CheckpointManager(tmp_path, section, log=lines.append)
+    state, _ = save_steps(checkpoints, fresh_state(rows=500), [0])
+    with monkeypatch.context() as patch:
+        damage_before_commit(patch, DAMAGES[what])
+        try:
+            save_steps(checkpoints, state, [1])
+        except UserError as error:  # from the wait for a background save
+            lines.append(str(error))
+    assert "step 1 could not be written" in "\n".join(lines)
+    assert checkpoints.steps() == [0]
+    assert CheckpointManager(tmp_path, CheckpointingConfig()).steps() == [0]
+
+
+def test_a_lost_array_is_found_in_either_format(tmp_path, monkeypatch):
+    for use_ocdbt, use_zarr3 in ((False, False), (False, True), (True, True)):
+        storage = {"use_ocdbt": use_ocdbt, "use_zarr3": use_zarr3}
+        section = CheckpointingConfig.model_validate({"checkpoint_storage": storage})
+        folder = tmp_path / f"{use_ocdbt}{use_zarr3}"
+        save_steps(CheckpointManager(folder, section), fresh_state(), [0])
+        verified_save.verify_arrays(epath.Path(folder / "0" / "items"))
+        if not use_ocdbt:
+            monkeypatch.setattr(verified_save, "_RETRY_SECONDS", (0.0,))
+            chunk = next(
+                path
+                for path in (folder / "0" / "items" / "params.token_embedder").rglob("*")
+                if path.is_file() and path.name not in (".zarray", "zarr.json")
+            )
+            chunk.unlink()
+            with pytest.raises(CheckpointCorruptedError, match="token_embedder has 0 of 1 chunks"):
+                verified_save.verify_arrays(epath.Path(folder / "0" / "items"))

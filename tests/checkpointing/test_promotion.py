@@ -123,6 +123,25 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
 
 
+def test_broken_states_are_set_aside(tmp_path):
+    checkpoints = open_run(tmp_path, healthy_steps=1)
+    train(checkpoints, range(6))
+    checkpoints.promote(5)
+    assert checkpoints.set_aside(lambda step: step >= 4) == [4, 5]
+    assert checkpoints.set_aside(lambda step: step >= 4) == []
+    assert checkpoints.last_healthy() == 3
+    again = open_run(tmp_path, 1)
+    assert (again.last_healthy(), again.steps_to_resume()[0]) == (3, 3)
+    # The next past has a step of the same number, which may be set aside as well.
+    train(checkpoints, range(4, 7), mark=1)
+    checkpoints.wait()
+    assert checkpoints.set_aside(lambda step: step == 4) == [4]
+    checkpoints.close()
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert [name for name in names if name.startswith("4.unhealthy")] == names[4:6]
+    assert [int(name) for name in names if name.isdigit()] == [0, 1, 2, 3, 5, 6]
+
+
 def test_retention_never_deletes_the_last_healthy_checkpoint(tmp_path):
     """One kept, saved more often than they become good, with skipped updates and a restart."""
     chance = random.Random(4)

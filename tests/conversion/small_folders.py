@@ -125,6 +125,10 @@ def of_family(model_type: str, **changes: Any) -> tuple[dict, dict[str, np.ndarr
     """(config.json, random tensors) of any family here."""
     if model_type == "tokenformer":
         return tokenformer(**changes)
+    if model_type == "gpt2":
+        config = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2} | changes
+        config |= {"model_type": "gpt2", "vocab_size": 40}
+        return config, _drawn_by_table(config, "float32")
     is_mudd = model_type.startswith("mudd")
     return muddformer(model_type, **changes) if is_mudd else random(model_type, **changes)
 

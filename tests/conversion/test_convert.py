@@ -1,6 +1,8 @@
 """Whole conversions: folders to runs and back, and to programs."""
 
 import json
+import os
+import stat
 import threading
 
 import numpy as np
@@ -243,3 +245,44 @@ assert "MaxText" not in sys.modules
     cpu = {"JAX_PLATFORMS": "cpu"}
     with started(program, str(here / "out"), environment=cpu, options=["-I"]) as process:
         assert ended(process) == (0, "")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_follow_the_umask(umask, here):
+    config, tensors = random("qwen3")
+    tensors["model.embed_tokens.weight"] = np.ones((300, 16), np.float32)
+    write(here / "hf", config | {"vocab_size": 300}, tensors)
+    train_tokenizer(["some text to learn from"], 260, "a test").save(here / "hf")
+    before = os.umask(umask)
+    try:
+        run("from=hf:hf", "to=run")
+        run("from=run", "to=hf:one")
+        run("from=run", "to=hf:several", "max_shard_size=2K")
+        run("from=run", "to=program.bin", "export=stablehlo")
+    finally:
+        os.umask(before)
+    written = [here / "program.bin"]
+    for folder in ("run", "one", "several"):
+        written += [here / folder, *(here / folder).rglob("*")]
+    assert len(list((here / "several").glob("*.safetensors"))) > 2
+    for path in written:
+        whole = 0o777 if path.is_dir() else 0o666
+        assert stat.S_IMODE(path.stat().st_mode) == whole & ~umask, path
+
+
+def not_finite(weights, name):
+    """Stands in for HFWeights.read: NaN in the output projection of each MLP."""
+    value = np.nan if name == "layers/mlp/wo/kernel" else 1
+    return np.full(weights.model.parameters[name].shape, value, np.float32)
+
+
+def test_a_run_with_weights_that_are_not_finite(here, monkeypatch):
+    write(here / "hf", *random("qwen3"))
+    with monkeypatch.context() as patch:
+        patch.setattr(HFWeights, "read", not_finite)
+        run("from=hf:hf", "to=run")
+    for target in ("to=hf:out", "to=program.bin export=stablehlo"):
+        problem = r"run/checkpoints/0.*layers/mlp/wo/kernel has 768 NaN and 0 infinite of 768"
+        with pytest.raises(UserError, match=problem):
+            run("from=run", *target.split())
+    assert names(here) == ["hf", "run"]

@@ -117,3 +117,12 @@ def test_files_that_cannot_be_read(here):
     with pytest.raises(UserError, match="to=fattorib:there"):
         parse_arguments(["from=run", "to=fattorib:there"])
     assert not (here / "run").exists()
+
+
+def test_weights_that_are_not_finite(here):
+    tensors = dict(ALIBI.parameters)
+    tensors["wte/embedding"] = np.full_like(tensors["wte/embedding"], np.inf)
+    ALIBI.store(here / "params_1", tensors)
+    with pytest.raises(UserError, match=r"params_1: wte/embedding has 0 NaN and 6,208 infinite"):
+        run(*ALIBI.arguments, "from=fattorib:params_1", "to=run")
+    assert not (here / "run").exists()

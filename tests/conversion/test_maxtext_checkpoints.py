@@ -161,3 +161,13 @@ def test_another_configuration_than_that_of_the_checkpoint(here):
         assert len(lines) == len(set(lines))  # several may share an array of MaxText
         assert not any("proj_key" in line for line in lines)
     assert names(here) == ["llama", "muddformer", "tokenformer"]
+
+
+def test_weights_that_are_not_finite(here):
+    arrays = drawn(KEYS)
+    arrays["decoder_norm/scale"] = np.full_like(arrays["decoder_norm/scale"], np.nan)
+    save_tree(here / "source", {"params": {"params": in_their_tree(arrays, LLAMA_NORM)}})
+    problem = r"source.*: params/params/decoder/decoder_norm/scale has \d+ NaN"
+    with pytest.raises(UserError, match=problem):
+        run(*KEYS, "from=maxtext:source", "to=run")
+    assert not (here / "run").exists()

@@ -101,3 +101,21 @@ def test_programs_find_the_model_in_a_folder(tmp_path):
     )
     assert (taken.shape, taken.pattention) == (model.shape, model.pattention)
     assert other.shape != model.shape
+
+
+def test_weights_that_are_not_finite(tmp_path, monkeypatch):
+    config_json, tensors = random("qwen3")
+    folder = write(tmp_path / "hf", config_json, tensors)
+    config = config_of(HFWeights(folder))
+    # As a diverged run would leave them.
+    with monkeypatch.context() as patch:
+        patch.setattr("MaxText.conversion.hf_import.require_finite", lambda *arguments: None)
+        tensors["model.norm.weight"][3] = np.inf
+        write(folder, config_json, tensors)
+        convert(f"from=hf:{folder}", f"to={tmp_path / 'run'}")
+    for path, problem in {
+        f"hf:{folder}": r"model\.safetensors: model\.norm\.weight has 0 NaN and 1 infinite",
+        str(tmp_path / "run"): r"load_parameters_path=.*/0.*: decoder_norm/scale has NaN or inf",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            start(tmp_path / "new", path, config)

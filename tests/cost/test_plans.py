@@ -211,7 +211,8 @@ def test_rules_of_training_hold_for_what_is_proposed():
             base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
             sample_tokens=sample_tokens, prompt="a",
         )  # fmt: skip
-        meshes = job_plan._PlanSearch(flatten(config), place).meshes(config)
+        candidates = job_plan.candidate_meshes(config, place)
+        meshes = job_plan._PlanSearch(flatten(config), place).meshes(config, candidates)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)
         assert stages == (sample_tokens == 0)
 

@@ -1,5 +1,6 @@
 """A whole comparison with a stand-in for train.py: order, resuming, measuring, printing."""
 
+import csv
 import shlex
 
 import pytest
@@ -22,8 +23,8 @@ def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, c
     result = "b is lower than a by 0.5000 nats/token (95 % interval 0.5000 to 0.5000"
     assert result in text
     page = (configs / "out" / "report.html").read_text()
-    # What limits the finding comes before it.
-    assert -1 < page.find("Command: python ") < page.find("off the budget") < page.find(result)
+    # The page leads with the result.
+    assert -1 < page.find(result) < page.find("Command: python ") < page.find("off the budget")
     assert {path.name for path in (configs / "out").iterdir()} >= {
         "comparison.json", "runs.csv", "summary.csv", "a", "b",
     }  # fmt: skip
@@ -117,11 +118,52 @@ def test_what_cannot_be_solved_for(configs, arguments, message):
         solved_for(*arguments)
 
 
+def test_a_budget_shorter_than_the_warmup_is_a_warning_and_no_verdict(trained, configs):
+    """Also of a configuration that names the warm-up in steps, and of a fraction of few steps."""
+    (configs / "warm.yml").write_text("base_config: a.yml\nsteps: 40\n")
+    command = ("warm.yml", "b.yml", "match=tokens", "budget=128", "seeds=2")
+    lines = compare(*command)
+    problem = "warm: a run of 2 steps is too short for a warm-up (10% of the steps)"
+    assert f"warning: {problem}, so there will be no verdict" in lines
+    assert f"{problem}." in lines
+    text = "\n".join(lines)
+    assert "No verdict: such losses say nothing about longer runs." in text
+    assert "nats/token (" not in text
+    page = (configs / "out" / "report.html").read_text()
+    assert "No verdict" in page
+    with (configs / "out" / "summary.csv").open() as file:
+        assert [row["difference"] for row in csv.DictReader(file)] == ["", ""]
+    again = compare(*command, "output=other", "warmup_steps=2")
+    assert any("b: a run of 2 steps ends within its warm-up of 2 steps." in line for line in again)
+    longer = compare(*command[:3], "budget=768", "seeds=2", "output=longer")
+    assert not any("warm-up" in line for line in longer)
+    assert "nats/token (" in "\n".join(longer)
+
+
+def test_two_comparisons_with_another_budget_do_not_meet(trained, configs):
+    compare("a.yml", "b.yml", "match=tokens", "budget=256", "output=one")
+    with pytest.raises(UserError, match=r"budget: 256.0 -> 512.0"):
+        compare("a.yml", "b.yml", "match=tokens", "budget=512", "output=one")
+    for words, message in (
+        (["name=x", "output=y"], "name=x and output=y name two folders"),
+        (["name=../x"], "name=../x is not a folder in base_output_directory"),
+        (["name=/x"], "name=/x is not a folder in base_output_directory"),
+    ):
+        request, problems = parse_args(["a.yml", "b.yml", *words])
+        with pytest.raises(ConfigurationError, match=message):
+            expand_variants(request, problems)
+
+
 def test_the_folder_is_named_after_what_is_compared(configs):
     for arguments, folder in (
         (["a.yml", "b.yml"], "maxtext_output/compare_a_b_params"),
         (["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
          "o/compare_a_qkv_bias_params"),
+        (["a.yml", "b.yml", "match=flops", "budget=1e15"],
+         "maxtext_output/compare_a_b_flops_1e+15"),
+        (["a.yml", "b.yml", "match=time", "budget=10m"], "maxtext_output/compare_a_b_time_600"),
+        (["a.yml", "b.yml", "name=x/y", "base_output_directory=o"], "o/x/y"),
+        (["a.yml", "b.yml", "output=z"], "z"),
     ):  # fmt: skip
         request, _ = parse_args(arguments)
         assert str(folder_of(request, expand_variants(request))) == folder

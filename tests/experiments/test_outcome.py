@@ -90,6 +90,31 @@ def plan(match: Match = "tokens", seconds: float | None = None, **deviations: fl
     return Plan(Path("x"), question, {}, budget=seconds, planned=planned, seeds=(0, 1, 2))
 
 
+def test_different_objectives_are_compared_by_the_cross_entropy_beside_them():
+    beside = {"lm_loss_kind": "cross-entropy"}
+    found = [
+        result("a", seed, 4.0 + 0.1 * seed, validation_lm_loss=4.0 + 0.1 * seed, **beside)
+        for seed in (0, 1)
+    ]
+    found += [
+        result("b", seed, 1.0, loss_kind="focal", validation_lm_loss=3.5 + 0.1 * seed, **beside)
+        for seed in (0, 1)
+    ]
+    groups = group_results(["a", "b"], found)
+    assert groups[1].losses == {0: 3.5, 1: 3.6}
+    assert comparison_results.differences(groups)["b"].mean == pytest.approx(-0.5)
+    lines = comparison_results.text_lines(groups, plan(), [])
+    assert any("cross entropies beside them" in line for line in lines)
+    assert any("b is lower than a by 0.5000 nats/token" in line for line in lines)
+    # A diverged run has none; other tokenizers, and runs of earlier versions, stay incomparable.
+    diverged = result("b", 2, None, loss_kind="focal", **beside)
+    assert group_results(["a", "b"], [*found, diverged])[1].losses == {0: 3.5, 1: 3.6}
+    other = [one._replace(lm_loss_kind=f"cross-entropy of {one.config}") for one in found]
+    assert comparison_results.differences(group_results(["a", "b"], other)) == {}
+    older = [one._replace(validation_lm_loss=None) for one in found]
+    assert comparison_results.differences(group_results(["a", "b"], older)) == {}
+
+
 def test_diverged_runs_are_counted_and_in_no_mean():
     a, b = group_results(["a", "b"], results({"a": {0: 4.0, 1: 4.2}, "b": {0: 3.5, 1: None}}))
     assert (b.loss.count, b.loss.mean, b.diverged) == (1, 3.5, 1)

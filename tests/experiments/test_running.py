@@ -15,6 +15,7 @@ from MaxText.config.loading import load_config
 from MaxText.errors import UserError
 from MaxText.experiments import execution
 from MaxText.experiments.comparison_plan import Trial
+from MaxText.program_start import StopRequestedError
 from tests.experiments import stand_in
 from tests.experiments.small_comparison import compare
 
@@ -62,7 +63,7 @@ def test_a_run_that_ignores_ctrl_c_is_terminated(processes, ctrl_c_counts):
     config = load_config("a.yml", run_name="seed_0", base_output_directory="out/a")
     began = time.monotonic()
     threading.Thread(target=after_a_step, args=(folder, signal.SIGTERM), daemon=True).start()
-    with pytest.raises(SystemExit), execution.signals_as_exceptions():
+    with pytest.raises(StopRequestedError), execution.signals_as_exceptions():
         execution.train(Trial("a", 0, config, folder, 1.0))
     assert time.monotonic() - began < 30  # a deaf run would sleep for a minute
     last = json.loads((folder / "events.jsonl").read_text().splitlines()[-1])

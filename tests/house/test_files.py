@@ -77,7 +77,7 @@ def _depends_on_locale(call: ast.Call) -> bool:
         arguments = [*call.args, *(one.value for one in call.keywords if one.arg == "mode")]
         strings = (ast.literal_eval(one) for one in arguments if isinstance(one, ast.Constant))
         is_binary = any("b" in one for one in strings if _MODE.fullmatch(str(one)))
-        return not is_binary and owner not in ("os", "cls", "tarfile")
+        return not is_binary and owner not in ("os", "cls", "tarfile", "ts.KvStore")
     return name in ("read_text", "write_text", "TextIOWrapper")
 
 

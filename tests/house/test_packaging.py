@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from MaxText import package_versions
+from MaxText.errors import UserError
 from tests.house.sources import REPOSITORY, imported_modules, python_files, shown
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -59,6 +61,59 @@ def test_pins_satisfy_the_declared_ranges(python):
             # Beam's own pins contradict these.
             free = {("jax", "3.12"), ("jax", "3.13"), ("apache-beam", python)}
             assert (name, python) in free, f"{name} has no pin"
+
+
+# A release of these removes functions that are used here: the first one that is refused.
+NEXT_RELEASES = {
+    "filelock": "5.0", "flax": "0.13.0", "grain": "0.3.0", "huggingface-hub": "3.0",
+    "jax": "0.13.0", "lm-eval": "0.5.0", "numpy": "3.0.0", "optax": "0.3.0",
+    "orbax-checkpoint": "1.0.0", "plotly": "8.0", "protobuf": "8.30.0", "pydantic": "3.0",
+    "qwix": "0.2.0", "safetensors": "1.0",
+    "tensorflow": "3.0", "tokenizers": "1.0", "torch": "3.0", "transformers": "6.0.0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEXT_RELEASES)
+def test_releases_that_break_are_not_installed(name):
+    ranges = [one.specifier for one in requirements() if canonicalize_name(one.name) == name]
+    assert ranges
+    for specifier in ranges:
+        assert not specifier.contains(NEXT_RELEASES[name], prereleases=True)
+
+
+def test_bounds_at_start_are_those_of_installation():
+    for name, (first_broken, _) in package_versions.FIRST_BROKEN.items():
+        for requirement in requirements():
+            if canonicalize_name(requirement.name) == name:
+                assert f"<{first_broken}" in str(requirement.specifier).split(",")
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "1.0.0rc1", "2.3", "1"])
+def test_releases_that_break_are_known(version, monkeypatch):
+    versions = {"jax": "0.12.0.1", "orbax-checkpoint": version}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    with pytest.raises(UserError, match=f"orbax-checkpoint {version} is installed"):
+        package_versions.check_versions()
+    versions["orbax-checkpoint"] = "0.99.1"
+    package_versions.check_versions()
+
+
+@pytest.mark.parametrize("program", ["train.py", "plan.py", "convert.py", "launch.py"])
+def test_a_package_that_breaks_is_named_at_start(program, tmp_path):
+    # As `pip install --upgrade` of another package leaves it; the first one on the path counts.
+    information = tmp_path / "orbax_checkpoint-1.0.0.dist-info"
+    information.mkdir()
+    text = "Metadata-Version: 2.1\nName: orbax-checkpoint\nVersion: 1.0.0\n"
+    (information / "METADATA").write_text(text)
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "MaxText" / program, "--help"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: orbax-checkpoint 1.0.0 is installed")
+    assert "pip install 'orbax-checkpoint<1'" in done.stderr
 
 
 def test_the_extras_ask_for_the_same_jax():

@@ -144,7 +144,7 @@ def test_tokenizers_of_a_folder(tmp_path):
 def test_typed_data_replace_those_of_the_training(tmp_path, folders):
     shutil.copytree(folders / "run", tmp_path / "run")
     stored = checkpoint_files.resolve_checkpoint(str(tmp_path / "run"), "test")
-    metadata, checksums, _ = stored.metadata
+    metadata, checksums, *_ = stored.metadata
     data = {"data_mixture_weights": [["a", 1.0], ["b", 1.0]], "grain_eval_files": "c"}
     metadata["config"] |= data
     (stored.folder / checkpoint_files.METADATA).rmtree()

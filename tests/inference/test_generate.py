@@ -140,3 +140,43 @@ def test_ids_without_a_token_are_never_chosen(small):
     found = completions(engine, StoppingCriteria(20))
     assert max(max(c.tokens) for c in found) < 7
     assert jnp.isfinite(jnp.array([c.log_probabilities for c in found])).all()
+
+
+def test_every_draw_of_every_sequence_has_a_random_number_of_its_own(small):
+    """Of a model for which all ids are equally likely: tokens follow from the draws alone."""
+    model, params, sharding, _ = small
+    engine = Engine(model, jax.tree.map(jnp.zeros_like, params), sharding, SamplingParams())
+    names = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # Beyond the window, where tokens are read again, draws go on.
+    found = completions(engine, StoppingCriteria(2 * WINDOW), names=names, seed=5)
+    tokens = [completion.tokens for completion in found]
+    runs = [tuple(row[start : start + 6]) for row in tokens for start in range(len(row) - 5)]
+    assert len(set(runs)) == len(runs)
+    assert len({token for row in tokens for token in row}) > 50
+    # A draw does not depend on the prompt, on other sequences or on how many came before.
+    again = completions(engine, StoppingCriteria(20), prompts=[[7] * 9], names=names[2:3], seed=5)
+    assert again[0].tokens == tokens[2][:20]
+    other = completions(engine, StoppingCriteria(20), prompts=[[7] * 9], names=names[2:3], seed=6)
+    assert sum(x == y for x, y in zip(other[0].tokens, tokens[2], strict=False)) < 5
+
+
+def test_the_penalty_is_on_the_ids_of_the_prompt_and_of_the_tokens_so_far(small):
+    model, params, _, engine = small
+    penalty = 3.0
+    choice = SamplingParams(temperature=0, repetition_penalty=penalty)
+    state, output = engine(choice).prefill(PROMPTS, [(0, 0)] * 4, [0] * 4, seed=0, room=WINDOW)
+    sequences = [
+        [*prompt, int(token)] for prompt, token in zip(PROMPTS, output.tokens_B, strict=True)
+    ]
+    for _ in range(3):
+        marked = [set(np.flatnonzero(row)) for row in np.asarray(state.generated_BV)]
+        assert marked == [set(ids) for ids in sequences]  # nothing of the padding
+        state, output = engine(choice).step(state)
+        for ids, token in zip(sequences, output.tokens_B, strict=True):
+            ids.append(int(token))
+    for prompt, ids in zip(PROMPTS, sequences, strict=True):
+        logits = np.asarray(forward(model)(params, np.array([ids + [0] * (WINDOW - len(ids))])))[0]
+        for length in range(len(prompt), len(ids)):
+            row, known = logits[length - 1].copy(), sorted({*ids[:length]})
+            row[known] = np.where(row[known] > 0, row[known] / penalty, row[known] * penalty)
+            assert ids[length] == row.argmax()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import stat
 
 import fsspec
 import numpy as np
@@ -60,3 +61,17 @@ def test_entries_unused_for_long_are_deleted(tmp_path, adds):
     assert all(entry.exists() for entry in used)
     old = [path for path in cache.rglob("*") if path.stat().st_mtime < 1]
     assert {str(path.relative_to(cache)) for path in old} == {*own}
+
+
+def test_other_users_may_read_the_cache(tmp_path):
+    cache, before = tmp_path / "cache", os.umask(0o022)
+    try:
+        for kind in KINDS:
+            use(kind, cache, 0)
+    finally:
+        os.umask(before)
+    entries = list(cache.rglob("*"))
+    assert len(entries) > len(KINDS)
+    for entry in entries:
+        wanted = 0o755 if entry.is_dir() else 0o644
+        assert stat.S_IMODE(entry.stat().st_mode) == wanted, entry

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,25 @@ def test_the_job_is_queued_again_where_that_helps(job, programs, code, restarts,
     ((*_, program, argument),) = programs["srun"].calls
     assert program.endswith("MaxText/train.py")
     assert argument == "prompt=it's"
+    assert programs["scontrol"].calls == [["requeue", "7"]] * requeued
+
+
+@pytest.mark.parametrize(
+    ("number", "requeued"), [("USR1", 1), ("USR2", 1), ("HUP", 1), ("TERM", 0)]
+)
+def test_a_signal_to_the_script_alone_reaches_the_processes(
+    job, programs, tmp_path, number, requeued
+):
+    """As --signal=B:USR1@60 sends it; scancel sends SIGTERM, and such a job is not queued again."""
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text("#!/bin/bash\ntrap 'sleep 0.2; exit 75' USR1\necho started\nsleep 60 & wait\n")
+    environment = {**os.environ, "SLURM_JOB_ID": "7"}
+    command = ["bash", "-c", render_batch_script(job, [])]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as script:
+        assert script.stdout.readline() == "started\n"
+        script.send_signal(signal.Signals[f"SIG{number}"])
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(timeout=30) == 75
     assert programs["scontrol"].calls == [["requeue", "7"]] * requeued
 
 

@@ -13,6 +13,7 @@ from MaxText.errors import UserError
 from MaxText.launchers import tpu_vm
 from MaxText.launchers.commands import Commands
 from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm
+from tests.house.sources import run_main
 
 FULL = (1, "", "ERROR: (gcloud) There is no more capacity in the zone.\n")
 ZONE = ["--zone=z", "--project=p"]
@@ -162,3 +163,74 @@ def test_what_is_missing(gcloud, launch, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="gcloud is not installed"):
         launch().status()
+
+
+ACCOUNT = "me@project.iam.gserviceaccount.com"
+SCOPES = "https://www.googleapis.com/auth/cloud-platform,storage-rw"
+
+
+def dry_run(capsys, action, *flags):
+    """Returns the exit code of launch.py, the first gcloud command, and the errors."""
+    place = ["--name=pod", "--zone=z", "--accelerator-type=v5p-32", "--version=v2", "--dry-run"]
+    code = run_main("launch.py", ["gcloud", action, *place, *flags])
+    output, errors = capsys.readouterr()
+    return code, shlex.split(output.partition("\n")[0])[1:], errors
+
+
+@pytest.mark.parametrize(
+    ("action", "flags", "start", "end"),
+    [
+        ("create", ["--preemptible"], ["gcloud", "compute"], ["--preemptible"]),
+        ("queue", ["--best-effort"], ["gcloud", "alpha", "compute"], ["--best-effort"]),
+        ("queue", ["--best_effort=true"], ["gcloud", "alpha", "compute"], ["--best-effort"]),
+        ("queue", ["--spot"], ["gcloud", "compute"], ["--spot"]),
+        ("create", [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"], ["gcloud", "compute"],
+         [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"]),
+        ("queue", ["--service-account", ACCOUNT, "--scopes", SCOPES, "--gcloud=--network=n"],
+         ["gcloud", "compute"],
+         [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}", "--network=n"]),
+        ("queue", ["--gcloud=--guaranteed", "--gcloud=--reserved"], ["gcloud", "compute"],
+         ["--guaranteed", "--reserved"]),
+    ],
+)  # fmt: skip
+def test_flags_of_muddformers_commands(capsys, action, flags, start, end):
+    code, command, errors = dry_run(capsys, action, *flags)
+    assert (code, errors) == (0, "")
+    assert command[: len(start)] == start
+    assert command[-len(end) :] == end
+
+
+@pytest.mark.parametrize(
+    ("action", "flags", "problem"),
+    [
+        ("create", ["--spot", "--preemptible"], "--spot and --preemptible contradict"),
+        ("create", ["--spot", "--gcloud=--preemptible"], "--spot and --preemptible contradict"),
+        ("queue", ["--spot", "--best-effort"], "--spot and --best-effort contradict"),
+        ("queue", ["--spot", "--gcloud=--best-effort"], "--spot and --best-effort contradict"),
+        ("queue", ["--gcloud=--spot", "--best-effort"], "--spot and --best-effort contradict"),
+        ("queue", ["--gcloud=--spot", "--gcloud=--best-effort"], "--spot and --best-effort"),
+        ("create", ["--gcloud=--spot", "--gcloud=--preemptible"], "--spot and --preemptible"),
+        ("queue", ["--best-effort", "--gcloud=--guaranteed"], "--best-effort and --guaranteed"),
+        ("create", ["--spot", "--gcloud=--reserved"], "--spot and --reserved contradict"),
+        ("create", ["--spot", "--gcloud=--spot"], "--spot is given both by itself and as"),
+        ("create", ["--preemptible", "--gcloud=--preemptible"], "--preemptible is given both"),
+        ("queue", ["--best-effort", "--gcloud=--best-effort"], "--best-effort is given both"),
+        ("create", ["--scopes=a", "--gcloud=--scopes=b"], "--scopes is given both"),
+        ("create", ["--service-account=a", "--gcloud=--service-account", "--gcloud=b"],
+         "--service-account is given both"),
+        ("create", ["--gcloud=--scopes=a", "--gcloud=--scopes=b"], "--scopes is given twice"),
+        ("create", ["--gcloud=--zone=b"], "--zone is given both"),
+        ("queue", ["--gcloud=--runtime-version=b"], "--runtime-version is given both"),
+        ("create", ["--best-effort"], "--best-effort is a flag of the action queue"),
+        ("create", ["--gcloud=--best-effort"], "--best-effort is a flag of the action queue"),
+        ("queue", ["--preemptible"], "--preemptible is a flag of the action create"),
+    ],
+)  # fmt: skip
+def test_contradictory_flags_are_refused(capsys, action, flags, problem):
+    code, command, errors = dry_run(capsys, action, *flags)
+    assert (code, command) == (2, [])
+    assert errors.startswith("error: ")
+    assert problem in errors
+    # Other actions come later, so nothing is run before.
+    code, command, errors = dry_run(capsys, "delete", action, *flags)
+    assert (code, command) == (2, [])

@@ -51,6 +51,10 @@ FORMULAS = {
     "bipolarsigmoid": 2 * SIGMOID - 1,
     "rrelu": leaky((1 / 8 + 1 / 3) / 2),
     "elish": np.where(X > 0, X, np.exp(X) - 1) * SIGMOID,
+    # models/activations.py of GPT-Neo: x / (1 + e^x), and (e^x - 1) * sigmoid(x).
+    "elish_gpt_neo": np.where(
+        X > 0, X / (1 + np.exp(np.minimum(X, 80))), (np.exp(X) - 1) * SIGMOID
+    ),
     "arcsinh": SINH,
     "maxsig": np.maximum(X, SIGMOID),
     "cosid": np.cos(X) - X,

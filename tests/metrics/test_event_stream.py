@@ -7,8 +7,15 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams import list_session_groups
+from tensorboard.plugins.hparams.api_pb2 import ListSessionGroupsRequest
+from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from MaxText.config.loading import load_config
@@ -21,10 +28,10 @@ from MaxText.metrics.profiler import memory_row
 from MaxText.metrics.step_line import EvaluationReport, Terminal, step_row
 
 
-def emit_step(stream, step, loss=2.0):
+def emit_step(stream, step, loss=2.0, **more):
     metrics = {"loss": loss, "lm_loss": loss, "total_weights": 64.0, "grad_norm": jnp.float32(1.5)}
     row = step_row(metrics, 0.5, tokens=64, tflops=0.25)
-    stream.emit("step", step=step, seconds=0.5, updates=1, **row)
+    stream.emit("step", step=step, seconds=0.5, updates=1, **row | more)
 
 
 def opened(folder, first_step=0, run_name="tiny", config=None, log=lambda line: None, **keys):
@@ -188,7 +195,7 @@ def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
     stream = record(tmp_path, [], config=config, enable_tensorboard=True)
     metrics = {"loss": 3.5, "lm_loss": 3.5, "total_weights": 64.0, "grad_norm/layer_10": 0.5}
     stream.emit("step", step=0, **step_row(metrics, 0.5, 64, 0.25), **memory_row())
-    stream.emit("evaluation", step=0, **{"eval/avg_loss": 4.5})
+    stream.emit("evaluation", step=0, **{"eval/avg_loss": 4.5, "eval/lm_loss": 4.5})
     stream.emit("sample", step=0, text="# A sample\n</pre>")
     stream.close()
     board = tensorboard_of(tmp_path)
@@ -227,3 +234,73 @@ def test_tensorboard_has_the_configuration_charts_and_samples(tmp_path):
     chosen = found["_hparams_/session_start_info"].session_start_info.hparams
     assert chosen["steps"].number_value == config["steps"]
     assert chosen["opt_type"].string_value == config["opt_type"]
+
+
+def hparams_of(board):
+    return {
+        tag.removeprefix("_hparams_/"): HParamsPluginData.FromString(content)
+        for tag, content in board.PluginTagToContent("hparams").items()
+    }
+
+
+def test_tensorboard_has_the_progress_once_per_step(tmp_path, monkeypatch):
+    """Also if a resumed run makes up for an evaluation of the last step."""
+    stream = record(tmp_path, [], enable_tensorboard=True)
+    for step in range(4):
+        progress = {"progress/tokens": 64.0 * step, "progress/flops": 1.0 * step}
+        emit_step(stream, step, **progress)
+        if step == 1:
+            stream.emit("evaluation", step=step, **{"eval/avg_loss": 4.5} | progress)
+    stream.close()
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 1)
+    again = record(tmp_path, [], first_step=4, enable_tensorboard=True)
+    again.emit("evaluation", step=3, **{"eval/avg_loss": 4.4, "progress/tokens": 192.0})
+    again.close()
+    board = tensorboard_of(tmp_path)
+    for tag in ("progress/tokens", "progress/flops"):
+        assert [step for step, _ in values(board, tag)] == [0, 1, 2, 3]
+    assert [step for step, _ in values(board, "eval/avg_loss")] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"), [("completed", 1), ("diverged", 2), ("error", 2), ("preempted", None)]
+)
+def test_hparams_have_changed_keys_resolved_values_and_the_end(tmp_path, reason, status):
+    config = flatten(load_config("quickstart.yml", dtype="auto"))
+    stream = opened(tmp_path, config=config, enable_tensorboard=True)
+    changed = {"block_arrangement": "parallel", "run_name": "x", "steps": "400"}
+    stream.emit("start", changed_keys=changed, resolved_keys={"dtype": "float32"})
+    emit_step(stream, 0)
+    stream.emit("stop", reason=reason)
+    stream.close()
+    pages = hparams_of(tensorboard_of(tmp_path))
+    names = [info.name for info in pages["experiment"].experiment.hparam_infos]
+    assert names == [*MAIN_KEYS, "block_arrangement"]
+    chosen = pages["session_start_info"].session_start_info.hparams
+    assert chosen["dtype"].string_value == "float32"
+    assert chosen["block_arrangement"].string_value == config["block_arrangement"]
+    assert chosen["learning_rate"].number_value == config["learning_rate"]
+    assert ("session_end_info" in pages) == (status is not None)
+    if status is not None:
+        assert pages["session_end_info"].session_end_info.status == status
+
+
+def test_tensorboard_lists_the_run_on_its_hparams_page(tmp_path):
+    """As its own server reads the folder."""
+    config = flatten(load_config("quickstart.yml"))
+    stream = record(tmp_path, range(3), config=config, enable_tensorboard=True)
+    stream.emit("evaluation", step=2, **{"eval/avg_loss": 4.5})
+    stream.emit("stop", reason="completed")
+    stream.close()
+    folder = str(tmp_path / "tensorboard")
+    runs = EventMultiplexer().AddRunsFromDirectory(folder)
+    runs.Reload()
+    provider = MultiplexerDataProvider(runs, folder)
+    server = TBContext(logdir=folder, multiplexer=runs, data_provider=provider)
+    request = ListSessionGroupsRequest(slice_size=10, allowed_statuses=[1])
+    handler = list_session_groups.Handler(RequestContext(), Context(server), "", request)
+    (group,) = handler.run().session_groups
+    assert group.hparams["learning_rate"].number_value == config["learning_rate"]
+    metrics = {metric.name.tag: metric.value for metric in group.metric_values}
+    assert metrics == {"eval/avg_loss": 4.5, "learning/loss": 2.0}

@@ -9,7 +9,13 @@ import pytest
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.metrics.events import Event
 from MaxText.metrics.profiler import StepProfiler
-from MaxText.metrics.step_line import EvaluationReport, Terminal, step_line, step_row
+from MaxText.metrics.step_line import (
+    EvaluationReport,
+    Terminal,
+    compact_step_line,
+    step_line,
+    step_row,
+)
 from MaxText.metrics.tables import short_time
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
@@ -43,6 +49,7 @@ def test_lines_and_rows_of_other_reports(told):
     evaluations = [
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, correct=25.0),
         EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False),
+        EvaluationReport(10, 300.0, 100.0, 4, 1.5, has_perplexity=False, total_nats=400.0),
         EvaluationReport(10, 0.0, 0.0, 0, 1.0),
     ]
     shown = [(step_line(7, row), row) for row in rows]
@@ -78,6 +85,34 @@ def test_without_a_terminal_lines_go_out_as_they_are():
     assert "1.3 s" in compiled
 
 
+@pytest.mark.parametrize("num_steps", [60, 400, 150_001, 9_999_999])
+@pytest.mark.parametrize("left", [1.0, 95.0, 4e5, 4e7, float("inf")])
+@pytest.mark.parametrize("lm_loss_beside", [False, True])
+def test_a_compact_line_fits_80_columns_and_keeps_what_matters(num_steps, left, lm_loss_beside):
+    numbers = {"grad_norm": 1234.567, "learning_rate": 1.25e-5, "skipped": 1}
+    row = step_row(METRICS | numbers, 0.5, tokens=2048, tflops=1.0, peak_tflops=5.0)
+    shown = []
+    for step in (0, 8, num_steps // 2, num_steps - 1):
+        line = compact_step_line(step, row, num_steps, left, lm_loss_beside=lm_loss_beside)
+        assert len(line) <= 80, line
+        assert {"step", "loss", "skipped", "eta"} <= set(line.split())
+        assert "  4.1K tok/s" in line
+        shown.append([part.split()[0] for part in line.split("  ")])
+    assert all(names[:2] == shown[0][:2] and len(names) == len(shown[0]) for names in shown)
+
+
+def test_a_compact_line_of_a_usual_run_has_everything():
+    numbers = {"grad_norm": 0.889, "learning_rate": 5.64e-3}
+    row = step_row(METRICS | numbers, 0.5, tokens=3224, tflops=0.8, peak_tflops=5.0)
+    line = "step 101/400  loss 2.5000  grad 0.889  lr 5.6e-3  6.45K tok/s  mfu 32%  eta 1:35"
+    assert compact_step_line(100, row, 400, 95.0) == line
+
+
+def test_no_share_above_the_peak():
+    assert "perf/mfu" not in step_row(METRICS, 0.5, tokens=2048, tflops=2.6, peak_tflops=5.0)
+    assert step_row(METRICS, 0.5, 2048, tflops=2.5, peak_tflops=5.0)["perf/mfu"] == 1.0
+
+
 @pytest.mark.parametrize(
     ("choice", "is_terminal", "compact"),
     [
@@ -91,10 +126,7 @@ def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_termi
     terminal = Terminal(400, lines.append, step_line=choice)
     row = row_of(4.1324, grad_norm=0.767, learning_rate=1.751e-3)
     terminal.write(Event("step", 0.0, step=289, fields=row))
-    short = (
-        "step 290/400 (72%)  loss 4.1324  grad_norm 0.767  lr 1.75e-03  128 tokens/s/device  "
-        "0:00:55 left"
-    )
+    short = "step 290/400  loss 4.1324  grad 0.767  lr 1.8e-3  128 tok/s  eta 0:55"
     assert lines == [short if compact else step_line(289, row, 55.0)]
 
 

@@ -1,5 +1,6 @@
 """Trackers and buckets that are slow, hang or fail: the run goes on, and its rows stay in order."""
 
+import contextlib
 import threading
 import time
 from types import SimpleNamespace
@@ -199,13 +200,66 @@ def test_a_bucket_that_fails_is_reported_once_and_gets_all_later(tmp_path, bucke
     assert ["503 from the bucket" in line for line in lines] == [True, True]  # one for each file
 
 
-def test_a_local_record_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+def test_a_local_record_that_cannot_be_synced_is_reported_with_its_name(tmp_path, monkeypatch):
+    """The run sees it after the step, saves its state and stops."""
     stream = EventLog([EventFile(epath.Path(tmp_path), 0)])
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", mock.Mock(side_effect=OSError(28, "no room")))
-        with pytest.raises(OSError, match="no room"):
-            stream.emit("checkpoint", step=0)
+        stream.emit("checkpoint", step=0)
     stream.close()
+    assert stream.failure == f"{tmp_path}/events.jsonl: no room (errno 28)"
+
+
+class FullDisk:
+    """A file of which only `room` more bytes can be written; None: as many as wanted."""
+
+    def __init__(self, file, room):
+        self._file = file
+        self.room = room
+
+    def write(self, content):
+        if self.room == 0:
+            raise OSError(28, "no room")
+        written = self._file.write(content[: self.room])
+        self.room = self.room if self.room is None else self.room - written
+        return written
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("room", [0, 5, 40])
+def test_rows_wait_in_memory_until_the_disk_has_room(tmp_path, room):
+    rows = JsonlFile(tmp_path / "rows.jsonl", None)
+    rows.append({"step": 0})
+    rows._file = disk = FullDisk(rows._file, room)
+    for step in (1, 2, 3, 4, 5):
+        with contextlib.suppress(OSError):
+            rows.append({"step": step})
+    with pytest.raises(OSError, match=r"rows\.jsonl"):
+        rows.flush()
+    with contextlib.suppress(OSError):
+        rows.amend({"more": "x" * 100})
+    disk.room = None
+    rows.close()
+    assert steps_in(tmp_path, "rows.jsonl") == [0, 1, 2, 3, 4, 5]
+    assert read_rows(tmp_path / "rows.jsonl")[-1] == {"step": 5, "more": "x" * 100}
+
+
+@pytest.mark.parametrize("room", [0, 20])
+def test_a_row_that_could_not_be_amended_is_appended(room, tmp_path, monkeypatch):
+    rows = JsonlFile(tmp_path / "rows.jsonl", None)
+    for step in (0, 1):
+        rows.append({"step": step})
+
+    def failing_open(*arguments, **keywords):
+        return contextlib.closing(FullDisk(open(*arguments, **keywords), room))
+
+    monkeypatch.setattr(json_lines, "open", failing_open, raising=False)
+    with contextlib.suppress(OSError):
+        rows.amend({"more": "x" * 100})
+    rows.close()
+    assert [*read_rows(tmp_path / "rows.jsonl")][1] == {"step": 1, "more": "x" * 100}
 
 
 def test_a_full_segment_asks_a_bucket_that_fails_for_nothing(tmp_path, bucket, monkeypatch):

@@ -1,6 +1,7 @@
 """What plan.py --fit proposes is a command line with which a step of training runs."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,10 +9,11 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.cost import job_plan
+from MaxText.cost.auto_layout import choose_layout_for_devices
 from MaxText.cost.hardware import find_hardware
 from MaxText.cost.job_plan import candidate_meshes
 from MaxText.cost.lowering import lower_train_step
-from tests.small_models import TINY, made_for_training, random_batch
+from tests.small_models import TINY, made_for_training, random_batch, tiny_config
 
 pytestmark = pytest.mark.multi_device
 
@@ -66,10 +68,25 @@ def test_a_step_runs_as_proposed(name, monkeypatch):
     config = load(proposed(words, hardware, sizes, monkeypatch), program="train.py").config
     for size, number in sizes.items():
         assert getattr(config.mesh, size) == number
+    assert 3 < loss_of_first_step(config) < 6
+
+
+def loss_of_first_step(config):
     planned = lower_train_step(config, jax.devices()[:8])
     *_, initialize = made_for_training(config, planned.model, config.guard)
     state = planned.sharding.init_state(initialize, planned.state, seed=0)
-    rows = round(8 * keys.get("per_device_batch_size", 2))
+    rows = round(8 * config.batch.per_device_batch_size)
     batch = jax.tree.map(np.asarray, random_batch(config, rows))
     _, metrics = planned.lowered.compile()(state, planned.sharding.to_global_batch(batch, rows))
-    assert 3 < float(metrics["loss"]) < 6
+    return float(metrics["loss"])
+
+
+@pytest.mark.parametrize("name", ["auto_layout", "auto_layout_and_mesh_shape"])
+def test_a_chosen_mesh_computes_the_same(name):
+    keys: dict[str, Any] = {**KEYS, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4}
+    keys[name] = True
+    config = tiny_config(**keys)
+    lines = []
+    chosen = choose_layout_for_devices(config, jax.devices()[:8], lines.append)
+    assert lines[0].startswith(f"{name}: chose the mesh ")
+    assert loss_of_first_step(chosen) == pytest.approx(loss_of_first_step(config), rel=1e-5)

@@ -93,6 +93,52 @@ def test_another_report_takes_the_place_of_the_first(tmp_path, run):
         page_of(page, run.folder)
 
 
+def sections_of(page):
+    return re.findall(r"<section><h2>(.*?)</h2>", without_programs(page))
+
+
+def test_the_curve_comes_first_and_the_result_of_a_comparison_before_it(one, many, completed_run):
+    assert sections_of(one)[:3] == ["Curves", "Run", "Provenance"]
+    text = without_programs(one)
+    assert text.find('id="loss"') < text.find('id="controls"') < text.find('id="learning_rate"')
+    assert "Each point of a training line is the median of the reports around it" in text
+    result = PageSection("Result", ["a is lower"], PageTable(["configuration"], [["a"]]))
+    page = page_of(one.parent / "compare", completed_run, leading=[result])
+    assert sections_of(page)[:3] == ["Result", "Curves", "Run"]
+    assert sections_of(many)[:3] == ["Curves", "Runs", "Wide"]
+
+
+def test_names_break_behind_their_punctuation_and_not_inside_of_words(tmp_path, run):
+    config = {"gradient_accumulation_steps": 4, "dataset_path": "/data/some_long/<folder>"}
+    changed = {key: str(value) for key, value in config.items()}
+    run.rows[0]["changed_keys"] = changed
+    run.steps(0, 3)
+    text = without_programs(page_of(tmp_path / "out", run.write(config=config)))
+    assert "<dt>gradient_<wbr>accumulation_<wbr>steps</dt>" in text
+    assert "/<wbr>data/<wbr>some_<wbr>long/" in text
+    assert "&lt;folder&gt;" in text
+
+
+def test_the_table_of_runs_has_no_hashes(tmp_path):
+    folders = []
+    for number in range(2):
+        run = RunFiles(tmp_path / f"run{number}")
+        run.start()
+        run.steps(0, 3)
+        modules = {f"/parts/mine{number}.py": f"{number}" * 64}
+        config = {
+            "learning_rate": number,
+            "import_modules": [*modules],
+            "imported_modules": modules,
+        }
+        folders.append(run.write(config=config))
+    text = without_programs(page_of(tmp_path / "out", *folders))
+    tables = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", text, re.DOTALL))
+    assert "learning_<wbr>rate" in tables["Runs"]
+    assert "mine0.py" not in tables["Runs"]
+    assert "mine0.py" in tables["Configuration differences"]
+
+
 @pytest.fixture(scope="module")
 def chromium():
     program = shutil.which("chromium") or shutil.which("google-chrome")

@@ -7,16 +7,17 @@ from MaxText.metrics.run_record import read_run
 from MaxText.reports.chart import PALETTE, draw_chart
 from MaxText.reports.curves import MAX_POINTS, MAX_SMOOTH_POINTS, Axes, downsample, running_median
 from MaxText.reports.entries import all_runs, group_runs
-from MaxText.reports.plots import plot_goodput, plot_hyperparameters
-from MaxText.reports.run_charts import loss_chart, quantity_charts
+from MaxText.reports.plots import plot_chart, plot_goodput, plot_hyperparameters
+from MaxText.reports.run_charts import loss_charts, quantity_charts
+from MaxText.reports.run_tables import overview
 from tests.reports.run_files import TOKENS_PER_UPDATE, RunFiles, completed
 
 
 def charts_of(folders, groups=None):
     runs = [read_run(folder) for folder in folders]
     entries, axes = group_runs(runs, groups), Axes(runs)
-    loss = loss_chart(entries, axes)
-    return {chart.name: chart for chart in (loss, *quantity_charts(entries, axes)) if chart}
+    charts = (*loss_charts(entries, axes), *quantity_charts(entries, axes))
+    return {chart.name: chart for chart in charts}
 
 
 def of_kind(chart, kind):
@@ -186,3 +187,65 @@ def test_keys_of_any_type_are_plotted(completed_run, eventful_run):
     first, second = all_runs(entries)
     values = {first: {"momentum": 0.9}, second: None}
     assert len(plot_hyperparameters(entries, {"adafactor": values, "data_shuffle_seed": {}})) == 1
+
+
+def test_the_first_losses_are_visible_or_named_as_cut(run):
+    run.steps(0, 300)
+    chart = charts_of([run.write()])["loss"]
+    first = run.rows[2]["learning/lm_loss"]
+    assert chart.y_range[1] > first
+    assert chart.note == ""
+    # From so high that the rest would be flat.
+    for row in run.rows:
+        if row["event"] == "step" and row["step"] < 4:
+            row["learning/lm_loss"] = 80.0 - row["step"]
+    chart = charts_of([run.write()])["loss"]
+    top = chart.y_range[1]
+    assert top < 12
+    assert chart.note == f"cut off above {top:.3g}: the first losses, from 80"
+    run.rows[200]["learning/lm_loss"] = 900.0
+    step = run.rows[200]["step"]
+    chart = charts_of([run.write()])["loss"]
+    spike = f"; losses up to 900, the last at step {step:,}"
+    assert chart.note == f"cut off above {chart.y_range[1]:.3g}: the first losses, from 80{spike}"
+    axes = Axes([read_run(run.folder)])
+    assert chart.note in plot_chart(chart, axes).subtitle
+    assert draw_chart(chart, axes.by_name["step"]) != draw_chart(
+        chart._replace(note=""), axes.by_name["step"]
+    )
+
+
+def other_objective(folder):
+    """A run of an objective that is no cross entropy, with one beside it."""
+    run = RunFiles(folder)
+    run.start(objective_in_nats=False, unigram_entropy_nats=None)
+    run.steps(0, 60, every=20)
+    for row in run.rows:
+        if row["event"] == "step":
+            row["learning/loss"] = row["learning/lm_loss"] / 2
+        if row["event"] == "evaluation":
+            row["eval/lm_loss"] = row["eval/avg_loss"]
+            row["eval/avg_loss"] /= 2
+    return run.write(config={"loss_type": "focal"})
+
+
+def test_another_objective_has_its_own_chart_and_one_of_the_cross_entropy(tmp_path, run):
+    folder = other_objective(tmp_path / "focal")
+    record = read_run(folder)
+    charts = charts_of([folder])
+    own, beside = charts["loss"], charts["loss_in_nats"]
+    assert own.y_title == "loss (of the objective, per token)"
+    assert beside.y_title == "loss (nats per token)"
+    (own_dots,), (dots,) = of_kind(own, "dots"), of_kind(beside, "dots")
+    np.testing.assert_allclose(2 * own_dots.y, dots.y)
+    np.testing.assert_allclose(2 * of_kind(own, "raw")[0].y, of_kind(beside, "raw")[0].y)
+    assert record.final_loss == own_dots.y[-1]
+    assert record.final_lm_loss == dots.y[-1]
+    assert record.training_loss[0] < 4
+    table = overview(group_runs([record]), {})
+    shown = table.rows[0][table.header.index("validation loss")]
+    assert shown == f"{record.final_loss:.4f} (cross entropy {record.final_lm_loss:.4f})"
+    run.steps(0, 60, every=20)
+    both = charts_of([folder, run.write()])
+    assert {"loss", "loss_2", "loss_in_nats"} <= set(both)
+    assert {series.owner for series in both["loss_in_nats"].series} >= {"focal", run.folder.name}

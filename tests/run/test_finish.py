@@ -39,6 +39,7 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
         config=config, run_logger=records, batches=batches, state=space(params={}), sharding=None,
         eval_loss=2.5, checkpoints=checkpoints,
     )  # fmt: skip
+    Loop.write_sample(loop, run, built.model)
     Loop.finish(loop, run, built)
     sample, curve, checkpoint, decode, report = lines
     for what, line in (("sample", sample), ("loss curve", curve)):
@@ -49,3 +50,5 @@ def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path
     trend.diverged = "the loss ended at 9.1, above its first value 8.3"
     with pytest.raises(TrainingDivergedError, match=r"ended at 9\.1"):
         Loop.finish(loop, run, built)
+    with pytest.raises(TrainingDivergedError, match="step 12 is broken"):
+        Loop.finish(loop, run, built, "the state after step 12 is broken")

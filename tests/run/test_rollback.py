@@ -33,6 +33,7 @@ class CheckpointManager:
     def __init__(self, good=(), damaged=()):
         self.good, self.damaged = set(good), set(damaged)
         self.observed, self.abandoned, self.lines, self.recorded = [], [], [], []
+        self.unhealthy = []
         self.log = self.lines.append
 
     def update_health(self, step, healthy):
@@ -48,8 +49,15 @@ class CheckpointManager:
         return (state_after(step), {"step": step + 1, "excluded": []}, {}), ""
 
     def roll_back_to(self, step):
-        assert not self.recorded  # or a restart in between would resume in the abandoned past
+        # Before the record, or a restart in between would resume in the abandoned past.
+        assert len(self.recorded) == len(self.abandoned)
         self.abandoned.append(step)
+
+    def set_aside(self, is_broken):
+        broken = sorted(filter(is_broken, self.good))
+        self.good -= set(broken)
+        self.unhealthy += broken
+        return broken
 
     def record_rollback(self, rollback):
         self.recorded.append(rollback)
@@ -188,6 +196,77 @@ def test_where_there_is_no_way_back(good, rollbacks, match, abandoned):
     with pytest.raises(TrainingDivergedError, match=match):
         rollback.roll_back()
     assert checkpoints.abandoned == abandoned
+
+
+def skipping(rollback, first_step, count=3):
+    """Skips every step from the first one after a rollback on, until the next one is due."""
+    before = rollback._num_skipped
+    for index in range(count):
+        step = first_step + index
+        rollback.observe(
+            step,
+            metrics(num_skipped=before + index + 1, last=step, first=first_step, recent=index + 1),
+        )
+    assert rollback.trigger is not None
+
+
+def test_a_target_that_fails_at_once_is_given_up_for_the_one_before_it():
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=(10, 30, 50)))
+    diverging(rollback)
+    assert int(rollback.roll_back().step) == 51
+    skipping(rollback, 51)
+    assert int(rollback.roll_back().step) == 31
+    assert checkpoints.unhealthy == [50]
+    skipping(rollback, 31)
+    assert int(rollback.roll_back().step) == 11
+    assert checkpoints.unhealthy == [50, 30]
+    # Nothing is before the last one, which stays: a restart tries it again.
+    skipping(rollback, 11)
+    with pytest.raises(TrainingDivergedError, match=r"rollback\.maximum.* from step 10"):
+        rollback.roll_back()
+    assert (checkpoints.abandoned, checkpoints.unhealthy) == ([50, 30, 10, 10], [50, 30])
+
+
+def test_a_target_whose_steps_were_accepted_at_first_is_not_given_up():
+    """A learning rate that breaks each state must not use up the checkpoints."""
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=(10, 50)))
+    diverging(rollback)
+    rollback.roll_back()
+    rollback.observe(51, metrics())
+    skipping(rollback, 52)
+    assert int(rollback.roll_back().step) == 51
+    assert checkpoints.unhealthy == []
+
+
+@pytest.mark.parametrize(("first_step", "num_rollbacks"), [(51, 1), (51, 3), (53, 1)])
+def test_a_restart_gives_up_the_target_that_failed_before(first_step, num_rollbacks):
+    """Also if it resumes after some skipped steps, or had rolled back as often as allowed."""
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=(10, 50)))
+    diverging(rollback)
+    rollback.roll_back()
+    (record,) = checkpoints.recorded
+    record = dataclasses.replace(record, number=num_rollbacks)
+    checkpoints = CheckpointManager(good=(10, 50))
+    rollback, *_ = made(checkpoints, first_step=first_step, recorded=(record,))
+    for step in range(first_step, first_step + 3):
+        skipped = step - first_step + 1
+        rollback.observe(step, metrics(num_skipped=skipped, last=step, first=51, recent=skipped))
+    assert int(rollback.roll_back().step) == 11
+    assert (checkpoints.unhealthy, checkpoints.abandoned) == ([50], [10])
+
+
+def test_a_snapshot_that_fails_at_once_is_given_up():
+    section = GuardConfig(**{**KEYS, "rollback.snapshot_period": 10})
+    rollback, checkpoints, _, _ = made(CheckpointManager(good=(10,)), section)
+    for step in (39, 49):
+        rollback.snapshot(step, state_after(step, section), {"step": step + 1})
+    diverging(rollback)
+    assert int(rollback.roll_back().step) == 50
+    skipping(rollback, 50)
+    assert int(rollback.roll_back().step) == 40
+    skipping(rollback, 40)
+    assert int(rollback.roll_back().step) == 11
+    assert checkpoints.unhealthy == []
 
 
 def test_a_rise_and_skipped_steps_alone():

@@ -1,6 +1,6 @@
 """When steps are reported, what their seconds count, and which runs end as diverged."""
 
-import json
+import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -84,7 +84,7 @@ def stats():
 
 @pytest.fixture
 def start(stats):
-    def start(period, last_step, guard=None):
+    def start(period, last_step, guard=None, stats=stats):
         events = []
         sink = SimpleNamespace(write=events.append, flush=list, close=list)
         records = SimpleNamespace(
@@ -194,44 +194,72 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
     assert reports[2]["learning/lm_loss"] == 80.0
 
 
-def falling(start, end, count, noise=0.1):
-    mean = end + (start - end) * np.exp(-np.arange(count) / (count / 5))
-    return list(mean + noise * np.random.default_rng(0).normal(size=count))
+def test_parts_of_a_loss_are_means_like_their_sum(start):
+    """Also those that routers and objectives of users add; state and norms are the newest."""
+    log, events = start(period=4, last_step=8)
+    parts = np.random.default_rng(0).normal(3.0, 1.0, (9, 3)).astype(np.float32)
+    for step, (focal, smoothing, router) in enumerate(parts):
+        numbers = {
+            "loss": focal + smoothing + router, "focal": focal, "smoothing": smoothing,
+            "moe_lb_loss": router, "lm_loss": 2 * focal, "log_z": focal, "grad_norm": smoothing,
+            "learning_rate": router, "total_weights": 8.0, "grad_norm/layer_0": focal,
+        }  # fmt: skip
+        log.add(step, {name: jnp.float32(number) for name, number in numbers.items()})
+    log.flush()
+    for event, rows in zip(events, (parts[:1], parts[1:5], parts[5:]), strict=True):
+        fields = event.fields
+        names = ("focal", "smoothing", "moe_lb_loss")
+        means = [fields[f"learning/{name}"] for name in names]
+        np.testing.assert_allclose(means, rows.mean(0), rtol=1e-5)
+        assert sum(means) == pytest.approx(fields["learning/loss"], rel=1e-5)
+        assert fields["learning/lm_loss"] == pytest.approx(2 * rows[:, 0].mean(), rel=1e-5)
+        newest = [fields[f"learning/{name}"] for name in ("log_z", "grad_norm")]
+        np.testing.assert_array_equal(newest, rows[-1, :2])
+        assert fields["learning/grad_norm/layer_0"] == rows[-1, 0]
+        assert fields["learning/current_learning_rate"] == rows[-1, 2]
 
 
-@pytest.mark.parametrize(
-    ("losses", "baseline", "diverged"),
-    [
-        (falling(10.8, 3.0, 60), 6.4, False),
-        (falling(8.3, 5.0, 3), 6.4, False),
-        ([8.3, 8.1], 6.4, False),  # short: it has not come below the baseline yet
-        ([8.3], 6.4, False),
-        ([5.56, 5.61, 5.58, 5.63], None, False),  # random tokens
-        ([*falling(8.0, 3.0, 60), 70.0, 3.0], 6.4, False),  # a spike
-        ([*falling(8.0, 3.0, 60), 70.0], 6.4, False),
-        ([8.3, 1290.0, 400.0, 200.0, 100.0, 90.0, 80.0, 74.5], 6.4, True),
-        ([*falling(8.0, 3.0, 60), *[7.2] * 9], 6.4, True),  # back above the baseline
-        ([8.3, *[30.0] * 8, *[7.4] * 9], 6.4, True),
-        ([8.3, *[30.0] * 8, *[6.0] * 9], 6.4, False),  # recovered
-        ([8.3, *[30.0] * 8, *[7.4] * 9], None, False),
-        ([8.0, None, None, None], None, True),
-        ([8.0, float("nan"), float("inf")], None, True),
-    ],
-)
-def test_the_end_of_a_run_that_blew_up(losses, baseline, diverged):
-    trend = LossTrend(baseline)
-    for loss in losses:
-        # As each checkpoint saves it and each restart reads it.
-        trend = LossTrend(baseline, json.loads(json.dumps(trend.state, allow_nan=False)))
-        trend.add(loss)
-    assert bool(trend.diverged) == diverged, trend.diverged
+@pytest.mark.parametrize("cured", [True, False])
+def test_a_step_beats_the_peak(start, stats, metrics, clock, monkeypatch, cured):
+    """The peak is measured again; if it is still too low, three reports are the peak."""
+    tflops = stats.flops(0).tflops(stats.tokens_per_device(0))
+    stats = dataclasses.replace(stats, peak=PeakFlops(tflops / 2, "measured here"))
+    better = PeakFlops(tflops * 4 if cured else tflops / 1.5, "measured here")
+    asked = []
+
+    def measure(cache_folder, beaten_by):
+        asked.append(beaten_by)
+        clock.pass_(100.0)
+        return better
+
+    monkeypatch.setattr(records_module, "peak_flops", measure)
+    log, events = start(period=1, last_step=6, stats=stats)
+    for step in range(7):  # of one second each, twice the first peak
+        log.add(step, metrics(3.0))
+        clock.pass_(1.0)
+    log.complete()
+    assert len(asked) == 1
+    rows = [event.fields for event in events if event.kind == "step"]
+    mfu = [row.get("perf/mfu") for row in rows]
+    assert all(row["perf/step_time_seconds"] == pytest.approx(1.0, rel=1e-3) for row in rows)
+    changes = [event.fields for event in events if event.kind == "peak_measured"]
+    if cured:
+        assert mfu == pytest.approx([0.25] * 7, rel=1e-3)
+        assert [change["peak_tflops"] for change in changes] == [better.tflops]
+    else:
+        assert mfu[:2] == [None, None]
+        assert mfu[2:] == pytest.approx([1.0] * 5, rel=1e-3)
+        assert changes[-1]["peak_tflops"] == pytest.approx(tflops, rel=1e-3)
+        assert "the fastest of 3 reports" in changes[-1]["peak_source"]
 
 
-def test_a_rollback_forgets_later_steps():
-    trend = LossTrend(6.4)
-    for loss in [8.0, 5.0, 5.0, 40.0, 40.0, 40.0, 40.0]:
-        trend.add(loss)
-    trend.roll_back()
-    for loss in [5.0, 4.9]:
-        trend.add(loss)
-    assert not trend.diverged
+def test_a_data_sheet_is_not_measured_again(start, stats, metrics, clock, monkeypatch):
+    tflops = stats.flops(0).tflops(stats.tokens_per_device(0))
+    peak = PeakFlops(tflops / 2, "data sheet of NVIDIA L4, dense bfloat16")
+    monkeypatch.setattr(records_module, "peak_flops", None)
+    log, events = start(period=1, last_step=4, stats=dataclasses.replace(stats, peak=peak))
+    for step in range(5):
+        log.add(step, metrics(3.0))
+        clock.pass_(1.0)
+    log.complete()
+    assert [event.fields.get("perf/mfu") for event in events] == [None] * 5

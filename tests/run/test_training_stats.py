@@ -92,6 +92,21 @@ def test_a_processor_is_measured_once(tmp_path, monkeypatch, damage):
     assert (first, again) == (measured[0], measured[0] if damage is None else measured[1])
 
 
+def test_a_peak_that_a_step_beats_is_measured_again(tmp_path, monkeypatch):
+    """The first measurement may have come while the machine was busy."""
+    speeds = iter([1.0, 4.0, 3.0, 9.0])
+    monkeypatch.setattr(
+        peaks, "measure_peak", lambda device: PeakFlops(next(speeds), "measured here")
+    )
+    folder = str(tmp_path)
+    assert peak_flops(cache_folder=folder).tflops == 1.0
+    assert peak_flops(cache_folder=folder, beaten_by=0.9).tflops == 1.0
+    assert peak_flops(cache_folder=folder, beaten_by=1.6).tflops == 4.0
+    assert peak_flops(cache_folder=folder, beaten_by=2.0).tflops == 4.0  # by another run, say
+    assert peak_flops(cache_folder=folder, beaten_by=5.0).tflops == 4.0  # 3 is less
+    assert peak_flops(cache_folder=folder).tflops == 4.0
+
+
 TOKENS = 4 * 16  # of an update
 
 

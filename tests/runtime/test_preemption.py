@@ -1,7 +1,12 @@
-"""Ctrl-C and SIGTERM: among the imports, before the first step, in a step, twice, and ignored."""
+"""Ctrl-C, SIGTERM and notices: while importing, before and in a step, twice, and ignored."""
 
+import os
+import pty
 import re
 import signal
+import subprocess
+import sys
+import textwrap
 
 import pytest
 
@@ -33,10 +38,11 @@ IMPORTS = """
     import time
     from MaxText import program_start
 
-    program_start.install("__main__", also_sigterm=True)
+    program_start.install("__main__")
     print("importing")  # reaches a pipe at once
     time.sleep(60)
 """
+NOTICES = ("SIGHUP", "SIGUSR1", "SIGUSR2")
 SAVES = r"(?s).*{}.*\npending: True saving after \d+\n{}.*run_name=first.*"
 
 
@@ -49,6 +55,9 @@ SAVES = r"(?s).*{}.*\npending: True saving after \d+\n{}.*run_name=first.*"
         (LOOP, "compile", "installed False", "SIGINT", "Ctrl-C before the first step.*\n"),
         (IMPORTS, "", "importing", "SIGTERM", ""),
         (IMPORTS, "", "importing", "SIGINT", ""),
+        *((LOOP, "loop", "step 3", name, SAVES.format(name, "Preempted")) for name in NOTICES),
+        *((LOOP, "", "installed", name, f"{name} before the first step.*\n") for name in NOTICES),
+        *((IMPORTS, "", "importing", name, "") for name in NOTICES),
     ],
 )
 @pytest.mark.usefixtures("ctrl_c_counts")
@@ -58,8 +67,8 @@ def test_a_signal(program, how, moment, number, said):
         assert "saving" not in wait_for(process, moment)
         process.send_signal(signal.Signals[number])
         code, output = ended(process)
-    expected = {"SIGTERM": exit_codes.PREEMPTED, "SIGINT": exit_codes.INTERRUPTED}
-    assert code == expected[number], output
+    expected = exit_codes.INTERRUPTED if number == "SIGINT" else exit_codes.PREEMPTED
+    assert code == expected, output
     assert re.fullmatch(said, output)
     assert output.count("saving after") == said.count("saving after")
 
@@ -86,18 +95,101 @@ def test_a_second_one_ends_a_process_that_does_not_come_to_python():
     assert "second SIGTERM" in output
 
 
-def test_who_ignores_sigterm_goes_on_ignoring_it():
+@pytest.mark.parametrize("number", ["SIGTERM", *NOTICES])
+def test_who_ignores_a_signal_goes_on_ignoring_it(number):
+    """As nohup does with SIGHUP."""
     program = """
-        import signal
+        import signal, sys
+        from MaxText import program_start
         from MaxText.runtime.preemption import PreemptionHandler
 
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        number = signal.Signals[sys.argv[1]]
+        signal.signal(number, signal.SIG_IGN)
+        program_start.install("__main__")
+        signal.raise_signal(number)
+        program_start.leave_to_python()
+        signal.raise_signal(number)
         stop = PreemptionHandler.install()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
         print("requested:", stop.requested(0))
     """
-    with started(program) as process:
+    with started(program, number) as process:
         assert ended(process) == (0, "requested: False\n")
+
+
+# A process that saves for a while after the first signal.
+SAVING = """
+    import sys, time
+    from MaxText.runtime.preemption import PreemptionHandler
+
+    stop = PreemptionHandler.install()
+    step = 0
+    while not stop.requested(step):
+        print("step", step, flush=True)
+        time.sleep(0.01)
+    print("saving", flush=True)
+    time.sleep(1)
+    print("saved", flush=True)
+    sys.exit(stop.exit_code)
+"""
+
+
+@pytest.mark.parametrize(
+    "numbers", [["SIGHUP", "SIGHUP"], ["SIGUSR1", "SIGTERM"], ["SIGTERM", "SIGUSR2"]], ids=str
+)
+def test_a_notice_and_another_signal_do_not_end_the_save(numbers):
+    """A closing terminal sends SIGHUP twice; SLURM sends SIGTERM at the limit after --signal."""
+    with started(SAVING) as process:
+        wait_for(process, "step 0")
+        process.send_signal(signal.Signals[numbers[0]])
+        wait_for(process, "saving\n")
+        process.send_signal(signal.Signals[numbers[1]])
+        code, output = ended(process)
+    assert code == exit_codes.PREEMPTED
+    assert output.endswith("saved\n")
+
+
+def test_a_terminal_that_closes(tmp_path):
+    """The process saves, although its standard output no longer exists."""
+    take_terminal = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    program = take_terminal + textwrap.dedent(SAVING).replace(
+        'print("saved", flush=True)', f"open({str(tmp_path / 'end')!r}, 'w').write('saved')"
+    )
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, start_new_session=True,
+        stdin=theirs, stdout=theirs, stderr=theirs,
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        while b"step 0" not in os.read(ours, 1 << 16):
+            pass
+        os.close(ours)  # as when an SSH session ends: the kernel sends SIGHUP
+        assert process.wait(timeout=60) == exit_codes.PREEMPTED
+    assert (tmp_path / "end").read_text() == "saved"
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", *NOTICES])
+def test_other_programs_clean_up_first(number):
+    program = """
+        import time
+        from MaxText import program_start
+
+        program_start.install("__main__")
+        from MaxText.config import command_line
+
+        with command_line.exit_on_user_error("Interrupted; nothing was written."):
+            try:
+                print("working", flush=True)
+                time.sleep(60)
+            finally:
+                print("cleaned up", flush=True)
+    """
+    with started(program) as process:
+        wait_for(process, "working")
+        process.send_signal(signal.Signals[number])
+        code, output = ended(process)
+    assert code == exit_codes.PREEMPTED
+    assert output == "cleaned up\nInterrupted; nothing was written.\n"
 
 
 @pytest.mark.usefixtures("ctrl_c_counts")
@@ -112,7 +204,7 @@ def test_a_signal_while_the_program_is_started_again_is_not_lost():
 
         os.execve = signaled
         print("started", flush=True)
-        program_start.install("__main__", also_sigterm=True, tune_malloc=True)
+        program_start.install("__main__", tune_malloc=True)
         print("not reached")
     """
     with started(program, options=["-u"], environment={"GLIBC_TUNABLES": ""}) as process:
@@ -124,7 +216,7 @@ def test_what_is_imported_changes_no_handler(ctrl_c_counts):
         import signal
         from MaxText import program_start
 
-        program_start.install("MaxText.train", also_sigterm=True)
+        program_start.install("MaxText.train")
         print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
         program_start.install("__main__")
         program_start.leave_to_python()

@@ -19,10 +19,13 @@ def test_a_run_that_goes_well_waits_for_no_tracker(launcher, tmp_path):
         assert "step 100: 2" in group.output(0)
 
 
-def test_a_notice_to_one_stops_all_after_the_same_update(tmp_path):
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)]
+)
+def test_a_notice_to_one_stops_all_after_the_same_update(number, tmp_path):
     with started([*LOOP, str(tmp_path), "60"], tmp_path) as group:
         group.wait_for(1, "step 3:")
-        group.processes[1].send_signal(signal.SIGTERM)
+        group.processes[1].send_signal(number)
         assert group.codes() == [exit_codes.PREEMPTED] * 2
         ends = {group.output(process).strip().splitlines()[-1] for process in range(2)}
     assert len(ends) == 1

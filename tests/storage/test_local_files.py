@@ -4,6 +4,8 @@ import contextlib
 import errno
 import os
 import socket
+import stat
+import tempfile
 
 import pytest
 
@@ -21,6 +23,25 @@ def test_a_lock_says_who_holds_it(tmp_path):
     assert not lock.exists()
     (line,) = lines
     assert f"process {os.getpid()} on {socket.gethostname()}" in line
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_modes_follow_the_umask(umask, tmp_path):
+    descriptor, file = tempfile.mkstemp(dir=tmp_path)
+    os.close(descriptor)
+    private = {tmp_path / file: 0o666, tmp_path / tempfile.mkdtemp(dir=tmp_path): 0o777}
+    before = os.umask(umask)
+    try:
+        for path in private:
+            assert not stat.S_IMODE(path.stat().st_mode) & 0o077
+            atomic.apply_umask(path)
+        atomic.atomic_write_text(tmp_path / "text", "contents")
+        private[tmp_path / "text"] = 0o666
+        for path, whole in private.items():
+            assert stat.S_IMODE(path.stat().st_mode) == whole & ~umask
+        assert len(list(tmp_path.iterdir())) == len(private)
+    finally:
+        os.umask(before)
 
 
 def test_contents_are_on_disk_before_a_file_has_its_name(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from MaxText.layers.model import Model
+from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.training.optimizer import make_optimizer, map_param_names
 from MaxText.training.schedule import learning_rate_schedule
 from tests.growth.growing import by_name
@@ -62,13 +63,18 @@ def test_decay_mask_and_overrides_by_name():
         **MUDD,
         adam_weight_decay=0.5,
         adamw_mask=["scale", "static"],
-        weight_decay_overrides=[["layers/0/mlp", 0.25]],
-        learning_rate_overrides=[["^connections/", 0.1]],
+        # The first match wins, also over the mask.
+        weight_decay_overrides=[["layers/0/mlp", 0.25], ["layers/0", 0.75], ["3/wi|1/.*_k", 0.0]],
+        learning_rate_overrides=[["^connections/", 0.1], ["after/2", 7.0], ["/0/.*query", 3.0]],
     )
     expected = {
         "connections/after/2/static": -RATE * 0.1,
-        "connections/after/3/wi/kernel": -RATE * 0.1 * 2,
+        "connections/after/3/wi/kernel": -RATE * 0.1,
+        "connections/after/3/wo/kernel": -RATE * 0.1 * 2,
         "layers/0/mlp/wo/kernel": -RATE * 1.5,
+        "layers/0/self_attention/out/kernel": -RATE * 2.5,
+        "layers/0/self_attention/query/kernel": -RATE * 3 * 2.5,
+        "layers/0/pre_mlp_layer_norm/scale": -RATE * 2.5,
         "layers/2/mlp/wo/kernel": -RATE * 2,
         "layers/1/pre_self_attention_layer_norm_q/scale": -RATE,
     }
@@ -109,6 +115,106 @@ def test_switches_keep_the_paths_of_the_optimizer_state():
     assert plain == structure(adam_weight_decay=0.0)
     assert plain == structure(learning_rate_overrides=[["mlp", 0.5]])
     assert plain == structure(adam_bias_correction=False)
+
+
+def clipped(gradient, threshold=0.0, kind="global_norm"):
+    if threshold and kind == "global_norm":
+        return gradient * min(1.0, threshold / np.sqrt((gradient**2).sum()))
+    return np.clip(gradient, -threshold, threshold) if threshold else gradient
+
+
+def adam(gradients, b1=0.7, b2=0.9, eps=0.05, eps_root=0.02, corrected=True, nesterov=False):
+    """Kingma and Ba 2015, algorithm 1; with nesterov Dozat 2016."""
+    m = v = 0.0
+    for count, gradient in enumerate(gradients, 1):
+        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+        first, second = (m / (1 - b1**count), v / (1 - b2**count)) if corrected else (m, v)
+        if nesterov:
+            first = b1 * m / (1 - b1 ** (count + 1)) + (1 - b1) * gradient / (1 - b1**count)
+        yield first / (np.sqrt(second + eps_root) + eps)
+
+
+def lion(gradients, b1=0.7, b2=0.9):
+    """Chen et al. 2023, algorithm 2."""
+    m = 0.0
+    for gradient in gradients:
+        yield np.sign(b1 * m + (1 - b1) * gradient)
+        m = b2 * m + (1 - b2) * gradient
+
+
+def sgd(gradients, momentum=0.5, nesterov=False):
+    trace = 0.0
+    for gradient in gradients:
+        trace = momentum * trace + gradient
+        yield momentum * trace + gradient if nesterov else trace
+
+
+def muon(gradients, beta=0.8, eps=0.05, nesterov=False):
+    """Jordan et al. 2024, of each matrix [inputs, outputs], with the size of Liu et al. 2025."""
+    m = 0.0
+    for count, gradient in enumerate(gradients, 1):
+        m = beta * m + (1 - beta) * gradient
+        x = m / (1 - beta**count)
+        if nesterov:
+            x = beta * m / (1 - beta ** (count + 1)) + (1 - beta) * gradient / (1 - beta**count)
+        x = x / (np.sqrt((x**2).sum((-2, -1), keepdims=True)) + eps)
+        for _ in range(5):
+            gram = x @ x.swapaxes(-2, -1)
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        yield x * 0.2 * np.sqrt(max(x.shape[-2:]))
+
+
+ADAM = {"adam_b1": 0.7, "adam_b2": 0.9, "adam_eps": 0.05, "adam_eps_root": 0.02}
+MUON = ADAM | {"opt_type": "muon", "muon_beta": 0.8, "nesterov": False}
+WO, NORM, HEAD = "layers/mlp/wo/kernel", "decoder_norm/scale", "logits_dense/kernel"
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "name", "clipping"),
+    [
+        (adam, {}, WO, ()),
+        (adam, {}, NORM, (0.5,)),
+        (adam, {}, NORM, (0.5, "value")),
+        (functools.partial(adam, corrected=False), {"adam_bias_correction": False}, NORM, ()),
+        (lion, {"opt_type": "lion"}, WO, (0.5, "value")),
+        (sgd, {"opt_type": "sgd", "momentum": 0.5, "nesterov": False}, NORM, (0.5,)),
+        (muon, MUON, WO, ()),
+        (functools.partial(muon, nesterov=True), MUON | {"nesterov": True}, WO, (0.5, "value")),
+        (adam, MUON, NORM, ()),
+        (functools.partial(adam, nesterov=True), MUON | {"nesterov": True}, HEAD, ()),
+    ],
+)  # fmt: skip
+def test_updates_are_those_of_the_papers(rule, keys, name, clipping):
+    """Gradients that differ by element and step, clipped before the moments see them."""
+    shape = parameters_of(tiny_config("llama2", **PLAIN).model)[name].shape
+    draw = np.random.default_rng(0).normal
+    gradients = [scale * draw(size=shape) for scale in (1.0, 3.0, 0.2, 1.0)]
+    linear = {"lr_schedule_type": "linear", "adam_weight_decay": 0.1}
+    names = ("gradient_clipping_threshold", "gradient_clipping_type")
+    options = dict(zip(names, clipping, strict=False))
+    keys = ADAM | linear | options | keys
+    given = [lambda _, gradient=gradient: jnp.float32(gradient) for gradient in gradients]
+    found, _ = steps_of(given, only=name, **keys)
+    schedule = learning_rate_schedule(tiny_config(**PLAIN | linear).schedule)
+    directions = rule([clipped(gradient, *clipping) for gradient in gradients])
+    for step, (updates, direction) in enumerate(zip(found, directions, strict=True)):
+        expected = -float(schedule(step)) * (direction + 0.1 * 2)
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-3, atol=2e-5 * RATE)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "lion", "muon"])
+def test_the_first_moment_has_its_format(opt_type):
+    for dtype, keys in (("float32", {}), ("bfloat16", {"mu_dtype": "bfloat16"})):
+        optimizer, parameters = optimizer_of(opt_type=opt_type, **keys)
+        params = map_param_names(parameters, lambda name: jnp.zeros(parameters[name].shape))  # noqa: B023
+        leaves = jax.tree_util.tree_leaves_with_path(jax.eval_shape(optimizer.init, params))
+        dtypes = {}
+        for path, leaf in leaves:
+            for moment in ("mu", "nu"):
+                if f".{moment}[" in jax.tree_util.keystr(path):
+                    dtypes.setdefault(moment, set()).add(str(leaf.dtype))
+        assert dtypes["mu"] == {dtype}
+        assert dtypes.get("nu", {"float32"}) == {"float32"}
 
 
 def test_lion_and_momentum_by_hand():
@@ -192,3 +298,129 @@ def test_adafactor_has_its_keys_and_follows_the_schedule():
         found, _ = steps_of([1.0, -1.0], **keys, **more)
         for updates, value in zip(found, expected, strict=True):
             np.testing.assert_allclose(updates[name], -RATE * value, rtol=1e-4)
+
+
+# --- Layers, stacked or not -----------------------------------------------------------------------
+
+LAYER_SCALES = (1.0, 3.0, 0.3, 10.0)  # unlike on purpose: a statistic over all would show
+# Of one layer: a matrix, a kernel of heads, experts, a norm, and norms' single scales.
+LAYER_SPECS = {
+    "mlp/wo/kernel": ParamSpec((12, 8), jnp.float32, ("mlp", "embed"), 1),
+    "self_attention/query/kernel": ParamSpec((8, 4, 2), jnp.float32, ("embed", "heads", None), 1),
+    "mlp/experts/wi_0": ParamSpec((2, 8, 12), jnp.float32, ("exp", "embed", "mlp"), 1),
+    "norm/scale": ParamSpec((8,), jnp.float32, ("norm",), 0),
+    "scale_norm/scale": ParamSpec((1,), jnp.float32, ("norm",), 0),
+}
+
+
+def layer_arrays(seed):
+    """An array for each layer and parameter, by layer and name."""
+    draw = np.random.default_rng(seed).normal
+    return [
+        {name: np.float32(scale * draw(size=spec.shape)) for name, spec in LAYER_SPECS.items()}
+        for scale in LAYER_SCALES
+    ]
+
+
+def updates_of_layers(layers, gradients, *, stacked, **keys):
+    """The updates of each layer for several gradients, with parameters that move."""
+    config = tiny_config(**PLAIN | {"adam_weight_decay": 0.0} | keys)
+    stack_axis = ("layers",) if stacked else ()
+    prefixes = ["layers/"] if stacked else [f"layers/{i}/" for i in range(len(layers))]
+    specs = {
+        prefix + name: spec._replace(
+            shape=(len(layers),) * stacked + spec.shape, logical_axes=stack_axis + spec.logical_axes
+        )
+        for prefix in prefixes
+        for name, spec in LAYER_SPECS.items()
+    }  # fmt: skip
+
+    def stored(arrays):
+        if stacked:
+            values = {
+                f"layers/{name}": np.stack([layer[name] for layer in arrays])
+                for name in LAYER_SPECS
+            }
+        else:
+            values = {
+                f"layers/{i}/{name}": layer[name]
+                for i, layer in enumerate(arrays)
+                for name in LAYER_SPECS
+            }
+        return map_param_names(specs, lambda name: jnp.asarray(values[name]))
+
+    schedule = learning_rate_schedule(config.schedule)
+    optimizer = make_optimizer(config.optimizer, schedule, specs)
+    params = stored(layers)
+    state, update, found = optimizer.init(params), jax.jit(optimizer.update), []
+    for gradient in gradients:
+        updates, state = update(stored(gradient), state, params)
+        params = optax.apply_updates(params, updates)
+        named = by_name(updates)
+        found.append(
+            [
+                {
+                    name: named[f"layers/{name}"][i] if stacked else named[f"layers/{i}/{name}"]
+                    for name in LAYER_SPECS
+                }
+                for i in range(len(layers))
+            ]
+        )
+    return found
+
+
+def adafactor_by_the_paper(parameter, gradients, min_size):
+    """Updates of one parameter (Shazeer and Stern 2018, algorithms 4 and 5), in float64."""
+    parameter, moment, updates = np.float64(parameter), None, []
+    factored = parameter.ndim >= 2 and sorted(parameter.shape)[-2] >= min_size
+    *_, columns, rows = np.argsort(parameter.shape) if factored else (None, None)
+    for step, gradient in enumerate(gradients, start=1):
+        decay = 1 - step**-0.8
+        square = np.float64(gradient) ** 2 + 1e-30
+        if factored:
+            now = [square.mean(axis, keepdims=True) for axis in (rows, columns)]
+        else:
+            now = [square]
+        if moment is None:
+            moment = [np.zeros_like(one) for one in now]
+        moment = [decay * old + (1 - decay) * new for old, new in zip(moment, now, strict=True)]
+        second = moment[0]
+        if factored:
+            second = moment[0] * moment[1] / moment[0].mean(columns, keepdims=True)
+        update = gradient / np.sqrt(second)
+        update /= max(1.0, np.sqrt(np.mean(update**2)))
+        update *= -RATE * max(1e-3, np.sqrt(np.mean(parameter**2)))
+        parameter = parameter + update
+        updates.append(update)
+    return updates
+
+
+@pytest.mark.parametrize("min_size", [4, 128])
+def test_adafactor_of_stacked_layers_is_that_of_each(min_size):
+    layers, gradients = layer_arrays(0), [layer_arrays(seed) for seed in range(1, 6)]
+    keys = {"opt_type": "adafactor", "adafactor.min_dim_size_to_factor": min_size}
+    found = {
+        stacked: updates_of_layers(layers, gradients, stacked=stacked, **keys)
+        for stacked in (False, True)
+    }
+    for i, layer in enumerate(layers):
+        for name, parameter in layer.items():
+            expected = adafactor_by_the_paper(
+                parameter, [gradient[i][name] for gradient in gradients], min_size
+            )
+            for step, update in enumerate(expected):
+                for updates in found.values():
+                    np.testing.assert_allclose(updates[step][i][name], update, rtol=2e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "lion", "sgd", "muon"])
+def test_updates_of_stacked_layers_are_those_of_each(opt_type):
+    layers, gradients = layer_arrays(0), [layer_arrays(seed) for seed in range(1, 4)]
+    keys = {"opt_type": opt_type}
+    separate = updates_of_layers(layers, gradients, stacked=False, **keys)
+    together = updates_of_layers(layers, gradients, stacked=True, **keys)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-7),
+        separate,
+        together,
+    )

@@ -1,22 +1,31 @@
 """A head and an objective of a user's module: checked, trained and decoded like built-in ones."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
-from MaxText.evaluation.validation import make_eval_step
+from MaxText.evaluation.validation import evaluate, make_eval_step
 from MaxText.experiments import conformance
 from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
 from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
+from MaxText.training import objective, spike_guard
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import is_in_nats
-from tests.small_models import random_batch, tiny_config, trainer
+from MaxText.training.step import is_loss
+from tests.small_models import (
+    assert_close,
+    made_for_training,
+    random_batch,
+    tiny_config,
+    trainer,
+)
 
 MINE = """
 import jax.numpy as jnp
@@ -107,6 +116,7 @@ def test_the_objective_is_what_training_minimizes():
     assert not is_in_nats(config.model.objective)
     assert is_in_nats(tiny_config().model.objective)
     model, state, step = trainer(config)
+    initial = state.params
     batch = random_batch(config, 2)
     sums = jax.jit(make_eval_step(model))(state.params, batch)
     logits = np.asarray(jax.jit(lambda params: model.merge(params)(batch))(state.params), float)
@@ -119,8 +129,46 @@ def test_the_objective_is_what_training_minimizes():
         losses.append(metrics)
     np.testing.assert_allclose(losses[0]["focal_loss"], expected, rtol=1e-5)
     assert losses[1]["loss"] < losses[0]["loss"] == losses[0]["focal_loss"]
+    # A cross entropy beside it, which is not minimized.
+    nats = np.average(-log_p, weights=np.asarray(batch.loss_mask_BT))
+    np.testing.assert_allclose(losses[0]["lm_loss"], nats, rtol=1e-5)
+    report = evaluate(jax.jit(make_eval_step(model)), initial, [batch, batch], step=0)
+    np.testing.assert_allclose(report.loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(report.lm_loss, nats, rtol=1e-5)
+    assert f"loss={expected:.3f}, lm_loss={nats:.3f}, perplexity=" in report.line()
+    row = report.row()
+    np.testing.assert_allclose([row["eval/avg_loss"], row["eval/lm_loss"]], [expected, nats], 1e-5)
     assert "log_z" in losses[0]
     np.testing.assert_allclose(sums["focal_loss"] / sums["total_weights"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_cross_entropy_beside_an_objective_changes_no_gradient(num_microbatches, monkeypatch):
+    config = tiny_config(**KEYS | {"num_vocab_tiling": 1})
+    batch = random_batch(config, 4)
+    _, state, step = trainer(config, num_microbatches)
+    after, metrics = step(state, batch)
+    monkeypatch.setattr(
+        objective, "cross_entropy", lambda logits, targets: (jnp.zeros(targets.shape), None)
+    )
+    _, state, step = trainer(config, num_microbatches)
+    without, others = step(state, batch)
+    assert metrics["lm_loss"] > others["lm_loss"] == 0
+    assert metrics["loss"] == pytest.approx(float(others["loss"]), rel=1e-6)
+    assert_close(after.params, without.params, atol=1e-6)
+
+
+def test_every_metric_is_a_loss_or_known_to_be_none():
+    config = tiny_config(
+        num_experts=2, router_z_loss_weight=0.01, z_loss_multiplier=0.01, num_experts_per_tok=1
+    )
+    _, _, initialize = made_for_training(config, Model(config.model), config.guard)
+    _, _, step = trainer(config, guard=config.guard, log_layer_norms=True)
+    state = jax.jit(initialize)(jax.random.key(0))
+    metrics = jax.eval_shape(step, state, random_batch(config, 2))[1]
+    losses = {name for name in metrics if is_loss(name)}
+    assert losses == {"loss", "lm_loss", "z_loss", "moe_lb_loss", "moe_z_loss"}
+    assert set(metrics) > spike_guard.METRICS
 
 
 def test_what_is_refused(module):

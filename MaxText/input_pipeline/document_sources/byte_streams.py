@@ -1,10 +1,12 @@
-"""Opens remote and compressed files, and archives."""
+"""Opens remote and compressed files, and archives; recognizes stand-ins for missing files."""
 
 import bz2
 import functools
 import gzip
 import io
 import lzma
+import os
+import re
 import sys
 import tarfile
 import tempfile
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from MaxText.errors import UserError
-from MaxText.storage.file_access import file_system, is_url, local_path, reason
+from MaxText.storage.file_access import file_system, is_url, local_path, open_stream, reason
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -37,6 +39,51 @@ _DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 READ_ERRORS = (EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError, tarfile.TarError, OSError)
 """What reading a damaged or missing file raises."""
 
+# What Git LFS and git-annex leave in place of a file whose contents were not downloaded.
+_POINTERS = {
+    "Git LFS": (re.compile(rb"version https?://(git-lfs|hawser)\S*/spec/"), "git lfs pull"),
+    "git-annex": (re.compile(rb"/annex/objects/\S+\s*$"), "git annex get"),
+}
+_POINTER_SIZE = re.compile(rb"(?m)^size (\d{1,18})$|-s(\d{1,18})-")
+_LONGEST_POINTER = 1024  # by the specification of Git LFS
+
+
+class PointerFileError(UserError):
+    """A file holds a pointer to its contents; `num_bytes` is their size, 0 if unknown."""
+
+    def __init__(self, message: str, num_bytes: int):
+        super().__init__(message)
+        self.num_bytes = num_bytes
+
+    def __reduce__(self):
+        return PointerFileError, (str(self), self.num_bytes)
+
+
+def check_no_pointer(head: bytes, where: str) -> None:
+    """Raises PointerFileError if the first bytes of a file are those of a pointer."""
+    head = head[:_LONGEST_POINTER]
+    for system, (beginning, command) in _POINTERS.items():
+        if beginning.match(head):
+            size = _POINTER_SIZE.search(head)
+            num_bytes = int(size[1] or size[2]) if size else 0
+            raise PointerFileError(
+                f"{where} is a {system} pointer, not the data that it stands for ({num_bytes:,} "
+                f"bytes). Download them ({command}), or leave the file out.",
+                num_bytes,
+            )
+
+
+def check_no_pointer_file(path: str) -> None:
+    """Raises PointerFileError if a small local file is a pointer; ignores missing files."""
+    if not is_url(path):
+        try:
+            with open_stream(path) as file:
+                head = file.read(_LONGEST_POINTER + 1)
+        except (OSError, ValueError):
+            return
+        if len(head) <= _LONGEST_POINTER:
+            check_no_pointer(head, path)
+
 
 @contextmanager
 def read_errors_as_user_error(where: str) -> Iterator[None]:
@@ -44,8 +91,12 @@ def read_errors_as_user_error(where: str) -> Iterator[None]:
     try:
         yield
     except READ_ERRORS as error:
+        check_no_pointer_file(where)
+        problem = reason(error)
+        if isinstance(error, FileNotFoundError) and os.path.islink(local_path(where)):
+            problem = f"it is a link to {os.readlink(local_path(where))}, which does not exist"
         raise UserError(
-            f"{where} cannot be read ({reason(error)}). Copy it again, or leave it out."
+            f"{where} cannot be read ({problem}). Copy it again, or leave it out."
         ) from error
 
 
@@ -78,16 +129,16 @@ def decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
     Compression is "gz", "zst", "xz", "bz2" or "". Raises EOFError on reading if the file is
     truncated.
     """
-    source = _with_peek(file)
+    source = with_peek(file)
     if not compression:
         return source
     if not source.peek(1):
         raise EOFError("it is empty")
-    return _with_peek(_DECOMPRESSORS[compression](source))
+    return with_peek(_DECOMPRESSORS[compression](source))
 
 
-def _with_peek(file: Any) -> io.BufferedReader:
-    # Files of fsspec cannot peek.
+def with_peek(file: Any) -> io.BufferedReader:
+    """Returns a reader that can peek, as files of fsspec cannot."""
     return file if hasattr(file, "peek") else io.BufferedReader(file, _BUFFER_BYTES)
 
 

@@ -1,6 +1,6 @@
 """The corpus of `prepare_source`, divided into independent shards."""
 
-import functools
+import contextlib
 import os
 import platform
 import re
@@ -10,24 +10,41 @@ from typing import Any, NamedTuple
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources import text_streams
-from MaxText.input_pipeline.document_sources.byte_streams import read_errors_as_user_error
+from MaxText.input_pipeline.document_sources.byte_streams import (
+    PointerFileError,
+    check_no_pointer_file,
+    read_errors_as_user_error,
+)
 from MaxText.input_pipeline.document_sources.document_formats import (
     JSON_LAYOUTS,
     RECORD_LAYOUTS,
     TABLE_LAYOUTS,
     Layout,
+    known_format,
 )
 from MaxText.input_pipeline.document_sources.records import record_texts
 from MaxText.input_pipeline.document_sources.source_files import (
     STDLIB,
     FileRange,
     SourceFile,
+    printable,
     resolve_files,
     split_entries,
 )
-from MaxText.input_pipeline.document_sources.tables import table_texts
-from MaxText.input_pipeline.document_sources.text_streams import Skipped, stream_texts
-from MaxText.storage.file_access import file_infos, is_url, local_path, open_stream
+from MaxText.input_pipeline.document_sources.tables import count_rows, table_texts
+from MaxText.input_pipeline.document_sources.text_streams import (
+    Skipped,
+    TooManyBadError,
+    stream_texts,
+)
+from MaxText.storage.file_access import (
+    FileInfo,
+    file_infos,
+    is_url,
+    local_path,
+    open_stream,
+    real_paths,
+)
 
 SHARD_BYTES = 2**26
 
@@ -61,7 +78,7 @@ class Shard:
 
     ranges: tuple[FileRange, ...]
     text_field: str
-    max_bad_records: int = 0  # malformed rows and unreadable files to skip
+    max_bad_records: int = 0  # malformed and unreadable documents to skip
     split: str = ""  # of the source; empty if it has none
 
     @property
@@ -72,8 +89,8 @@ class Shard:
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yields the documents, counting skipped ones.
 
-        Skips up to `bad_records.maximum` malformed rows, and files that cannot be read from the
-        start. Raises UserError beyond that, and for files damaged midway.
+        Skips up to `bad_records.maximum` documents in malformed rows and in files that cannot be
+        read from the start. Raises UserError beyond that, and for files damaged midway.
         """
         skipped.limit = self.max_bad_records
         for each in self.ranges:
@@ -86,10 +103,32 @@ class Shard:
                             yield Document(text, name, row)
                         else:
                             skipped["empty"] += 1
+                skipped.readable_bytes += each.num_bytes
+            except TooManyBadError:
+                raise
             except UserError as error:
                 if has_begun:
                     raise  # an unknown part of the file would be lost
-                skipped.count_bad("unreadable", error)
+                _count_unreadable(each, error, skipped)
+
+
+def _count_unreadable(part: FileRange, error: UserError, skipped: Skipped) -> None:
+    """Counts the documents of a range that cannot be read, as far as their number is known."""
+    layout, compression = part.file.format
+    num_bytes = part.num_bytes
+    num_documents = None
+    try:
+        check_no_pointer_file(part.file.path)
+        if layout in TABLE_LAYOUTS:
+            # Rows of another column than the text.
+            with contextlib.suppress(OSError, UserError, ValueError):
+                num_documents = count_rows(part)
+    except PointerFileError as pointer:
+        error = pointer
+        num_bytes = pointer.num_bytes
+    if layout is Layout.TEXT and not compression:
+        num_documents = max(1, -(-num_bytes // text_streams.LONGEST_TEXT))
+    skipped.count_unreadable(error, num_documents, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -99,6 +138,7 @@ class Corpus:
     description: str  # without machine-specific paths
     num_files: int
     shards: tuple[Shard, ...]  # in document order
+    notes: tuple[str, ...] = ()  # on files that are not read, or not as their neighbors are
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -109,11 +149,18 @@ class Corpus:
         """Returns what the text depends on: files, their times, and options."""
         ranges = [part for shard in self.shards for part in shard.ranges]
         return {
-            "files": file_infos(list(dict.fromkeys(part.file.path for part in ranges))),
+            "files": _file_infos(list(dict.fromkeys(part.file.path for part in ranges))),
             "ranges": [[part.file.path, part.start, part.stop] for part in ranges],
             "text_field": self.shards[0].text_field,
             "max_bad_records": self.shards[0].max_bad_records,
         }
+
+
+def _file_infos(paths: list[str]) -> list[FileInfo]:
+    """Returns `file_infos` of files, of which some may be links that lead nowhere."""
+    broken = {path for path in paths if not is_url(path) and not os.path.exists(local_path(path))}
+    known = file_infos([path for path in paths if path not in broken])
+    return known + [FileInfo(path, 0, "") for path in sorted(broken)]
 
 
 def open_corpus(
@@ -129,18 +176,31 @@ def open_corpus(
     UserError without entries, or for one that matches no readable file.
     """
     entries = split_entries(prepare_source)
-    found: dict[str, SourceFile] = {}  # without duplicates
-    real_folder = functools.cache(os.path.realpath)  # asks the system about every parent
-    for file in (file for entry in entries for file in resolve_files(entry)):
-        if not is_url(path := file.path):
-            path = os.path.join(real_folder(os.path.dirname(path)), os.path.basename(path))
-            path = os.path.realpath(path) if os.path.islink(path) else path
-        found.setdefault(path, file)
-    files = [*found.values()]
+    notes: list[str] = []
+    found = [file for entry in entries for file in _resolve(entry, entries, notes)]
+    files_by_path: dict[str, SourceFile] = {}
+    for file, path in zip(found, real_paths([file.path for file in found]), strict=True):
+        # Of several names of a file, as in a snapshot of the hub, the first that tells its format.
+        known = files_by_path.get(path)
+        if known is None or (known_format(file.name) and not known_format(known.name)):
+            files_by_path[path] = file
+    files = [*files_by_path.values()]
     shards = split_into_shards(files, _splits(files), text_field, shard_bytes, max_bad_records)
     stdlib = f"Python {platform.python_version()} standard library"
     names = [stdlib if entry == STDLIB else entry for entry in entries]
-    return Corpus(", ".join(names), len(files), shards)
+    return Corpus(printable(", ".join(names)), len(files), shards, tuple(notes))
+
+
+def _resolve(entry: str, entries: list[str], notes: list[str]) -> list[SourceFile]:
+    try:
+        return resolve_files(entry, notes)
+    except UserError as error:
+        if len(entries) == 1 or "no such file" not in str(error):
+            raise
+        raise UserError(
+            f"{error} prepare_source was split at its commas: write [,] for a comma that belongs "
+            "to a pattern or a URL."
+        ) from error
 
 
 def _splits(files: list[SourceFile]) -> list[str]:
@@ -209,9 +269,9 @@ def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
             "prepare_source."
         )
     if file.format.layout in TABLE_LAYOUTS:
-        yield from table_texts(part, text_field)
+        yield from table_texts(part, text_field, skipped)
     elif file.format.layout in RECORD_LAYOUTS:
-        yield from record_texts(part, text_field)
+        yield from record_texts(part, text_field, skipped)
     else:
         with open_stream(path) as content:
             span = part.start, part.stop

@@ -9,6 +9,7 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import (
     READ_ERRORS,
+    check_no_pointer_file,
     decode,
     decompressed,
     local_file,
@@ -24,7 +25,11 @@ from MaxText.input_pipeline.document_sources.tables import (
     open_table,
     table_documents,
 )
-from MaxText.input_pipeline.document_sources.text_streams import PARAGRAPH_END, missing_text_error
+from MaxText.input_pipeline.document_sources.text_streams import (
+    PARAGRAPH_END,
+    Skipped,
+    missing_text_error,
+)
 from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
 from MaxText.storage.errors import BadRecordError
@@ -57,11 +62,12 @@ def scan_records(part: FileRange) -> _Records:
         yield from array_record.scan_records(path, copy, part.partition)
 
 
-def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
+def record_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
     """Yields (number of the record in the file, text).
 
     `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
-    Raises UserError or READ_ERRORS for damage, and UserError for a record without text.
+    `skipped` collects records without text. Raises UserError or READ_ERRORS for damage, and
+    UserError beyond the limit of `skipped`.
     """
     path = part.file.path
     is_numbered = part.file.format.layout is Layout.ARRAY_RECORD
@@ -70,7 +76,12 @@ def record_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
         if isinstance(record, BadRecordError):
             raise record
         number = position if is_numbered else count
-        yield number, _text(record, f"{path}, record {number},", text_field)
+        try:
+            text = _text(record, f"{path}, record {number},", text_field)
+        except UserError as error:
+            skipped.count_malformed(error)
+            continue
+        yield number, text
 
 
 def _text(record: bytes, where: str, text_field: str) -> str:
@@ -154,6 +165,7 @@ def _documents(
             else:
                 yield record
     except READ_ERRORS as error:
+        check_no_pointer_file(path)
         problem = f"from here on the file cannot be read ({reason(error)})"
         raise BadRecordError(path, position, problem, unit) from error
 

@@ -25,6 +25,7 @@ from MaxText.input_pipeline.document_sources.document_formats import (
     format_of,
     known_format,
 )
+from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 
@@ -43,6 +44,13 @@ _ABOUT_TABLES = {
     *("features.json", "export.json", "readme.md"),
     *("records_manifest.json", "prepared_from.json"),  # the second of earlier versions
 }
+# Next to files of rows, plain text with these names describes the data.
+_ABOUT_ROWS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|citation|authors|changelog|datasheet|dataset_?card)"
+    r"([-_.].*)?"
+)
+_MAX_NAMED_FILES = 5  # in a note
+
 # Cached results that `datasets` writes next to a saved dataset.
 _CACHED = re.compile(r"(.*/)?cache-[^/]*\.arrow")
 
@@ -101,9 +109,8 @@ class FileRange:
 
 
 def split_entries(prepare_source: str) -> list[str]:
-    """Splits a comma separated list, keeping commas inside {braces}."""
-    parts = re.findall(r"(?:\{[^{}]*\}|[^,])+", prepare_source)
-    entries = [*filter(None, map(str.strip, parts))]
+    """Splits a comma separated list, keeping commas of existing names and inside {braces}."""
+    entries = file_access.split_list(prepare_source, ",")
     if not entries:
         raise UserError(
             f"{_KEY} is not set: give files, folders, patterns or URLs of text ({READ_ENDINGS}), "
@@ -112,11 +119,12 @@ def split_entries(prepare_source: str) -> list[str]:
     return entries
 
 
-def resolve_files(entry: str) -> list[SourceFile]:
+def resolve_files(entry: str, notes: list[str]) -> list[SourceFile]:
     """Returns the files of one entry, in order, without reading them.
 
     An entry is a file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with
-    one name per line, or `python_stdlib`. Raises UserError if it matches no readable file.
+    one name per line, or `python_stdlib`. `notes` collects messages on files that are not read, or
+    not as their neighbors are. Raises UserError if it matches no readable file.
     """
     if entry == STDLIB:
         return _stdlib_files(stdlib_root())
@@ -132,7 +140,11 @@ def resolve_files(entry: str) -> list[SourceFile]:
     else:
         names = [*file_access.relative_names([file.path for file in files])]
     found = dict(zip(names, files, strict=True))
-    return _folder_files(entry, found) if is_folder else [*map(_source_file, files, names)]
+    if is_folder:
+        return _folder_files(entry, found, notes)
+    sources = [*map(_source_file, files, names)]
+    _note_other_kinds(entry, {source.name: source.format for source in sources}, notes)
+    return sources
 
 
 def _source_file(file: FileInfo, name: str) -> SourceFile:
@@ -144,9 +156,15 @@ def _source_file(file: FileInfo, name: str) -> SourceFile:
             f"{file.path}: {ending} files are not read. Convert it to plain text or to .jsonl (one "
             "object with the text per line), which may be compressed (.gz .zst .xz .bz2)."
         )
-    # Surrogate escapes of a non-UTF-8 name cannot be printed or stored.
-    name = os.fsencode(name).decode(errors="replace")
-    return SourceFile(file.path, name, file.size, file_format)
+    return SourceFile(file.path, printable(name), file.size, file_format)
+
+
+def printable(name: str) -> str:
+    """Returns a name without the surrogate escapes of bytes that are not UTF-8.
+
+    They can be neither printed nor stored.
+    """
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _is_made(folder: Path) -> bool:
@@ -178,7 +196,26 @@ def _leftovers(folder: Path, found: Iterable[str]) -> set[str]:
     return leftovers
 
 
-def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
+def _named(names: Iterable[str]) -> str:
+    """Names a few of some files, with their number if there are more."""
+    in_order = sorted(map(printable, names), key=file_access.natural_key)
+    shown = ", ".join(in_order[:_MAX_NAMED_FILES])
+    num_more = len(in_order) - _MAX_NAMED_FILES
+    return f"{shown} and {num_more:,} more" if num_more > 0 else shown
+
+
+def _note_other_kinds(entry: str, formats: dict[str, FileFormat], notes: list[str]) -> None:
+    """Adds a note on plain text among files of rows, which becomes documents too."""
+    texts = [name for name, file_format in formats.items() if file_format.layout is Layout.TEXT]
+    num_others = len(formats) - len(texts)
+    if texts and num_others:
+        notes.append(
+            f"note: {entry}: {pluralize(len(texts), 'file')} of plain text among "
+            f"{pluralize(num_others, 'file')} of rows, read as documents too: {_named(texts)}"
+        )
+
+
+def _folder_files(entry: str, found: dict[str, FileInfo], notes: list[str]) -> list[SourceFile]:
     """Returns files of a folder with a known extension, in natural order."""
     if not file_access.is_url(entry):
         folder = Path(file_access.local_path(entry))
@@ -187,19 +224,45 @@ def _folder_files(entry: str, found: dict[str, FileInfo]) -> list[SourceFile]:
         found = {name: file for name, file in found.items() if not name.startswith(made)}
         found = {name: found[name] for name in found.keys() - _leftovers(folder, found)}
     known = {name: known_format(name) for name in found if not _CACHED.fullmatch(name)}
-    layouts = {each.layout for each in known.values() if each}
-    hidden = _ABOUT_TABLES if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS) else ()
-    chosen = [
-        name
-        for name, each in known.items()
-        if each and os.path.basename(name).lower() not in hidden
-    ]
+    formats = {name: file_format for name, file_format in known.items() if file_format}
+    about = _about_data(formats)
+    chosen = {name: formats[name] for name in formats if name not in about}
+    if about:
+        notes.append(
+            f"note: {entry}: {pluralize(len(about), 'file')} about the data not read: "
+            f"{_named(about)}"
+        )
+    read = {*file_access.real_paths([found[name].path for name in chosen])}
+    others = [name for name, file_format in known.items() if not file_format]
+    other_paths = file_access.real_paths([found[name].path for name in others])
+    # Targets of links that are read, as in the cache of the hub, are no other files.
+    unknown = [name for name, path in zip(others, other_paths, strict=True) if path not in read]
+    if unknown:
+        notes.append(
+            f"note: {entry}: {pluralize(len(unknown), 'file')} with other endings not read: "
+            f"{_named(unknown)} (a pattern reads them as plain text)"
+        )
+    _note_other_kinds(entry, chosen, notes)
     if not chosen:
         raise UserError(
             f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. To read other "
             f"plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
         )
     return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
+
+
+def _about_data(formats: dict[str, FileFormat]) -> set[str]:
+    """Returns the files of a folder that describe its data, by their names."""
+    base_names = {name: os.path.basename(name).lower() for name in formats}
+    layouts = {file_format.layout for file_format in formats.values()}
+    about: set[str] = set()
+    if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS):
+        about |= {name for name, base_name in base_names.items() if base_name in _ABOUT_TABLES}
+    texts = {name for name in formats if formats[name].layout is Layout.TEXT}
+    # With more text than that, a README is a document like any other.
+    if len(texts) < len(formats) and all(_ABOUT_ROWS.fullmatch(base_names[name]) for name in texts):
+        about |= texts
+    return about
 
 
 def stdlib_root() -> Path:

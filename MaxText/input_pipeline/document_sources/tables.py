@@ -10,13 +10,18 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import decode
 from MaxText.input_pipeline.document_sources.source_files import FileRange
-from MaxText.input_pipeline.document_sources.text_streams import PARAGRAPH_END, missing_text_error
+from MaxText.input_pipeline.document_sources.text_streams import (
+    PARAGRAPH_END,
+    Skipped,
+    missing_text_error,
+)
 from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import is_url, local_path, open_stream
 
 IGNORED = -100
 """Label of a position that does not count; any negative one is read as such."""
 
+_MAX_NAMED_FIELDS = 10  # in a message
 _BATCH_ROWS = 256  # parquet rows decoded at a time
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
 _MASK, _LABELS = "attention_mask", "labels"
@@ -136,25 +141,57 @@ def _is_text(column_type: Any) -> bool:
     return str(getattr(column_type, "value_type", column_type)) in _TEXT_TYPES
 
 
-def table_texts(part: FileRange, text_field: str) -> Iterator[tuple[int, str]]:
+def _nested_text(name: str, column_type: Any) -> list[str]:
+    """Returns the names of text inside of a column, such as `meta.text`."""
+    if _is_text(column_type):
+        return [name]
+    if _is_list(column_type):
+        return _nested_text(f"{name}[]", column_type.value_type)
+    if str(column_type).startswith("struct<"):
+        return [
+            nested
+            for field in column_type
+            for nested in _nested_text(f"{name}.{field.name}", field.type)
+        ]
+    return []
+
+
+def count_rows(part: FileRange) -> int:
+    """Returns the number of rows of a range, whatever their columns; raises as open_table."""
+    with open_table(part) as table:
+        return sum(batch.num_rows for _, batch in table.read([]))
+
+
+def table_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
     """Yields (row number, text or "" for null) for rows of a range.
 
-    `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). Raises
-    UserError if there is no such column, or pyarrow is not installed, and READ_ERRORS for damage.
+    `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). `skipped`
+    collects rows of other bytes. Raises UserError if there is no such column, if pyarrow is not
+    installed, or beyond the limit of `skipped`, and READ_ERRORS for damage.
     """
     path = part.file.path
     with open_table(part) as table:
         fields = [name for name, column_type in table.types.items() if _is_text(column_type)]
         if text_field not in fields:
-            raise missing_text_error(path, text_field, fields)
+            nested = [
+                name
+                for column, column_type in table.types.items()
+                if column not in fields
+                for name in _nested_text(column, column_type)
+            ]
+            raise missing_text_error(path, text_field, fields, nested[:_MAX_NAMED_FIELDS])
         for first, batch in table.batches([text_field]):
             for row, value in enumerate(batch.column(0).to_pylist(), start=first):
                 paragraphs = value if isinstance(value, list) else [value]
-                texts = (
-                    decode(text, f"{path}, row {row},") if isinstance(text, bytes) else text
-                    for text in paragraphs
-                    if text is not None
-                )
+                try:
+                    texts = [
+                        decode(text, f"{path}, row {row},") if isinstance(text, bytes) else text
+                        for text in paragraphs
+                        if text is not None
+                    ]
+                except UserError as error:
+                    skipped.count_malformed(error)
+                    continue
                 yield row, PARAGRAPH_END.join(texts)
 
 

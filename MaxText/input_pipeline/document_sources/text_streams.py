@@ -14,15 +14,18 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import (
+    PointerFileError,
+    check_no_pointer,
     decode,
     decompressed,
     read_errors_as_user_error,
     scan_members,
+    with_peek,
 )
 from MaxText.input_pipeline.document_sources.document_formats import (
     JSON_LAYOUTS,
@@ -44,28 +47,67 @@ LONGEST_TEXT = 2**20
 _SEARCHED_SHARE = 16
 
 
+# Text with more zero bytes is binary data, UTF-16, or a file that a crash left without contents.
+# A few bytes are too few to tell.
+_MAX_ZERO_SHARE = 0.1
+_FEWEST_BYTES = 1000
+_LOOKED_AT_BYTES = 8000
+
+# Nested fields to name in a message.
+_MAX_NAMED_FIELDS = 10
+_MAX_FIELD_DEPTH = 4
+
+
 class Skipped(Counter[str]):
-    """Skipped documents by reason, and errors of malformed ones."""
+    """Skipped documents by reason, and errors of malformed and unreadable ones.
+
+    Attributes:
+      limit: Malformed and unreadable documents to skip; further ones raise.
+      bad: A message for each of them, or for each unreadable file.
+      num_bad: Their number. A file that holds an unknown number counts as one.
+      unreadable_bytes: Sizes of the files that hold an unknown number.
+      readable_bytes: Size of all other files.
+    """
 
     def __init__(self, limit: int = 0):
         super().__init__()
         self.limit = limit
         self.bad: list[str] = []
+        self.num_bad = 0
+        self.unreadable_bytes: list[int] = []
+        self.readable_bytes = 0
 
-    def count_bad(self, what: str, error: UserError) -> None:
-        """Counts a malformed row or unreadable file; raises at the limit."""
+    def count_malformed(self, error: UserError) -> None:
+        """Counts a malformed row; raises at the limit."""
+        self._count("malformed", error, 1)
+
+    def count_unreadable(self, error: UserError, num_documents: int | None, num_bytes: int) -> None:
+        """Counts the documents of an unreadable file; raises at the limit.
+
+        `num_documents` is None if it is unknown: it is estimated from `num_bytes` at the end.
+        """
+        if num_documents is None:
+            self.unreadable_bytes.append(num_bytes)
+        self._count("unreadable", error, 1 if num_documents is None else num_documents)
+
+    def _count(self, what: str, error: UserError, num_documents: int) -> None:
         if not self.limit:
             raise error
-        if len(self.bad) >= self.limit:
-            raise too_many_error(self.limit, self.bad[0]) from error
-        self[what] += 1
+        self.num_bad += num_documents
         self.bad.append(str(error))
+        if self.num_bad > self.limit:
+            raise too_many_error(self.limit, self.num_bad, self.bad[0]) from error
+        self[what] += num_documents
 
 
-def too_many_error(limit: int, first: str) -> UserError:
-    return UserError(
-        f"more than bad_records.maximum={limit} rows or files cannot be read. The first "
-        f"one: {first}"
+class TooManyBadError(UserError):
+    """More documents cannot be read than bad_records.maximum allows."""
+
+
+def too_many_error(limit: int, num_bad: int, first: str) -> TooManyBadError:
+    return TooManyBadError(
+        f"more than bad_records.maximum={limit} documents cannot be read ({num_bad:,} or more). "
+        f"The first message: {first}"
     )
 
 
@@ -89,7 +131,12 @@ def json_texts(
         rows = () if start else _parse(file.read(), where, text_field)
         for number, row in enumerate(rows):
             row_where = f"{where}, value {number + 1} of its list,"
-            yield number, _row_text(row, row_where, text_field)
+            try:
+                text = _row_text(row, row_where, text_field)
+            except UserError as error:
+                skipped.count_malformed(error)
+                continue
+            yield number, text
         return
     at = start
     if start:
@@ -105,9 +152,11 @@ def json_texts(
             continue
         row_where = f"{where}:{number + 1}"
         try:
-            yield number, _row_text(_parse(line, row_where, text_field), row_where, text_field)
+            text = _row_text(_parse(line, row_where, text_field), row_where, text_field)
         except UserError as error:
-            skipped.count_bad("malformed", error)
+            skipped.count_malformed(error)
+            continue
+        yield number, text
 
 
 def _parse(content: bytes, where: str, text_field: str) -> Any:
@@ -136,14 +185,43 @@ def _row_text(row: object, where: str, text_field: str) -> str:
     if text is None or isinstance(text, str):
         return without_surrogates(text or "")
     strings = [name for name, value in row.items() if isinstance(value, str)]
-    raise missing_text_error(where, text_field, strings)
+    raise missing_text_error(where, text_field, strings, _nested_fields(row))
 
 
-def missing_text_error(where: str, text_field: str, fields: list[str]) -> UserError:
-    """Returns the error for a row without the text field; `fields` hold text."""
+def _nested_fields(value: object, name: str = "", depth: int = 0) -> list[str]:
+    """Returns the names of strings inside of objects and lists, such as `messages[].content`."""
+    if isinstance(value, str):
+        return [name] if depth > 1 else []
+    if depth > _MAX_FIELD_DEPTH:
+        return []
+    if isinstance(value, list):
+        return _nested_fields(value[0], f"{name}[]", depth + 1) if value else []
+    if not isinstance(value, dict):
+        return []
+    nested: list[str] = []
+    for key, inner in value.items():
+        nested += _nested_fields(inner, f"{name}.{key}" if name else key, depth + 1)
+        if len(nested) >= _MAX_NAMED_FIELDS:
+            break
+    return nested[:_MAX_NAMED_FIELDS]
+
+
+def missing_text_error(
+    where: str, text_field: str, fields: list[str], nested: Sequence[str] = ()
+) -> UserError:
+    """Returns the error for a row without the text field.
+
+    `fields` hold text that can be read, and `nested` are the names of text inside of other fields.
+    """
+    problem = f"{where} has no text in field {text_field!r}; fields with text: "
+    problem += ", ".join(fields) or "none"
+    if nested:
+        problem += (
+            f"; nested text, which is not read: {', '.join(nested)} (write it to a field of its "
+            "own)"
+        )
     return UserError(
-        f"{where} has no text in field {text_field!r}; fields with text: "
-        f"{', '.join(fields) or 'none'}. Set text_field to one of them, or remove the file from "
+        f"{problem}. Set text_field to one of the fields with text, or remove the file from "
         "prepare_source. Token ids need no preparation: name them in dataset_path."
     )
 
@@ -167,12 +245,24 @@ def text_chunks(
         if not body and number > 0:
             return
         text = body + line
+        if not number:
+            _check_is_text(text[:_LOOKED_AT_BYTES], where)
         if number:
             yield number, decode(text, f"{where}, chunk {number} of {LONGEST_TEXT} bytes,")
         else:
             yield number, decode(text.removeprefix(codecs.BOM_UTF8), where)
         if not line and not partial:
             return
+
+
+def _check_is_text(head: bytes, where: str) -> None:
+    # Zero bytes are valid UTF-8.
+    if len(head) >= _FEWEST_BYTES and head.count(0) > _MAX_ZERO_SHARE * len(head):
+        raise UserError(
+            f"{where} is not text: {head.count(0) / len(head):.0%} of its first {len(head):,} "
+            "bytes are zeros. If it is UTF-16, convert it (iconv -f UTF-16 -t UTF-8), else copy it "
+            "again or remove it from prepare_source."
+        )
 
 
 def _rest_of_line(file: BinaryIO) -> tuple[bytes, bytes]:
@@ -202,6 +292,9 @@ def stream_texts(
     """
     layout, compression = file_format
     with read_errors_as_user_error(where):
+        if not start:
+            file = with_peek(file)
+            check_no_pointer(file.peek(), where)
         stream = decompressed(file, compression)
         if layout is Layout.TAR:
             yield from enumerate(_member_texts(stream, where, text_field, skipped))
@@ -232,8 +325,19 @@ def _member_texts(file: BinaryIO, where: str, text_field: str, skipped: Skipped)
             file_format = FileFormat(Layout.JSON_LINES, "zst")
         is_text = os.path.splitext(name)[1].lower() not in NOT_TEXT
         if not is_text or file_format.layout in TABLE_LAYOUTS | RECORD_LAYOUTS:
-            raise UserError(
+            error = UserError(
                 f"{member_where} is not text. Unpack the archive and name the files to read."
             )
-        for _, text in stream_texts(contents, file_format, member_where, text_field, skipped):
-            yield text
+            skipped.count_unreadable(error, None, member.size)
+            continue
+        has_begun = False
+        try:
+            for _, text in stream_texts(contents, file_format, member_where, text_field, skipped):
+                has_begun = True
+                yield text
+        except UserError as error:
+            if has_begun or isinstance(error, TooManyBadError):
+                raise
+            num_bytes = error.num_bytes if isinstance(error, PointerFileError) else member.size
+            num_documents = 1 if file_format.layout is Layout.TEXT else None
+            skipped.count_unreadable(error, num_documents, num_bytes)

@@ -98,7 +98,7 @@ class TokenizationJob:
         request = staging / "build_spec.json"
         if (earlier := staging / "request.json").exists():  # the name of earlier versions
             earlier.rename(request)
-        contents = {"layout": 2, **self.tokenization.summary(), "corpus": self.corpus.identity()}
+        contents = {"layout": 3, **self.tokenization.summary(), "corpus": self.corpus.identity()}
         summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
         has_results = request.exists() and (staging / "data_set").exists()
         if has_results and request.read_text(encoding="utf-8") == summary:
@@ -141,22 +141,30 @@ class TokenizationJob:
         """Reports skipped rows and files, and returns counts by reason."""
         skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
         bad = [message for shard in shards for message in shard.bad]
+        num_estimated = _estimate_unreadable(shards)
+        num_bad = sum(shard.num_bad for shard in shards) + num_estimated
+        if num_estimated:
+            skipped["unreadable"] += num_estimated
         limit = max((shard.max_bad_records for shard in self.corpus.shards), default=0)
-        if len(bad) > limit:
-            raise too_many_error(limit, bad[0])
+        if num_bad > limit:
+            self._delete_shards()
+            raise too_many_error(limit, num_bad, bad[0])
         for message in bad[:_MAX_NAMED_ERRORS]:
             self.log(f"warning: skipped: {message}")
         if (num_more := len(bad) - _MAX_NAMED_ERRORS) > 0:
             self.log(f"warning: skipped: {num_more} more rows and files like these")
         if not any(shard.num_documents for shard in shards):
-            # Useless for a retry.
-            shutil.rmtree(self.tokenization.staging / "shards", ignore_errors=True)
+            self._delete_shards()
             reasons = _shown(skipped) or "no rows"
             raise UserError(
                 f"prepare_source={self.corpus.description} has no document with text "
                 f"({self.corpus.num_files:,} files: {reasons}).{f' {bad[0]}' if bad else ''}"
             )
         return dict(sorted(skipped.items()))
+
+    def _delete_shards(self) -> None:
+        """Deletes what would be useless for a retry, which needs other text or options."""
+        shutil.rmtree(self.tokenization.staging / "shards", ignore_errors=True)
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
         parts: dict[str, list[tuple[int, ShardSplit]]] = {}
@@ -187,6 +195,19 @@ class TokenizationJob:
             engine = self.tokenization.tokenizer.engine
             line += f"; encoded at {num_bytes / max(seconds, 1e-3):,.1f} MB/s ({engine})"
         self.log(line)
+
+
+def _estimate_unreadable(shards: Sequence[TokenizedShard]) -> int:
+    """Returns how many more documents the unreadable files hold than one each.
+
+    Estimated from the size on disk of a document in the other files, as the number is unknown.
+    """
+    num_documents = sum(shard.num_documents for shard in shards)
+    if not num_documents:
+        return 0
+    document_bytes = max(sum(shard.readable_bytes for shard in shards) / num_documents, 1.0)
+    sizes = [size for shard in shards for size in shard.unreadable_bytes]
+    return sum(max(round(size / document_bytes), 1) - 1 for size in sizes)
 
 
 def _shown(skipped: dict[str, int]) -> str:

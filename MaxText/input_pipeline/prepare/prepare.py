@@ -107,6 +107,8 @@ def prepare(
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
+    for note in corpus.notes:
+        log(note)
     request = _Request(preparation, corpus, log, _digest_path(corpus, cache_dir))
     if is_url(dataset_path):
         staging = cache_dir or DataConfig().local_cache_dir
@@ -221,6 +223,8 @@ def _tokenizer(request: _Request) -> Tokenizer:
     else:
         tokenizer = _given_tokenizer(request)
         sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
+    for note in tokenizer.notes:
+        request.log(note)
     fast = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.log(
@@ -405,7 +409,8 @@ def tokenize_to_cache(
     if not local_cache.mark_used(folder):
         local_cache.mark_used(_staging(folder))
         local_cache.delete_unused(cache_dir)
-        found = [file for path in files for file in resolve_files(path)]
+        notes: list[str] = []
+        found = [file for path in files for file in resolve_files(path, notes)]
         shards = split_into_shards(found, [""] * len(found), preparation.text_field)
         name = found[0].name
         description = name if len(found) == 1 else f"{len(found):,} files ({name} ...)"

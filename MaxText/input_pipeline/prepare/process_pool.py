@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from MaxText.errors import UserError
+from MaxText.program_start import NOTICES
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import atomic_write_text
 
@@ -53,7 +54,7 @@ def map_in_processes(
     )
     try:
         # Before `_start` ignores Ctrl-C, new processes would print tracebacks of their imports.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *NOTICES})
         try:
             number_of = {pool.submit(_work, job): number for number, job in enumerate(jobs)}
         finally:
@@ -88,8 +89,9 @@ _task: Callable[[Any], Any] | None = None  # of a worker process
 
 def _start(function: Callable[..., Any], shared: Any) -> None:
     global _task
-    # Ctrl-C reaches all processes; the parent stops the workers in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C and notices reach all processes; the parent stops the workers in order.
+    for number in (signal.SIGINT, *NOTICES):
+        signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     _task = functools.partial(function, shared)
 

@@ -103,6 +103,9 @@ class TokenizedShard(FrozenModel):
     num_bytes: int
     skipped: dict[str, int]  # reason -> number of documents
     bad: tuple[str, ...] = ()  # errors of malformed rows and unreadable files
+    num_bad: int = 0  # documents in these, as Skipped counts them
+    unreadable_bytes: tuple[int, ...] = ()  # sizes of files with an unknown number of documents
+    readable_bytes: int = 0  # size of all other files
     lowest: int  # hash of a kept document; 2**64 without any
     threshold: int
     splits: dict[str, ShardSplit]  # those without documents are absent
@@ -155,6 +158,9 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
         num_bytes=num_bytes,
         skipped=dict(skipped),
         bad=tuple(skipped.bad),
+        num_bad=skipped.num_bad,
+        unreadable_bytes=tuple(skipped.unreadable_bytes),
+        readable_bytes=skipped.readable_bytes,
         lowest=lowest,
         threshold=job.threshold,
         splits={split: writer.finish() for split, writer in writers.items()},

@@ -15,7 +15,7 @@ The last two are absent in schema_version 1, which is always array_record.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
@@ -39,6 +39,10 @@ class FrozenModel(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True)
 
 
+_Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
+_Id = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+
+
 def _renamed(name: str, earlier: str) -> Any:
     """A field also read under the name of earlier versions, for one release."""
     return pydantic.Field(validation_alias=pydantic.AliasChoices(name, earlier))
@@ -48,18 +52,18 @@ class RecordFile(FrozenModel):
     """A token file."""
 
     name: str
-    num_bytes: int
-    num_records: int  # chunks of an array_record file, ids of a bin file
-    num_tokens: int | None = None  # None in version 1
+    num_bytes: _Count
+    num_records: _Count  # chunks of an array_record file, ids of a bin file
+    num_tokens: _Count | None = None  # None in version 1
 
 
 class Split(FrozenModel):
     """One split of the data, such as `train` or `validation`."""
 
     files: tuple[RecordFile, ...]
-    num_tokens: int  # including bos and eos
-    num_documents: int
-    num_text_bytes: int  # UTF-8 bytes of the source text
+    num_tokens: _Count  # including bos and eos
+    num_documents: _Count
+    num_text_bytes: _Count  # UTF-8 bytes of the source text
     unigram_entropy_nats: float = _renamed("unigram_entropy_nats", "unigram_entropy")  # per token
     max_token_id: int = _renamed("max_token_id", "largest_id")
     tokens_sha256: str  # of the ids as little-endian bytes in `dtype`
@@ -71,11 +75,11 @@ class TokenizerEntry(FrozenModel):
 
     origin: str  # free-text provenance
     sha256: str
-    vocab_size: int
-    bos_id: int | None = None
-    eos_id: int | None = None
-    pad_id: int | None = None
-    mask_id: int | None = None
+    vocab_size: _Id
+    bos_id: _Id | None = None
+    eos_id: _Id | None = None
+    pad_id: _Id | None = None
+    mask_id: _Id | None = None
 
     @property
     def special_ids(self) -> set[int]:

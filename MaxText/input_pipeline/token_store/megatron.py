@@ -32,6 +32,7 @@ from MaxText.input_pipeline.token_store.store import (
 )
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
+from MaxText.storage.paths import natural_key
 
 MAGIC = b"MMIDIDX\0\0"
 HEADER = struct.Struct("<9sQBQQ")
@@ -62,8 +63,20 @@ def open_megatron(
     if file_access.path_type(f"{prefix}.bin"):
         shards = [file_access.file_info(f"{prefix}.bin")]
     else:  # published as fixed-size byte chunks to concatenate
-        pattern = f"{prefix}-*-of-*.bin"
-        shards = file_access.list_files(pattern, f"{key}={location}, the data of {prefix}.idx")
+        folder, _, name = prefix.rpartition("/")
+        # Compared as text: the name may hold characters of patterns.
+        shard_name = re.compile(re.escape(name) + r"-\d+-of-\d+\.bin")
+        shards = [
+            shard
+            for shard in file_access.files_in(folder or ".")
+            if shard_name.fullmatch(shard.path.rpartition("/")[2])
+        ]
+        shards.sort(key=lambda shard: natural_key(shard.path))
+        if not shards:
+            raise UserError(
+                f"{key}={location}: no such file {prefix}.bin or {name}-*-of-*.bin, the data of "
+                f"{index.path}. {_AGAIN}"
+            )
     identity = f"{file_access.absolute(index.path)} {index.size} {index.tag}"
     try:
         with local_file(index.path) as name:

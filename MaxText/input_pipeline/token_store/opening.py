@@ -43,6 +43,7 @@ from MaxText.input_pipeline.token_store.store import (
     open_flat,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
+from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo, is_url, local_path, relative_names
 
@@ -115,6 +116,15 @@ def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, li
     )
 
 
+def _text_not_read(listed: list[FileInfo], kind: str) -> str:
+    """Describes the text files next to records; often they describe these."""
+    names = [Path(file.path).name for file in listed]
+    texts = [name for name in names if _NAMES["text"].search(name)]
+    if kind == "text" or not texts:
+        return ""
+    return f"; not read: {pluralize(len(texts), 'text file')} next to them ({texts[0]} ...)"
+
+
 def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
     """Selects files by eval_split below their common folder, or UserError."""
     evaluation, for_training = request.data.eval_split, request.for_training
@@ -146,15 +156,18 @@ def open_token_data(request: OpenRequest) -> TokenSplit:
     location, kind = request.location, request.data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(request)):
         return _open_prepared(request, location, request.split)
-    kind, files = _choose_format(request, _find(request))
+    listed = _find(request)
+    kind, files = _choose_format(request, listed)
     if request.for_training or request.key != "grain_eval_files":
         files = _choose_split(request, files)
+    files = file_access.without_repeated_links(files)
     tokens = _open_files(request, files, kind)
     if tokens.tokenizer_folder is not None:
         return tokens
     named = request.preparation.tokenizer_path
     folder = find_tokenizer_near(files[0].path, location, named)
-    return dataclasses.replace(tokens, tokenizer_folder=folder)
+    description = tokens.description + _text_not_read(listed, kind)
+    return dataclasses.replace(tokens, tokenizer_folder=folder, description=description)
 
 
 def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
@@ -224,7 +237,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
         identity = f"chunks of {manifest.dtype}"
         caches = request.data.local_cache_dir, request.data.cache_url
         imported = RecordImport(files, read, identity, *caches).run(request.log)
-        store = imported.store(load_offsets(folder / split, entry.num_documents, entry.num_tokens))
+        store = imported.store(load_offsets(folder / split, entry))
         if len(store) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "

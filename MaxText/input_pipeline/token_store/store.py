@@ -13,12 +13,13 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pydantic
 from google_crc32c import extend as extend_crc
 
 from MaxText.errors import UserError
@@ -28,6 +29,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     ROWS_NAME,
     SOURCE_FILES_NAME,
     Manifest,
+    Split,
     check_files,
     damaged,
 )
@@ -39,8 +41,12 @@ from MaxText.storage.file_access import FileInfo
 # Ranges with fewer tokens on average are read together, including the gaps between them.
 _SMALL_PIECE = 256
 _BLOCK = 2**13  # documents looked at together
+_HASHED_OFFSETS = 2**20  # offsets hashed at a time
 _CHECKED_BYTES = 4096  # between checksums: a page of the disk cache
 _MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
+
+
+_SOURCE_FILES = pydantic.TypeAdapter(list[tuple[int, str]])
 
 
 class TokenStore:
@@ -94,7 +100,14 @@ class TokenStore:
     def file_of_document(self) -> np.ndarray | None:
         """int64 [files + 1]: first document of each file and the end, or None."""
         firsts, _ = _read_source_files(self._documents.folder)
-        return np.array([*firsts, len(self.document_offsets) - 1], np.int64) if firsts else None
+        if not firsts:
+            return None
+        num_documents = len(self.document_offsets) - 1
+        if firsts[-1] >= num_documents:
+            assert self._documents.folder is not None
+            problem = f"it names document {firsts[-1]} of {num_documents}"
+            raise damaged(self._documents.folder / SOURCE_FILES_NAME, ValueError(problem))
+        return np.array([*firsts, num_documents], np.int64)
 
     def document_name(self, document: int) -> str:
         """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
@@ -103,8 +116,14 @@ class TokenStore:
             return f"document {document}"
         file = bisect.bisect_right(firsts, document) - 1
         assert self._documents.folder is not None
-        if (self._documents.folder / ROWS_NAME).exists():
-            return f"{names[file]}, row {self._documents['document_rows'][document]}"
+        path = self._documents.folder / ROWS_NAME
+        if path.exists():
+            try:
+                row = int(self._documents["document_rows"][document])
+            # A damaged header can raise anything.
+            except Exception as error:
+                raise damaged(path, error) from error
+            return f"{names[file]}, row {row}"
         return f"{names[file]}, record {document - firsts[file]}"
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
@@ -183,8 +202,15 @@ def _read_source_files(folder: Path | None) -> tuple[list[int], list[str]]:
     """Returns the first document and the name of each source file, if known."""
     if folder is None or not (folder / SOURCE_FILES_NAME).exists():
         return [], []
-    entries = json.loads((folder / SOURCE_FILES_NAME).read_text(encoding="utf-8"))
-    return [first for first, _ in entries], [name for _, name in entries]
+    path = folder / SOURCE_FILES_NAME
+    try:
+        entries = _SOURCE_FILES.validate_json(path.read_bytes(), strict=True)
+        firsts = [first for first, _ in entries]
+        if not firsts or firsts[0] or any(after <= first for first, after in pairwise(firsts)):
+            raise ValueError("its documents do not ascend from 0")
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from error
+    return firsts, [name for _, name in entries]
 
 
 def checksums_name(kind: str = "tokens") -> str:
@@ -225,21 +251,31 @@ class TokenWriter:
             self._writing.unlink()
 
 
-def load_offsets(folder: Path, num_documents: int, num_tokens: int) -> Arrays:
-    """Returns the document offsets of a folder, checked by the manifest."""
+def load_offsets(folder: Path, entry: Split) -> Arrays:
+    """Returns the document offsets of a folder, checked by the split's entry in the manifest.
+
+    All of them are read, as sequences are cut by them: 8 bytes for each document.
+    """
     path = folder / OFFSETS_NAME
     documents = Arrays(folder)
     try:
         offsets = documents["document_offsets"]
-        found = (len(offsets) - 1, int(offsets[-1]))
+        num_documents = len(offsets) - 1
+        num_tokens = int(offsets[-1])
+        digest = hashlib.sha256()
+        for first in range(0, len(offsets), _HASHED_OFFSETS):
+            digest.update(np.ascontiguousarray(offsets[first : first + _HASHED_OFFSETS]).data)
     # A damaged header can raise anything.
     except Exception as error:
         raise damaged(path, error) from error
-    if found != (num_documents, num_tokens):
+    if (num_documents, num_tokens) != (entry.num_documents, entry.num_tokens):
         raise UserError(
-            f"{path} belongs to other data: {found[0]} documents and {found[1]} tokens, where the "
-            f"manifest has {num_documents} and {num_tokens}. Copy the data set again."
+            f"{path} belongs to other data: {num_documents} documents and {num_tokens} tokens, "
+            f"where the manifest has {entry.num_documents} and {entry.num_tokens}. Copy the data "
+            "set again."
         )
+    if offsets.dtype != np.dtype("<i8") or digest.hexdigest() != entry.offsets_sha256:
+        raise damaged(path, ValueError("it is not what the manifest says: SHA-256 differs"))
     return documents
 
 
@@ -254,7 +290,7 @@ def open_flat(
         [file.path for file in found],
         [file.num_records for file in entry.files],
         np.dtype(manifest.dtype).newbyteorder("<"),
-        load_offsets(folder / split, entry.num_documents, entry.num_tokens),
+        load_offsets(folder / split, entry),
         folder / split / f"{checksums_name()}.npy",
     )
     store.check_sizes(found)

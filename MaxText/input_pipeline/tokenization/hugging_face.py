@@ -2,7 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.token_store.manifest import TOKENIZER_NAME
+from MaxText.input_pipeline.tokenization.determinism import to_text, without_dropout
 from MaxText.input_pipeline.tokenization.interface import (
+    CHECKED_TEXT,
     Tokenizer,
+    check_vocab_size,
     control_ids,
     control_token_settings,
     read_json,
@@ -27,24 +33,29 @@ _REFERENCE = "tokenizers"  # the engine that defines the ids
 
 _COMPARED_CHARACTERS = 500_000
 _CHECKED_TOKENS = 64  # added tokens to check; some files reserve thousands
-# Text on which engines may differ: contractions, white space, digits, normal forms, scripts,
-# symbols, control characters.
-_CHECKED_TEXT = (
-    "It's 1,234.5 o'clock; I'LL  they've\tDON'T\n\n  x = y[i]**2  # ok?\r\n   \u00a0end \n"
-    "na\u00efve nai\u0308ve \u1e69 s\u0323\u0307 \uac00 \u1100\u1161 \ufb01 \u2460 \u00bd "
-    "\u01c5\u02b0 \u4e2d\u6587 \u0939\u093f\u0928\u094d \u0627\u0644 \u0e44\u0e17 \u0663 "
-    "\U0001f642\U0001f469\u200d\U0001f680\u20ac\u2028\u0000\x1b\ue000\ufeff\u200b "
-    "<a>[B]{c}</s> \u2581x ##y"
-)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, encoded by fastokens if equal to tokenizers."""
+    """A tokenizer.json, encoded by fastokens if equal to tokenizers.
+
+    `file_text` is the file without BPE dropout.
+    """
 
     def __init__(self, file_text: str, origin: str, settings: Mapping[str, Any]):
         """Raises UserError for an invalid or unsafe tokenizer.json."""
-        self.file_text = file_text
         self._settings = control_token_settings(settings)
+        try:
+            contents = json.loads(file_text)
+            deterministic = without_dropout(contents)
+        except (ValueError, RecursionError):
+            contents = deterministic = None  # _parse reports the damage
+        _check_declared_ids(contents, origin)
+        if deterministic is not contents:
+            file_text = to_text(deterministic)
+            self.notes = (
+                f"note: the BPE dropout of {origin} is not used: equal texts have equal ids",
+            )
+        self.file_text = file_text
         self._tokenizer = _parse(file_text, origin)
         ids = control_ids(self._settings, self._tokenizer.token_to_id)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -58,7 +69,7 @@ class HuggingFaceTokenizer(Tokenizer):
             decoder = self._tokenizer.get_added_tokens_decoder()
             added = [str(token.content) for token in decoder.values()]
             contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
-            self.check_engine([_CHECKED_TEXT, *contexts])
+            self.check_engine([CHECKED_TEXT, *contexts])
         self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
             f'Mark that token "special": true among the added_tokens of {TOKENIZER_NAME}.',
@@ -86,7 +97,8 @@ class HuggingFaceTokenizer(Tokenizer):
         """Returns the ids of the tokenizers library."""
         plain = [without_surrogates(text) for text in texts]
         # Only the batch call can skip computing character offsets.
-        encodings = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        with panics_as_user_error(self):
+            encodings = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def check_engine(self, texts: Iterable[str]) -> bool:
@@ -107,16 +119,94 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
+    def control_token_codec(self) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+        """Returns an encoder that reads control tokens, and a decoder that omits them.
+
+        As in transformers; `encode` takes control tokens in a text as text.
+        """
+        library = _parse(self.file_text, self.entry.origin)
+        library.encode_special_tokens = False
+
+        def encode(text: str) -> list[int]:
+            with panics_as_user_error(self):
+                return library.encode(without_surrogates(text), add_special_tokens=False).ids
+
+        return encode, lambda ids: library.decode(ids, skip_special_tokens=True)
+
     def save(self, folder: Path) -> list[Path]:
         return write_files(folder, {TOKENIZER_NAME: self.file_text.encode()}, self._settings)
+
+
+# The file descriptor of stderr is one for all threads.
+_stderr_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def panics_as_user_error(tokenizer: HuggingFaceTokenizer) -> Iterator[None]:
+    """Converts a panic of the tokenizers library into a UserError.
+
+    The library panics when a regular expression of the file takes too long on a text. It prints
+    a stack trace to stderr then, which is withheld.
+    """
+    if "Regex" not in tokenizer.file_text:
+        yield
+        return
+    panic = None
+    with _stderr_lock, tempfile.TemporaryFile() as printed:
+        stderr = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        except BaseException as error:
+            if not _is_panic(error):
+                raise
+            panic = error
+        finally:
+            os.dup2(stderr, 2)
+            if panic is None:  # of other threads
+                printed.seek(0)
+                _write_all(stderr, printed.read())
+            os.close(stderr)
+    if panic is not None:
+        raise UserError(
+            f"{tokenizer.entry.origin} cannot encode a text: {panic}. One of its regular "
+            "expressions takes exponential time on that text (often nested repetitions such as "
+            "(a+)+). Correct it, or use another tokenizer_path."
+        ) from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    # It is no Exception, and its type cannot be imported.
+    return type(error).__name__ == "PanicException"
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def _check_declared_ids(contents: Any, origin: str) -> None:
+    """Raises UserError for too large ids, for which the libraries would allocate tables."""
+    if not isinstance(contents, dict):
+        return
+    model, added = contents.get("model"), contents.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    if isinstance(added, list):
+        ids += [token.get("id") for token in added if isinstance(token, dict)]
+    largest = max((number for number in ids if type(number) is int), default=0)
+    check_vocab_size(largest + 1, origin)
 
 
 def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
     """Returns a fastokens engine, or None for other than byte-level BPE."""
     try:
         engine = fastokens.Tokenizer.from_json_str(file_text)
-    except Exception:  # ValueError, or a Rust panic
-        return None
+    except BaseException as error:
+        # ValueError, or a Rust panic, which is no Exception.
+        if isinstance(error, Exception) or _is_panic(error):
+            return None
+        raise
     engine.no_truncation()
     engine.no_padding()
     return engine
@@ -125,7 +215,9 @@ def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
 def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(file_text)
-    except Exception as error:  # The library raises bare Exception.
+    except BaseException as error:  # The library raises bare Exception, or panics.
+        if not (isinstance(error, Exception) or _is_panic(error)):
+            raise
         raise UserError(
             f"{origin} is not a Hugging Face {TOKENIZER_NAME}: {error}. Copy it again, or give "
             "another tokenizer_path."
@@ -143,6 +235,7 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
     """
     paths = str(folder / "vocab.json"), str(folder / "merges.txt")
+    _check_declared_ids({"model": {"vocab": read_json(folder / "vocab.json")}}, paths[0])
     try:
         tokenizer = tokenizers.Tokenizer(models.BPE.from_file(*paths))
     except Exception as error:  # The library raises bare Exception.
@@ -156,6 +249,11 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     ids = control_ids(settings, tokenizer.token_to_id).values()
     tokens = {tokenizer.id_to_token(i) or "" for i in ids if i is not None}
     added = read_json(folder / "added_tokens.json")
+    if not all(type(number) is int for number in added.values()):
+        raise UserError(
+            f"{folder / 'added_tokens.json'} gives a token an id that is not an integer. Copy it "
+            "again."
+        )
     tokenizer.add_special_tokens([*sorted(tokens), *sorted(added, key=lambda token: added[token])])
     for token, number in added.items():
         if tokenizer.token_to_id(token) != number:

@@ -23,8 +23,28 @@ KNOWN_CONTROL_TOKENS = {
 }
 
 
+# Text on which engines may differ: contractions, white space, digits, normal forms, scripts,
+# symbols, control characters.
+CHECKED_TEXT = (
+    "It's 1,234.5 o'clock; I'LL  they've\tDON'T\n\n  x = y[i]**2  # ok?\r\n   \u00a0end \n"
+    "na\u00efve nai\u0308ve \u1e69 s\u0323\u0307 \uac00 \u1100\u1161 \ufb01 \u2460 \u00bd "
+    "\u01c5\u02b0 \u4e2d\u6587 \u0939\u093f\u0928\u094d \u0627\u0644 \u0e44\u0e17 \u0663 "
+    "\U0001f642\U0001f469\u200d\U0001f680\u20ac\u2028\u0000\x1b\ue000\ufeff\u200b "
+    "<a>[B]{c}</s> \u2581x ##y"
+)
+
+MAX_VOCAB_SIZE = 2**24
+"""Ids of the largest vocabulary: a table of counts of more would not fit into memory."""
+
+
 class Tokenizer(abc.ABC):
-    """Picklable text tokenizer: manifest `entry` and encoding `engine`."""
+    """Picklable text tokenizer: manifest `entry` and encoding `engine`.
+
+    Deterministic: files that ask for random ids (BPE dropout, sampling of segmentations) are read
+    without that, and `notes` says so.
+    """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -34,7 +54,11 @@ class Tokenizer(abc.ABC):
         control_ids: Mapping[str, int | None],
         engine: str,
     ):
-        """`identity` has all inputs of the ids; `control_ids` are by name."""
+        """`identity` has all inputs of the ids; `control_ids` are by name.
+
+        Raises UserError for ids beyond MAX_VOCAB_SIZE.
+        """
+        check_vocab_size(vocab_size, origin)
         self.entry = TokenizerEntry(
             origin=origin,
             sha256=hashlib.sha256(identity).hexdigest(),
@@ -78,6 +102,17 @@ class Tokenizer(abc.ABC):
                     f"{self.entry.origin}: a document that contains {token!r} would get the "
                     f"control id {control}. {remedy}"
                 )
+
+
+def check_vocab_size(vocab_size: int, origin: str) -> None:
+    """Raises UserError for a vocabulary without ids, or with ids beyond MAX_VOCAB_SIZE."""
+    if vocab_size < 1:
+        raise UserError(f"{origin} has an empty vocabulary. Train or copy the tokenizer again.")
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise UserError(
+            f"{origin} has the id {vocab_size - 1:,}, and ids up to {MAX_VOCAB_SIZE - 1:,} are "
+            "supported. No vocabulary is that large: the file is damaged. Copy it again."
+        )
 
 
 def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -48,7 +48,8 @@ class SentencePieceTokenizer(Tokenizer):
         return found if self.model.id_to_piece(found) == token else None
 
     def _ids(self, text: str) -> np.ndarray:
-        return np.array(self.model.encode(text), np.uint32)
+        # Without sampling, whatever the defaults of the library are.
+        return np.array(self.model.encode(text, out_type=int, enable_sampling=False), np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes; control ids have no text."""

@@ -21,12 +21,15 @@ import tiktoken
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import (
+    CHECKED_TEXT,
     CONFIG_NAME,
     Tokenizer,
+    check_vocab_size,
     control_ids,
     control_token_settings,
     write_files,
 )
+from MaxText.pluralize import pluralize
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
 
@@ -53,6 +56,9 @@ O200K_WORDS = (
 # tiktoken searches every text for special tokens; without any it matches the empty string at every
 # character, and encoding takes 50 % longer. This one hardly occurs, and is encoded as text.
 UNUSED_TOKEN = "\x00unused\x00"
+
+# A text of a megabyte takes less than a second with any pattern that does not backtrack.
+_SECONDS_PER_TEXT = 60
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 
@@ -140,7 +146,8 @@ class TiktokenTokenizer(Tokenizer):
                 f'{origin}: "special_tokens" in {CONFIG_NAME} have ids of other tokens '
                 f"({min(taken)}). Give them free ids."
             )
-        vocab_size = max([*ranks.values(), *special.values()]) + 1
+        vocab_size = max([*ranks.values(), *special.values()], default=-1) + 1
+        check_vocab_size(vocab_size, origin)
         try:
             self._encoding = tiktoken.Encoding(
                 name,
@@ -158,10 +165,30 @@ class TiktokenTokenizer(Tokenizer):
             "word_pattern": pattern,
             "special_tokens": special,
         }
+        self._check_encodes_all_text(ranks, pattern, origin)
         ids = control_ids(settings, special.get)
         # The ids depend on more than the file, so the digest covers all of it.
         identity = json.dumps([pattern, special], sort_keys=True).encode()
         super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken")
+
+    def _check_encodes_all_text(
+        self, ranks: Mapping[bytes, int], pattern: str, origin: str
+    ) -> None:
+        """Raises UserError if some text would be lost, or end the process."""
+        missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+        if missing:
+            raise UserError(
+                f"{origin} has no token for {pluralize(len(missing), 'byte')} ({missing[0]:#04x} "
+                "...), so not every text can be encoded. Copy it again."
+            )
+        words = regex.finditer(pattern, CHECKED_TEXT, timeout=_SECONDS_PER_TEXT)
+        matched = "".join(word.group() for word in words)
+        if matched != CHECKED_TEXT:
+            raise UserError(
+                f"{origin}: the word_pattern {pattern!r} matches only {len(matched)} of "
+                f"{len(CHECKED_TEXT)} characters of a text, and the others would be lost. Correct "
+                f"it in {CONFIG_NAME}."
+            )
 
     def _ids(self, text: str) -> np.ndarray:
         try:
@@ -169,9 +196,20 @@ class TiktokenTokenizer(Tokenizer):
         except ValueError:
             # tiktoken fails on 100,000 consecutive white spaces. The package regex, a dependency of
             # tiktoken, does not; a single word stays one word.
-            words = regex.finditer(self._settings["word_pattern"], text)
+            return self._ids_by_words(text)
+
+    def _ids_by_words(self, text: str) -> np.ndarray:
+        pattern = self._settings["word_pattern"]
+        try:
+            words = regex.finditer(pattern, text, timeout=_SECONDS_PER_TEXT)
             ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
-            return np.array(ids, np.uint32)
+        except (TimeoutError, ValueError) as error:
+            raise UserError(
+                f"{self.entry.origin} cannot encode a text: {error}. Its word_pattern {pattern!r} "
+                "takes exponential time on that text (often nested repetitions such as (a+)+). "
+                f"Correct it in {CONFIG_NAME}."
+            ) from error
+        return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         pieces = []
@@ -196,6 +234,8 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
             f"{origin} has a line other than a token in base64 and its rank ({error}). Copy the "
             "file again."
         ) from error
+    if ranks and min(ranks.values()) < 0:
+        raise UserError(f"{origin} has the rank {min(ranks.values())}. Copy it again.")
     if not len(lines) == len(ranks) == len({*ranks.values()}):
         raise UserError(f"{origin} has one token or rank twice. Copy it again.")
     return ranks

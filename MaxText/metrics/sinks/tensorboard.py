@@ -20,9 +20,20 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 _COMPARED = ("eval/avg_loss", "learning/loss")  # metrics that the HParams page compares runs by
 
+# Keys that name a run or its place.
+_NAMES_OF_A_RUN = ("run_name", "base_output_directory")
+# Reason of a stop -> status on the HParams page: success or failure.
+_STATUSES = {"completed": 1, "diverged": 2, "error": 2}
+
 # Charts of several tags (regular expressions) on the Custom Scalars page.
+_LOSS_CHARTS: dict[str, list[Any]] = {
+    "training and validation": ["Multiline", ["learning/lm_loss", "eval/avg_loss"]]
+}
+_OTHER_LOSS_CHARTS: dict[str, list[Any]] = {  # of an objective that is no cross entropy
+    "training and validation": ["Multiline", ["learning/loss", "eval/avg_loss"]],
+    "cross entropy": ["Multiline", ["learning/lm_loss", "eval/lm_loss"]],
+}
 _CHARTS: dict[str, dict[str, list[Any]]] = {
-    "loss": {"training and validation": ["Multiline", ["learning/lm_loss", "eval/avg_loss"]]},
     "memory": {"in use and peak, GiB": ["Multiline", ["perf/memory_.*"]]},
 }
 _NORM_CHARTS = {
@@ -40,7 +51,9 @@ class TensorBoardSink(Sink):
     def __init__(self, folder: epath.Path, config_flat: Mapping[str, Any], first_step: int):
         self._folder = folder / TENSORBOARD_FOLDER
         self._first_step = first_step
-        self._config = config_flat
+        self._config = dict(config_flat)
+        self._changed_keys: list[str] = []
+        self._objective_in_nats = True
         self._texts = {"config": _preformatted(section_lines((), config_flat))}
         self._writer: Any = None
         self._temporary: tempfile.TemporaryDirectory | None = None
@@ -49,6 +62,9 @@ class TensorBoardSink(Sink):
     def write(self, event: Event) -> None:
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.fields.get('num_parameters', 0):,}"
+            self._objective_in_nats = event.fields.get("objective_in_nats", True)
+            self._changed_keys = [*event.fields.get("changed_keys", ())]
+            self._config |= event.fields.get("resolved_keys", {})
         elif event.kind == "rollback" and self._writer is not None:
             # A new file, which hides the points to be repeated.
             self._close_writer()
@@ -56,11 +72,15 @@ class TensorBoardSink(Sink):
         elif event.kind in ("step", "evaluation"):
             writer = self._opened()
             for name, value in event.fields.items():
-                if "/" in name:
+                # The progress is that of the steps; evaluations would repeat it at the same step.
+                is_repeated = event.kind == "evaluation" and name.startswith("progress/")
+                if "/" in name and not is_repeated:
                     writer.add_scalar(name, value, event.step, walltime=event.time)
         elif event.kind == "sample":
             text = _preformatted(event.fields["text"])
             self._opened().add_text("sample", text, event.step, walltime=event.time)
+        elif event.kind == "stop":
+            self._add_hparams_end(event.fields.get("reason"))
 
     def flush(self) -> None:
         """Flushes to the operating system, or starts the copy to the bucket."""
@@ -96,7 +116,6 @@ class TensorBoardSink(Sink):
         """Returns the writer, imported at the first metrics."""
         if self._writer is None:
             from tensorboardX import SummaryWriter
-            from tensorboardX.summary import hparams
 
             # It logs a line for each NaN loss, which the step line shows anyway.
             logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
@@ -111,17 +130,41 @@ class TensorBoardSink(Sink):
             for name, text in self._texts.items():
                 self._writer.add_text(name, text, self._first_step)
             self._texts.clear()
+            losses = _LOSS_CHARTS if self._objective_in_nats else _OTHER_LOSS_CHARTS
             norms = _NORM_CHARTS if self._config.get("log_layer_norms") else {}
-            self._writer.add_custom_scalars(_CHARTS | norms)
-            # The columns of the HParams page, and this run's values.
-            values = {
-                name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
-                for name in MAIN_KEYS
-                if (value := self._config.get(name)) is not None
-            }
-            for summary in hparams(values, dict.fromkeys(_COMPARED))[:2]:
-                self._writer.file_writer.add_summary(summary)
+            self._writer.add_custom_scalars({"loss": losses} | _CHARTS | norms)
+            self._add_hparams_start()
         return self._writer
+
+    def _add_hparams_start(self) -> None:
+        """Writes the columns of the HParams page, and this run's values.
+
+        These are the main keys and those that differ from their defaults.
+        """
+        from tensorboardX.summary import hparams
+
+        values = {
+            name: value if isinstance(value, bool | int | float | str) else to_yaml(value)
+            for name in dict.fromkeys((*MAIN_KEYS, *self._changed_keys))
+            if name not in _NAMES_OF_A_RUN and (value := self._config.get(name)) is not None
+        }
+        experiment, session_start, _ = hparams(values, dict.fromkeys(_COMPARED))
+        for summary in (experiment, session_start):
+            self._writer.file_writer.add_summary(summary)
+
+    def _add_hparams_end(self, reason: str | None) -> None:
+        """Writes the status that the HParams page shows; a run to be resumed has none."""
+        if reason not in _STATUSES:
+            return
+        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+        from tensorboardX.summary import hparams
+
+        _, _, session_end = hparams({}, {})
+        plugin_data = session_end.value[0].metadata.plugin_data
+        content = HParamsPluginData.FromString(plugin_data.content)
+        content.session_end_info.status = _STATUSES[reason]
+        plugin_data.content = content.SerializeToString()
+        self._opened().file_writer.add_summary(session_end)
 
 
 def _preformatted(text: str) -> str:

@@ -1,0 +1,176 @@
+"""Orbax handlers that verify a checkpoint's files before it is committed.
+
+Orbax calls `finalize` after all files are written and before it renames the folder to its final
+name. An error there is a failed save: the folder keeps its temporary name, and no reader takes it
+for a checkpoint. Without this check a save can be committed although it cannot be restored, since
+merging the files of the processes succeeds without any.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from etils import epath
+
+from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
+from MaxText.storage.paths import is_object_store_path
+
+_TREE_FILE = "_METADATA"  # names and shapes of all arrays
+_OCDBT_FILE = "manifest.ocdbt"  # where the values of all arrays are
+# File with shape and chunks of an array, and the prefix of its chunks' names, by Zarr version.
+_ZARR_2 = (".zarray", "")
+_ZARR_3 = ("zarr.json", "c")
+# Waits before a file counts as missing: network folders show other machines' files late.
+_RETRY_SECONDS = (0.5, 1.0, 2.0)
+
+
+class VerifiedArraysHandler(ocp.PyTreeCheckpointHandler):
+    """Saves a tree of arrays, and commits it only if every chunk of every array is on disk."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        verify_arrays(directory)
+
+
+class VerifiedJsonHandler(ocp.JsonCheckpointHandler):
+    """Saves a JSON object, and commits it only if it can be read back."""
+
+    def finalize(self, directory: epath.Path) -> None:
+        super().finalize(directory)
+        path = directory / "metadata"
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointCorruptedError(f"{path} was not written completely: {error}") from error
+
+
+def handler_registry(
+    arrays_item: str, json_items: Sequence[str] = (), **arrays_options: Any
+) -> ocp.handlers.CheckpointHandlerRegistry:
+    """Returns Orbax's registry of verifying handlers for the items of a checkpoint.
+
+    `arrays_options` are keyword arguments of PyTreeCheckpointHandler.
+    """
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(arrays_item, ocp.args.PyTreeSave, VerifiedArraysHandler(**arrays_options))
+    for item in json_items:
+        registry.add(item, ocp.args.JsonSave, VerifiedJsonHandler())
+    return registry
+
+
+def verify_arrays(directory: epath.Path) -> None:
+    """Checks that every array of a saved tree is complete, without reading its values.
+
+    Raises CheckpointCorruptedError with the first missing or truncated file or array.
+    """
+    for seconds in _RETRY_SECONDS:
+        if not _first_problem(directory):
+            return
+        time.sleep(seconds)
+    if problem := _first_problem(directory):
+        raise CheckpointCorruptedError(f"{problem}: the checkpoint could not be restored")
+
+
+def _first_problem(directory: epath.Path) -> str:
+    """Describes the first missing or truncated piece; empty if there is none."""
+    tree_path = directory / _TREE_FILE
+    try:
+        tree = json.loads(tree_path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{tree_path} is missing"
+    except ValueError as error:
+        return f"{tree_path} was not written completely ({error})"
+    base = ts.KvStore.open(_kvstore_spec(directory)).result()
+    store = base
+    if tree["use_ocdbt"]:
+        if not (directory / _OCDBT_FILE).exists():
+            return f"{directory / _OCDBT_FILE} is missing"
+        store = ts.KvStore.open({"driver": "ocdbt", "base": _kvstore_spec(directory)}).result()
+        if problem := _first_file_problem(directory, base):
+            return problem
+    return _first_array_problem(tree, store)
+
+
+def _kvstore_spec(directory: epath.Path) -> dict[str, str]:
+    """Returns TensorStore's specification of a folder."""
+    path = f"{directory}/"
+    if not is_object_store_path(path):
+        return {"driver": "file", "path": path}
+    bucket, _, prefix = path.partition("://")[2].partition("/")
+    return {"driver": "gcs", "bucket": bucket, "path": prefix}
+
+
+def _first_array_problem(tree: dict[str, Any], store: ts.KvStore) -> str:
+    """Describes the first array that lacks its metadata or a chunk."""
+    keys = {key.decode() for key in store.list().result()}
+    description, chunk_prefix = _ZARR_3 if tree["use_zarr3"] else _ZARR_2
+    names = sorted(
+        ".".join(part["key"] for part in entry["key_metadata"])
+        for entry in tree["tree_metadata"].values()
+        if not entry["value_metadata"].get("skip_deserialize")
+    )
+    reads = {name: store.read(f"{name}/{description}") for name in names}
+    num_keys: dict[str, int] = dict.fromkeys(names, 0)
+    for key in keys:
+        # A chunk is named name/0.1 or name/c/0/1.
+        name, _, chunk = key.partition("/")
+        if chunk and chunk != description and name in num_keys:
+            num_keys[name] += chunk.startswith(chunk_prefix)
+    for name, read in reads.items():
+        result = read.result()
+        if result.state != "value":
+            return f"the array {name} is missing"
+        num_chunks = _num_chunks(json.loads(result.value))
+        if num_keys[name] != num_chunks:
+            return f"the array {name} has {num_keys[name]} of {num_chunks} chunks"
+    return ""
+
+
+def _num_chunks(description: dict[str, Any]) -> int:
+    """Returns the number of stored chunks of an array, from its Zarr metadata."""
+    chunk_shape = description.get("chunks")
+    if chunk_shape is None:
+        chunk_shape = description["chunk_grid"]["configuration"]["chunk_shape"]
+    return math.prod(
+        -(-size // chunk) if chunk else 0
+        for size, chunk in zip(description["shape"], chunk_shape, strict=True)
+    )
+
+
+def _first_file_problem(directory: epath.Path, base: ts.KvStore) -> str:
+    """Describes the first data file that is shorter than the values it should hold."""
+    file_sizes: dict[str, int] = {}
+    for location in _value_locations(base):
+        # "value:ocdbt.process_0/:d/<hash>:<offset>:<length>"
+        _, folder, name, offset, length = location.split(":")
+        file = f"{folder}{name}"
+        file_sizes[file] = max(file_sizes.get(file, 0), int(offset) + int(length))
+    for file, size in file_sizes.items():
+        path = directory / file
+        try:
+            stored_size = path.stat().length
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if stored_size < size:
+            return f"{path} has {stored_size:,} of {size:,} bytes"
+    return ""
+
+
+def _value_locations(base: ts.KvStore) -> Iterator[str]:
+    """Yields the locations of all values of an OCDBT database that are in data files."""
+    manifest = ts.ocdbt.dump(base).result()
+    nodes = [version["root"].get("location") for version in manifest["versions"][-1:]]
+    while nodes:
+        location = nodes.pop()
+        if location is None:
+            continue  # an empty database
+        yield location
+        for entry in ts.ocdbt.dump(base, location).result()["entries"]:
+            if "indirect_value" in entry:
+                yield entry["indirect_value"]
+            elif "location" in entry:
+                nodes.append(entry["location"])

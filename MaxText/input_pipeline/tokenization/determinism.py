@@ -1,0 +1,62 @@
+"""Removes random encoding from tokenizer files: BPE dropout, and sampling of segmentations.
+
+A tokenizer that is trained with such regularization may be saved with it. Encoding must not depend
+on chance: the same text has the same ids in every preparation, prompt and evaluation.
+"""
+
+import json
+from typing import Any
+
+# Tables of tokens, whose names are no settings.
+_TABLES = {"vocab", "merges", "special_tokens", "added_tokens", "added_tokens_decoder"}
+_DROPOUT = "dropout"
+# Of SentencePiece, as transformers passes them on from tokenizer_config.json.
+_SAMPLING_OPTIONS = {"enable_sampling", "nbest_size", "alpha"}
+_SENTENCE_PIECE_OPTIONS = "sp_model_kwargs"
+
+
+def without_dropout(contents: Any) -> Any:
+    """Returns the contents of a tokenizer.json without BPE dropout; the same object without any."""
+    if isinstance(contents, list):
+        items = [without_dropout(item) for item in contents]
+        is_changed = any(new is not old for new, old in zip(items, contents, strict=True))
+        return items if is_changed else contents
+    if not isinstance(contents, dict):
+        return contents
+    changed = {
+        name: new
+        for name, value in contents.items()
+        if name not in _TABLES and (new := without_dropout(value)) is not value
+    }
+    if isinstance(contents.get(_DROPOUT), int | float) and contents[_DROPOUT]:
+        changed[_DROPOUT] = None
+    return {**contents, **changed} if changed else contents
+
+
+def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tokenizer_config.json without options for SentencePiece to sample."""
+    options = settings.get(_SENTENCE_PIECE_OPTIONS)
+    if not isinstance(options, dict) or not _SAMPLING_OPTIONS & options.keys():
+        return settings
+    kept = {name: value for name, value in options.items() if name not in _SAMPLING_OPTIONS}
+    return {**settings, _SENTENCE_PIECE_OPTIONS: kept}
+
+
+def deterministic_file(name: str, content: bytes) -> bytes:
+    """Returns a file of a tokenizer, by its name, as it is or without what makes it random."""
+    if not name.endswith(".json"):
+        return content
+    try:
+        settings = json.loads(content)
+    except (ValueError, RecursionError):
+        return content  # whoever reads it reports the damage
+    if not isinstance(settings, dict):
+        return content
+    is_tokenizer = isinstance(settings.get("model"), dict)
+    changed = without_dropout(settings) if is_tokenizer else without_sampling(settings)
+    return content if changed is settings else to_text(changed).encode()
+
+
+def to_text(contents: Any) -> str:
+    """Returns a file that was changed, as the tokenizers library formats it."""
+    return json.dumps(contents, ensure_ascii=False, indent=2)

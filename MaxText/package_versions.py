@@ -1,0 +1,38 @@
+"""Refuses installed packages of a version that is known to break this program.
+
+pyproject.toml has the same bounds, but another package that is installed later may replace a
+version, and then the first sign would be an AttributeError in the middle of a run.
+"""
+
+import importlib.metadata
+import re
+
+from MaxText.errors import UserError
+
+# Package -> the first release that breaks, and why. tests/house/test_packaging.py compares these
+# with pyproject.toml.
+FIRST_BROKEN = {
+    "jax": ("0.13", "each minor release of jax removes functions"),
+    "orbax-checkpoint": ("1", "Orbax 1 has another API for checkpoints"),
+}
+
+
+def check_versions() -> None:
+    """Raises UserError if an installed package is too new; absent ones are not looked for."""
+    for package, (first_broken, reason) in FIRST_BROKEN.items():
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # the import says so
+        if _release(version) >= _release(first_broken):
+            raise UserError(
+                f"{package} {version} is installed, and this version of MaxText needs one before "
+                f"{first_broken}: {reason}.\n"
+                f"  What to do: pip install '{package}<{first_broken}', or a newer MaxText."
+            )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Returns the leading numbers, without the suffix of a pre-release: 1.0.0rc1 breaks like 1."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()

@@ -1,0 +1,60 @@
+"""Which arrays of a checkpoint may take the place of which."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from MaxText.checkpointing.compatibility import (
+    ConfigDiff,
+    array_specs,
+    check_compatible,
+    mismatches,
+)
+from MaxText.errors import UserError
+
+FLOATS = ("float32", "bfloat16", "float16")
+DTYPES = (*FLOATS, "int32", "uint32", "int8", "bool")
+
+
+def specs(**leaves):
+    """Specs of arrays given as (shape, dtype)."""
+    return array_specs({name: jax.ShapeDtypeStruct(*leaf) for name, leaf in leaves.items()})
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [*itertools.product(DTYPES, repeat=2)])
+def test_floats_are_cast_and_nothing_else(stored, wanted):
+    problems = mismatches(specs(x=((2, 3), stored)), specs(x=((2, 3), wanted)))
+    fits = stored == wanted or {stored, wanted} <= {*FLOATS}
+    assert bool(problems) == (not fits)
+    if not fits:
+        (line,) = problems
+        assert line.split()[:2] == ["other", "kind"]
+        assert f"stored {stored}[2,3], wanted {wanted}[2,3]" in line
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 3, 1), (6,), (2, 4), ()])
+def test_shapes_are_equal(shape):
+    (line,) = mismatches(specs(x=(shape, "float32")), specs(x=((2, 3), "float32")))
+    assert line.split()[:2] == ["other", "shape"]
+
+
+def test_names_are_equal():
+    stored = specs(a=((2,), "float32"), b=((2,), "float32"))
+    wanted = specs(b=((2,), "float32"), c=((2,), "float32"))
+    assert sorted(line.split()[0] + line.split()[1] for line in mismatches(stored, wanted)) == [
+        "extraa:", "missingc:",
+    ]  # fmt: skip
+
+
+def test_the_casts_of_a_state_are_named_by_path():
+    stored = {"params": {"wi": jnp.ones(3), "wo": jnp.ones(2)}, "step": jnp.int32(3)}
+    wanted = {"params": {"wi": jnp.ones(3, jnp.bfloat16), "wo": jnp.ones(2)}, "step": jnp.int32(0)}
+    none = ConfigDiff(None, {})
+    casts = check_compatible(stored, wanted, none)
+    assert {path: (old.name, new.name) for path, (old, new) in casts.items()} == {
+        "params/wi": ("float32", "bfloat16")
+    }
+    with pytest.raises(UserError, match=r"other kind  step: stored int32\[\], wanted uint32\[\]"):
+        check_compatible(stored, wanted | {"step": jnp.uint32(0)}, none)

@@ -1,0 +1,184 @@
+"""Every file operation of a program fails in turn: one message, no hang, and a restart completes.
+
+The operations of a small run are counted first, and then some of them fail (see failing_calls.py).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from MaxText.exit_codes import SUCCESS, USER_ERROR
+from tests import programs
+
+REASON = "Input/output error"
+LAST_STEP = 5
+SECONDS = 120.0  # a program that hangs is killed after this time
+
+MODEL = [
+    "decoder_block=llama2", "vocab_size=512", "base_emb_dim=16", "base_num_query_heads=2",
+    "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=32", "base_num_decoder_layers=1",
+    "max_target_length=16", "per_device_batch_size=2", "learning_rate=1e-3", "remat_policy=none",
+]  # fmt: skip
+PREPARE = ["prepare_source=text.txt", "tokenizer_path=bytes", "validation_fraction=0.1"]
+TRAIN = [
+    "train.py", *MODEL, *PREPARE, "dataset_path=out/data", "base_output_directory=out",
+    "run_name=run", f"steps={LAST_STEP + 1}", "checkpoint_period=2", "eval_interval=3",
+    "eval_steps=1", "sample_tokens=4", "jax_cache_dir=cache",
+]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Commands:
+    """Runs commands in a folder, with failing file operations below its folder `out`."""
+
+    folder: Path
+
+    def run(self, command, number=-1, times=0):
+        """Returns exit code, output, and the operations of a command."""
+        calls = self.folder / "calls"
+        calls.unlink(missing_ok=True)
+        program, *arguments = command
+        words = [self.folder / "out", number, times, calls, program, *arguments]
+        process = programs.popen(
+            [sys.executable, "-m", "tests.storage.failing_calls", *map(str, words)],
+            cwd=self.folder, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        with process:
+            output, _ = process.communicate(timeout=SECONDS)
+        made = calls.read_text().splitlines() if calls.exists() else []
+        return process.returncode, output, made
+
+    def check_failure(self, command, number, times):
+        """Lets operations fail; checks how the command ends, and that it completes afterwards."""
+        shutil.rmtree(self.folder / "out", ignore_errors=True)
+        code, output, made = self.run(command, number, times)
+        assert len(made) > number, "fewer operations than before"
+        what = f"{made[number]} failed: {output}"
+        assert code in (SUCCESS, USER_ERROR), what
+        assert "Traceback" not in output, what
+        errors = [line for line in output.splitlines() if line.startswith("error:")]
+        if code == USER_ERROR:
+            assert len(errors) == 1, what
+            assert "out/" in errors[0], what
+        # Orbax's own record of times is not needed, and Orbax says nothing about it.
+        assert REASON in output or made[number].endswith("_CHECKPOINT_METADATA"), what
+        code, output, _ = self.run(command)
+        assert code == SUCCESS, f"after {what}\nagain: {output}"
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("failing")
+    lines = (" ".join(f"word{i * j % 97}" for j in range(30)) for i in range(50))
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    return Commands(folder)
+
+
+def end_of_run(folder):
+    """The arrays of the last checkpoint, as checksums, and the reported steps."""
+    text = (folder / "checkpoints" / str(LAST_STEP) / "metadata" / "metadata").read_text()
+    rows = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = [row["step"] for row in rows if row["event"] == "step"]
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return json.loads(text)["integrity"]["arrays"], events, [json.loads(x)["step"] for x in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(commands):
+    """Operations and end of a run without failures."""
+    code, output, made = commands.run(TRAIN)
+    assert code == SUCCESS, output
+    return made, end_of_run(commands.folder / "out" / "run")
+
+
+def first_of_each_kind(made):
+    """Numbers of the first operation of each kind on each file, whatever its random name."""
+    first = {}
+    for number, call in enumerate(made):
+        kind = re.sub(r"[0-9a-f]{8,}|checkpoints/\d+|tfevents.*", "*", call)
+        first.setdefault(kind, number)
+    return sorted(first.values())
+
+
+def check_training(commands, undisturbed, number, times):
+    commands.check_failure(TRAIN, number, times)
+    arrays, events, metrics = end_of_run(commands.folder / "out" / "run")
+    assert arrays == undisturbed[1][0]
+    assert events == metrics == [*range(LAST_STEP + 1)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "times"),
+    [
+        (r"write .*/start\.txt", 1), (r"fsync .*build_spec", 0), (r"write .*/events\.jsonl", 0),
+        (r"write .*/metrics\.jsonl", 1), (r"mkdir .*/items\.orbax", 1), (r"rename .*/2\.orbax", 0),
+    ],
+)  # fmt: skip
+def test_some_operations_of_a_run(commands, undisturbed, pattern, times):
+    made, _ = undisturbed
+    number = next(i for i, call in enumerate(made) if re.match(pattern, call))
+    check_training(commands, undisturbed, number, times)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
+def test_every_operation_of_a_run(commands, undisturbed, times):
+    for number in first_of_each_kind(undisturbed[0]):
+        check_training(commands, undisturbed, number, times)
+
+
+# --- Other programs -----------------------------------------------------------------------------
+
+
+OTHERS = {
+    "prepare": ["prepare_data.py", *PREPARE, "dataset_path=out/prepared"],
+    "records": [
+        "prepare_data.py", *PREPARE, "dataset_path=out/records", "prepare_output_format=tfrecord",
+    ],
+    "export": ["convert.py", "from=finished", "to=hf:out/exported"],
+    "import": ["convert.py", "from=hf:exported", "to=out/imported"],
+    "report": ["report.py", "finished", "output=out/report"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(commands, undisturbed):
+    """A finished run and its export, outside of the folder that fails."""
+    shutil.rmtree(commands.folder / "out", ignore_errors=True)
+    for command in (TRAIN, [*OTHERS["export"][:1], "from=out/run", "to=hf:exported"]):
+        code, output, _ = commands.run(command)
+        assert code == SUCCESS, output
+    shutil.copytree(commands.folder / "out/run", commands.folder / "finished")
+
+
+def calls_of(commands, name):
+    shutil.rmtree(commands.folder / "out", ignore_errors=True)
+    code, output, made = commands.run(OTHERS[name])
+    assert code == SUCCESS, output
+    return made
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.usefixtures("finished")
+def test_the_last_operation_of_another_program(commands, name):
+    """Most is written then, and none of it must look complete."""
+    made = calls_of(commands, name)
+    writes = [number for number, call in enumerate(made) if not call.startswith("open")]
+    commands.check_failure(OTHERS[name], writes[-1], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.usefixtures("finished")
+def test_every_operation_of_another_program(commands, name, times):
+    for number in first_of_each_kind(calls_of(commands, name)):
+        commands.check_failure(OTHERS[name], number, times)
