@@ -22,11 +22,12 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 
 from MaxText.errors import UserError
-from MaxText.exit_codes import INTERRUPTED, PREEMPTED
+from MaxText.exit_codes import INTERRUPTED, PREEMPTED, USER_ERROR
 from MaxText.package_versions import check_versions
 
 # Notices that the process is about to be ended: SIGHUP when a terminal or an SSH session closes,
@@ -51,6 +52,18 @@ _LARGE_BLOCKS = {
 # glibc before 2.35 has no such pages and no threshold above 32 MiB: all goes to the heap.
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
+# Values that JAX has by default, and that the programs rely on.
+_JAX_SETTINGS = {
+    "JAX_NUMPY_RANK_PROMOTION": "allow",
+    "JAX_NUMPY_DTYPE_PROMOTION": "standard",
+    "JAX_DISABLE_JIT": "false",
+    "JAX_LEGACY_PRNG_KEY": "allow",
+    "JAX_TRANSFER_GUARD": "allow",
+    "JAX_TRANSFER_GUARD_HOST_TO_DEVICE": "allow",
+    "JAX_TRANSFER_GUARD_DEVICE_TO_DEVICE": "allow",
+    "JAX_TRANSFER_GUARD_DEVICE_TO_HOST": "allow",
+}
+_HARMLESS_SETTINGS = ("", "0", "warn", "log", "log_explicit")
 _UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
 
 # Limit on the interpreter's shutdown, which takes about a second.
@@ -84,6 +97,8 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
             signal.signal(number, _end)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _CODES)  # blocked by the process before an exec
     reexec_in_utf8()
+    relax_jax_settings()
+    sys.excepthook = _report_invalid_jax_setting
     if tune_malloc:
         reexec_with_malloc_tuning()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -96,6 +111,38 @@ def install(importer: str, *, tune_malloc: bool = False) -> None:
     except UserError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(error.exit_code)
+
+
+def relax_jax_settings() -> None:
+    """Undoes strict settings of JAX in the environment, with a note; before jax is imported.
+
+    They make errors of what this package and its libraries do on purpose: broadcasting, products of
+    Python numbers and arrays, and steps that are compiled ahead of time.
+    """
+    for name, value in _JAX_SETTINGS.items():
+        setting = os.environ.get(name, value)
+        if setting.lower() not in (value, *_HARMLESS_SETTINGS):
+            os.environ[name] = value
+            sys.stderr.write(f"note: {name}={setting} has no effect here: it is {value}\n")
+
+
+def _report_invalid_jax_setting(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Reports a value that jax refuses when it is imported; leaves other errors to Python."""
+    frames = traceback.extract_tb(trace)
+    is_setting = isinstance(error, ValueError) and any(
+        name.startswith("JAX_") for name in os.environ
+    )
+    if (
+        is_setting
+        and frames
+        and frames[-1].filename.endswith(os.path.join("jax", "_src", "config.py"))
+    ):
+        sys.stderr.write(f"error: jax refuses a JAX_... variable of the environment: {error}\n")
+        sys.stderr.flush()
+        os._exit(USER_ERROR)
+    sys.__excepthook__(kind, error, trace)
 
 
 def reexec_in_utf8() -> None:

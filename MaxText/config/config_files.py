@@ -24,6 +24,7 @@ MODELS = SHIPPED / "models"
 DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 
 _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
+_MAX_KEYS = 5_000  # MaxText's base.yml has 800
 
 # What may stand in a path up to its first "configs/" for it to mean the shipped configs.
 _BEFORE_CONFIGS = {"..", "MaxText", "maxtext", "src", "configs"}
@@ -162,7 +163,9 @@ def read(
             what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
             raise ConfigurationError([ConfigIssue(what)])
         text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = values.compose(text)
+    except values.InvalidValueError as error:
+        raise ConfigurationError([ConfigIssue(f"{short_path(path)}: {error}")]) from error
     except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(
             [ConfigIssue(f"{short_path(path)} cannot be read: {error}")]
@@ -176,6 +179,9 @@ def read(
         return [], []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigurationError([ConfigIssue(f"{short_path(path)} holds no `key: value` lines")])
+    if (num_keys := len(root.value)) > _MAX_KEYS:
+        what = f"{short_path(path)} has {num_keys:,} keys, and at most {_MAX_KEYS:,} are read"
+        raise ConfigurationError([ConfigIssue(what)])
     entries: list[Setting] = []
     problems: list[ConfigIssue] = []
     first_line: dict[str, int] = {}

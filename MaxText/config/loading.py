@@ -25,6 +25,8 @@ from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, Key, all_keys, all_names, keys_of_layers, unflatten
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Origin, Setting, Source
 
+# More are counted: finding the nearest names of each takes milliseconds.
+_MAX_UNKNOWN_KEYS = 100
 _SET_BY_USER = (Source.CONFIG_FILE, Source.ENVIRONMENT, Source.COMMAND_LINE, Source.ARGUMENT)
 
 __all__ = ["LoadedConfig", "Origin", "Setting", "Source", "load", "load_config"]
@@ -181,10 +183,13 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> _Merged:
     typed["logical_axis_rules"] = ()
     kept: list[Setting] = []
     wrong: set[str] = set()
+    unknown: list[Setting] = []
     for setting in settings:
         key = keys.get(setting.name)
         if key is None:
-            problems.append(_unknown(setting))
+            unknown.append(setting)
+            if len(unknown) <= _MAX_UNKNOWN_KEYS:
+                problems.append(_unknown(setting))
             continue
         try:
             value = _typed(setting, key)
@@ -203,6 +208,10 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> _Merged:
         typed[setting.name] = value
         origins[setting.name] = setting.origin
         kept.append(setting)
+    if len(unknown) > _MAX_UNKNOWN_KEYS:
+        first = unknown[_MAX_UNKNOWN_KEYS]
+        what = f"{len(unknown) - _MAX_UNKNOWN_KEYS:,} more unknown keys, the first: {first.written}"
+        problems.append(ConfigIssue(what, (first.place,)))
     if not typed["override_logical_axis_rules"]:
         typed["logical_axis_rules"] = axis_rules.merge(
             axis_rules.default_rules(), typed["logical_axis_rules"]

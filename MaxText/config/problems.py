@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from MaxText.errors import UserError
 
 _MIN_SIMILARITY = 0.6
+_MAX_NAME = 200  # no key, value or file name of ours is as long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,8 @@ class ConfigurationError(UserError):
 
 def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Returns the names most like `name`, best first; words may be swapped."""
+    if len(name) > _MAX_NAME:
+        return []
     wanted, scores = _forms(name.strip("-_.")), []
     for candidate in known:
         pairs = zip(wanted, _forms(candidate), strict=True)

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from MaxText.config.axis_rules import MESH_AXES, NETWORKS, size_key
+from MaxText.config.axis_rules import MESH_AXES, NETWORKS, default_rules, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_rules import undivided
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
@@ -26,6 +26,24 @@ def broken_letters(config: Config) -> Iterator[str]:
             concerns = own.intersection(one.keys) and not (one.finds_unused or one.programs)
             if concerns and (message := one.check(of_layer)):
                 yield f"layer_kinds: {letter}: {message}"
+
+
+# ---- Devices
+
+
+@rule()
+def _whole_set_of_axis_rules(override_logical_axis_rules, logical_axis_rules):
+    if not override_logical_axis_rules:
+        return None
+    given = {name for name, _ in logical_axis_rules}
+    names = dict.fromkeys(name for name, _ in default_rules())
+    if missing := [name for name in names if name not in given]:
+        return (
+            "override_logical_axis_rules=true replaces all of logical_axis_rules, and there is no "
+            f"rule for {', '.join(missing)}\n"
+            "override_logical_axis_rules=false, which keeps the default rules of these names\n"
+            "[NAME, []] in logical_axis_rules for each name that no mesh axis splits"
+        )
 
 
 # ---- Batches and lengths

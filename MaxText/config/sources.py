@@ -22,6 +22,7 @@ from MaxText.config.maxtext_keys import (
 )
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.schema import SCHEMA_VERSION, all_keys, all_names, split_entry
+from MaxText.errors import shorten
 
 # Keys by which a file stands for several runs, and what they stand for. Only compare.py does them.
 SWEEP_KEYS = {
@@ -413,4 +414,4 @@ def _without_foreign_rules(rules: list[Any]) -> tuple[list[Any], int]:
 
 def print_notices(notices: Sequence[str]) -> None:
     for notice in dict.fromkeys(notices):
-        sys.stderr.write(notice + "\n")
+        sys.stderr.write(shorten(notice) + "\n")

@@ -13,6 +13,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 
+from MaxText.errors import shorten
+
 _NULL = {"none", "null", "~", ""}
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -22,6 +24,11 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 # whose expansion has no end that anybody would wait for.
 _MAX_DEPTH = 4
 _MAX_ITEMS = 100_000
+_MAX_CHARACTERS = 1_000_000
+# Of a whole document. YAML's composer recurses, in C without a bound.
+_MAX_DOCUMENT_DEPTH = 32
+_MAX_DOCUMENT_ITEMS = 400_000
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What the widest integer format holds. No key counts further, and arithmetic with more digits
 # leaves what floats can hold.
 _LARGEST_INTEGER = 2**63 - 1
@@ -42,12 +49,36 @@ class InvalidValueError(ValueError):
     """A value unfit for its key; the message completes 'key: ...'."""
 
 
+def compose(text: str) -> yaml.Node | None:
+    """Returns the root node of a YAML document in bounded time; None for an empty one.
+
+    Raises:
+      InvalidValueError: it is nested too deeply, or too long.
+      yaml.YAMLError: it is not YAML.
+    """
+    depth = 0
+    for items, event in enumerate(yaml.parse(text, Loader=_LOADER), start=1):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > _MAX_DOCUMENT_DEPTH:
+            raise InvalidValueError(f"is nested more than {_MAX_DOCUMENT_DEPTH} levels deep")
+        if items > _MAX_DOCUMENT_ITEMS:
+            raise InvalidValueError(f"has more than {_MAX_DOCUMENT_ITEMS:,} items")
+    return yaml.compose(text, Loader=_LOADER)
+
+
 def from_node(node: yaml.Node) -> Any:
-    """Returns a YAML node as Plain, str, lists and dicts of these."""
-    items = 0
+    """Returns a YAML node as UntypedScalar, str, lists and dicts of these.
+
+    Raises:
+      InvalidValueError: it has tags, a name twice, or is too large with its aliases expanded.
+    """
+    items, characters = 0, 0
 
     def read(node: yaml.Node, depth: int) -> Any:
-        nonlocal items
+        nonlocal items, characters
         items += 1
         if depth > _MAX_DEPTH:
             raise InvalidValueError(f"is nested more than {_MAX_DEPTH} levels deep")
@@ -57,11 +88,20 @@ def from_node(node: yaml.Node) -> Any:
             tag = node.tag.replace(_YAML_TAG, "!!")
             raise InvalidValueError(f"has the tag {tag}, and only plain values are read")
         if isinstance(node, yaml.ScalarNode):
+            characters += len(node.value)
+            if characters > _MAX_CHARACTERS:
+                raise InvalidValueError(f"has more than {_MAX_CHARACTERS:,} characters")
             is_quoted = node.style in ("'", '"', "|", ">")
             return str(node.value) if is_quoted else UntypedScalar(node.value)
         if isinstance(node, yaml.SequenceNode):
             return [read(item, depth + 1) for item in node.value]
-        return {str(read(name, depth + 1)): read(item, depth + 1) for name, item in node.value}
+        entries: dict[str, Any] = {}
+        for name_node, item in node.value:
+            name = str(read(name_node, depth + 1))
+            if name in entries:
+                raise InvalidValueError(f"{shorten(name)} is given twice")
+            entries[name] = read(item, depth + 1)
+        return entries
 
     return read(node, 0)
 
@@ -75,11 +115,13 @@ def from_text(text: str) -> Any:
     if not text:
         return ""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        is_kinds = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
-        if isinstance(node, yaml.SequenceNode) or is_kinds:
+        node = compose(text)
+        is_flow_mapping = isinstance(node, yaml.MappingNode) and text.lstrip().startswith("{")
+        if node is not None and (isinstance(node, yaml.SequenceNode) or is_flow_mapping):
             return from_node(node)
-    except (yaml.YAMLError, InvalidValueError, RecursionError):
+    except (yaml.YAMLError, InvalidValueError, RecursionError, UnicodeError):
+        return UntypedScalar(text)
+    if node is None:
         return UntypedScalar(text)
     is_quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
     return str(node.value) if is_quoted and node.tag == f"{_YAML_TAG}str" else UntypedScalar(text)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import yaml
 from etils import epath
 
+from MaxText.config import values
 from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
@@ -246,10 +247,14 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
     if not file.exists():
         return {}
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise yaml.YAMLError("not a mapping of keys to values")
-    except yaml.YAMLError as error:
+        text = file.read_text(encoding="utf-8")
+        root = values.compose(text)
+        if not isinstance(root, yaml.MappingNode):
+            raise values.InvalidValueError("not a mapping of keys to values")
+        for _, node in root.value:
+            values.from_node(node)  # bounded, with all aliases expanded
+        config = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # dates that do not exist are ValueErrors
         raise UserError(
             f"{file} is not valid: {error}. Restore it, or remove it to read the run without its "
             "configuration."

@@ -308,6 +308,26 @@ def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> 
         )
 
 
+# What a dimension counts, where its logical name alone does not say it.
+_COUNTED = {"q_heads": "query heads", "kv_heads": "key/value heads", "exp": "experts"}
+
+
+def _undivided_dimensions(specs: Sequence[ParamSpec], sharding: ShardingPlan) -> str:
+    """Returns sentences such as "2 key/value heads do not divide over 4 devices (tensor). "."""
+    sentences = []
+    for spec in specs:
+        for name, size in zip(spec.logical_axes, spec.shape, strict=True):
+            for mesh_axes in (axes for rule, axes in sharding.rules if rule == name):
+                devices = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes)
+                if devices > 1 and size % devices:
+                    what = _COUNTED.get(str(name), str(name))
+                    sentences.append(
+                        f"{size} {what} do not divide over {devices} devices "
+                        f"({' x '.join(mesh_axes)}). "
+                    )
+    return "".join(dict.fromkeys(sentences))
+
+
 def assert_params_sufficiently_sharded(
     parameters: Mapping[str, ParamSpec], sharding: ShardingPlan, tolerance: float
 ) -> float:
@@ -319,8 +339,9 @@ def assert_params_sufficiently_sharded(
     share = sum(x.size for x in whole.values()) / sum(x.size for x in parameters.values())
     if share > tolerance:
         largest = sorted(whole, key=lambda name: -whole[name].size)[:5]
+        undivided = _undivided_dimensions([whole[name] for name in largest], sharding)
         raise UserError(
-            f"{share:.1%} of the parameters are replicated on every device, more than "
+            f"{undivided}{share:.1%} of the parameters are replicated on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {sharding.mesh_sizes}; the largest:\n"
             + "".join(f"    {x} {whole[x].shape} {whole[x].logical_axes}\n" for x in largest)
             + "  What to do: choose sizes (or an mlp_dim_multiple) that the mesh divides, another "

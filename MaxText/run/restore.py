@@ -17,8 +17,9 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
+from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, resolve_hf_path
 from MaxText.conversion.weight_source import corruption_as_user_error, open_pretrained
-from MaxText.errors import UserError
+from MaxText.errors import UserError, first_line
 from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.resolve import ResolvedGrowth
@@ -130,9 +131,26 @@ def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log:
     log("Starting from (first match):")
     for number, (name, what, available) in enumerate(rows):
         mark = "  <- taken" if number == taken else ""
-        if available and number > taken and name.startswith("load_"):
+        is_ignored = available and number > taken and name.startswith("load_")
+        if is_ignored:
             mark = "  (ignored: this run has its own checkpoint)"
         log(f"  {number + 1}. {name:<31}{what}{mark}")
+        if is_ignored and taken == 0 and (problem := _problem_of_weights(what, name)):
+            log(f"warning: {name}={what} is ignored, and could not be loaded: {problem}")
+
+
+def _problem_of_weights(path: str, key: str) -> str:
+    """Returns why there are no weights at a local path; empty if there are, or if it is remote."""
+    if "://" in path:
+        return ""  # slow, and not needed
+    try:
+        if is_hf_checkpoint(path):
+            resolve_hf_path(path, key)
+        else:
+            checkpoint_files.resolve_checkpoint(path, key)
+    except UserError as error:
+        return first_line(error)
+    return ""
 
 
 def _resume(

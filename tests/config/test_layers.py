@@ -190,9 +190,18 @@ def test_axis_rules_merge_by_name(write):
     )  # fmt: skip
     assert dict(rules)["mlp"] == base["mlp"]
     assert [name for name, _ in rules].count("vocab") == 1
+    whole = [["mlp", "fsdp"], *([name, None] for name in base if name != "mlp")]
+    replaced = load_config(logical_axis_rules=whole, override_logical_axis_rules=True).mesh
+    assert replaced.logical_axis_rules[0] == ("mlp", ("fsdp",))
+    assert len(replaced.logical_axis_rules) == len(base)
+
+
+def test_axis_rules_that_replace_all_others_are_a_whole_set():
     rules = "logical_axis_rules=[[embed,null],[mlp,fsdp]]"
-    replaced = load([rules, "override_logical_axis_rules=true"]).config.mesh
-    assert replaced.logical_axis_rules == (("embed", ()), ("mlp", ("fsdp",)))
+    with pytest.raises(ConfigurationError, match="no rule for activation_batch") as caught:
+        load([rules, "override_logical_axis_rules=true"])
+    (problem,) = caught.value.problems
+    assert "mlp" not in problem.message.partition("rule for ")[2].replace("activation_mlp", "")
 
 
 @pytest.mark.parametrize("text", ["sweep:\n  steps: [1, 2]\n", "stages: [{steps: 1}]\n"])

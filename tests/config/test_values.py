@@ -1,6 +1,8 @@
 """Text, YAML and Python values become values of the right type, and are saved and read again."""
 
 import json
+import time
+import tracemalloc
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -110,3 +112,59 @@ def test_differences():
     del stored["steps"]
     none = "(no such key)"
     assert diff_configs(stored | {"gone": 1}, new) == {"steps": (none, "3"), "gone": ("1", none)}
+
+
+TEXT = "x" * 100_000
+BOMBS = {
+    "scalars": f'run_name: &a "{TEXT}"\nadamw_mask: [{",".join(["*a"] * 100_000)}]\n',
+    "plain scalars": f"run_name: &a {TEXT}\nadamw_mask: [{','.join(['*a'] * 90_000)}]\n",
+    "names": f'run_name: &a "{TEXT}"\nlayer_kinds: '
+    f"{{{','.join(f'k{number}: *a' for number in range(9999))}}}\n",
+    "lists": "a0: &a0 [x, x]\n"
+    + "".join(f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
+    "merge keys": "m0: &m0 {x: 1}\n"
+    + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}], y: *m{i - 1}}}\n" for i in range(1, 30)),
+    "itself": "adamw_mask: &a [*a]\nlayer_kinds: &b {A: *b}\n",
+    "the document": "&a {layer_kinds: *a}\n",
+    "brackets": f"adamw_mask: {'[' * 400_000}\n",
+    "braces": f"adamw_mask: {'{a: ' * 100_000}\n",
+    "dashes": "- " * 400_000,
+    "question marks": "? " * 400_000,
+    "indentation": "".join(" " * i + "a:\n" for i in range(1300)),
+    "integer": f"steps: {'9' * 900_000}\n",
+    "float": f"learning_rate: 1e{'9' * 900_000}\n",
+    "sexagesimal": f"steps: {'1:' * 400_000}1\n",
+    "items": f"adamw_mask: [{'a,' * 490_000}]\n",
+    "wrong items": f"ici_data_parallelism: [{'a,' * 49_000}]\n",
+    "keys": "".join(f"k{i}: 1\n" for i in range(90_000)),
+    "key": f"{'k' * 900}: 1\n",
+    "name twice": "checkpoint_storage: {use_ocdbt: true, use_ocdbt: false}\n",
+}
+
+
+@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS)
+def test_hostile_yaml_is_refused_in_bounded_time(text, write):
+    path = write(text)
+    began = time.process_time()
+    with pytest.raises(ConfigurationError) as caught:
+        load([path])
+    assert time.process_time() - began < 30
+    assert len(str(caught.value)) < 20_000
+
+
+def test_hostile_yaml_is_refused_in_bounded_memory(write):
+    path = write(BOMBS["plain scalars"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigurationError):
+            load([path])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 300e6
+
+
+def test_a_few_aliases_and_anchors_are_read(write):
+    path = write("adamw_mask: &a [bias, scale]\ntrainable_parameters_mask: *a\n")
+    assert load([path]).config.optimizer.adamw_mask == ("bias", "scale")
+    assert load([path]).config.optimizer.trainable_parameters_mask == ("bias", "scale")

@@ -95,7 +95,8 @@ def test_mistakes_are_one_message(tmp_path):
     refused("none", read_run, tmp_path / "none")
     refused(r"events\.jsonl", read_run, tmp_path)
     completed(tmp_path / "run")
-    for text in ("steps: [1,\n", "just words\n"):
+    merges = "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 40))
+    for text in ("steps: [1,\n", "just words\n", f"x: {'[' * 50_000}\n", f"m0: &m0 {{}}\n{merges}"):
         (tmp_path / "run" / "config.yml").write_text(text)
         refused(r"config\.yml", read_run, tmp_path / "run")
 

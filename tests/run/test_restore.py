@@ -53,6 +53,16 @@ def test_own_newest_checkpoint_comes_first(saved_run):
     assert result.changes == {"steps": ("10", "20")}
     assert "  steps: 10 -> 20" in lines
     assert any("load_parameters_path" in line and "ignored" in line for line in lines)
+    assert not any(line.startswith("warning: ") for line in lines)
+
+
+def test_an_ignored_path_without_weights_is_a_warning(saved_run, tmp_path):
+    for key in ("load_parameters_path", "load_full_state_path"):
+        section = CheckpointingConfig(**{key: str(tmp_path)})
+        result, lines = start(saved_run[0], section)
+        assert result.how == "resume"
+        (warning,) = [line for line in lines if line.startswith("warning: ")]
+        assert f"{key}={tmp_path} is ignored, and could not be loaded" in warning
 
 
 @pytest.mark.parametrize(

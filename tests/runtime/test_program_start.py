@@ -104,3 +104,33 @@ def test_restarting_happens_once_and_only_if_needed(monkeypatch):
     monkeypatch.setattr(program_start.locale, "getpreferredencoding", lambda _: "utf8")
     program_start.reexec_in_utf8()
     assert len(restarts) == 1
+
+
+def test_strict_settings_of_jax_are_undone_with_a_note(monkeypatch, capsys):
+    for name in program_start._JAX_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_NUMPY_RANK_PROMOTION", "raise")
+    monkeypatch.setenv("JAX_NUMPY_DTYPE_PROMOTION", "strict")
+    monkeypatch.setenv("JAX_DISABLE_JIT", "1")
+    program_start.relax_jax_settings()
+    assert os.environ["JAX_NUMPY_RANK_PROMOTION"] == "allow"
+    assert os.environ["JAX_NUMPY_DTYPE_PROMOTION"] == "standard"
+    assert os.environ["JAX_DISABLE_JIT"] == "false"
+    assert len(capsys.readouterr().err.splitlines()) == 3
+    program_start.relax_jax_settings()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["JAX_ENABLE_X64", "JAX_NUM_CPU_DEVICES"])
+def test_a_setting_that_jax_refuses_is_one_line(name):
+    program = (
+        "import sys; sys.path.insert(0, '.'); from MaxText import program_start\n"
+        "program_start.install('__main__')\n"
+        "import jax"
+    )
+    done = run(["-c", program], **{name: "nonsense"})
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("error: jax refuses a JAX_... variable of the environment: ")
+    assert done.returncode == 2
+    done = run(["-c", program + "; raise ValueError('else')"], JAX_ENABLE_X64="0")
+    assert (done.returncode, b"ValueError: else" in done.stderr) == (1, True)
