@@ -44,7 +44,7 @@ _LARGE_BLOCKS = {
 _LARGE_BLOCKS_BEFORE_235 = {"glibc.malloc.mmap_max": "0"}
 
 # Limit on the interpreter's shutdown, which takes about a second.
-_SECONDS_TO_EXIT = 10.0
+_SECONDS_TO_EXIT = 5.0
 _is_program = False  # whether this process was started for a program
 
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
