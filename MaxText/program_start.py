@@ -156,6 +156,20 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
             signal.signal(number, old)
 
 
+@contextlib.contextmanager
+def notices_blocked(*more: signal.Signals):
+    """Lets processes that this thread starts in a block ignore NOTICES, and `more`.
+
+    Schedulers and terminals send notices to all processes of a job. One of a worker, or of Python's
+    resource tracker, must not end it before the program has saved its work.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICES, *more})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _request_stop(number: int, _frame: FrameType | None) -> None:
     # A second SIGTERM ends a program that does not come to its handlers. A closing terminal sends
     # SIGHUP twice, and that must not cut the cleanup short.
