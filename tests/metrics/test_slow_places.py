@@ -233,7 +233,7 @@ def test_rows_wait_in_memory_until_the_disk_has_room(tmp_path, room, monkeypatch
     disks = []
 
     def opened(path, mode, **keywords):
-        file = open(path, mode, **keywords)
+        file = open(path, mode, **keywords)  # noqa: SIM115
         if mode == "rb":
             return file
         disks.append(FullDisk(file, None))
