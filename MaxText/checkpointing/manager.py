@@ -233,8 +233,11 @@ class CheckpointManager:
             self._write_healthy()
 
     def promote(self, step: int) -> None:
-        """Waits for the save, then marks its checkpoint healthy. Collective."""
-        self._finish()
+        """Waits for the save, then marks its checkpoint healthy. Collective.
+
+        Called at the end of a run: raises UserError if the save failed, as there is no later one.
+        """
+        self._finish(is_last=True)
         if self._is_finalized(step):
             self._healthy.promote(step)
             self._write_healthy()
