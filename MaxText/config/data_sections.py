@@ -53,8 +53,9 @@ class BadRecordOptions(Options):
     """Action on a record with a wrong checksum during import: fail the run, or skip the record.
     Corrupted text always fails."""
     maximum: Natural = key(100)
-    """Unreadable records after which a run with bad_records.action=skip fails too; also the rows
-    and files of text that preparation skips because they cannot be read, 0 for none."""
+    """Unreadable records after which a run with bad_records.action=skip fails too; also the
+    documents that preparation skips because they cannot be read, 0 for none. Of an unreadable file,
+    all documents count, estimated from its size if their number is unknown."""
 
 
 class DataRetryOptions(Options):

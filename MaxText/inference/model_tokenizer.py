@@ -18,7 +18,7 @@ from MaxText.input_pipeline.tokenization.interface import (
     read_text,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near, load_tokenizer
-from MaxText.storage.file_access import is_url, path_type
+from MaxText.storage.file_access import is_url, path_type, split_list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _find(config: Config, weights: str) -> Path | None:
         if place.is_dir() and (found := find_tokenizer_near(str(place / CONFIG), str(place))):
             return found
     for location in (data.dataset_path, data.grain_train_files, data.grain_eval_files):
-        first = location.split(";")[0].rstrip("/")
+        first = next(iter(split_list(location, ";")), "").rstrip("/")
         if is_url(first) and path_type(f"{first}/{MANIFEST_NAME}"):
             return copy_folder(first, data.local_cache_dir)
         folder = Path(first).expanduser()

@@ -1,7 +1,6 @@
 """Prefetches batches in threads or worker processes; retries reads.
 
-The thread is a daemon of this module: Grain's iterators have no timeout, and closing one joins its
-thread, so a read that hangs could be neither retried nor abandoned.
+The thread is a daemon: a read that hangs can be retried and abandoned.
 """
 
 import contextlib
@@ -10,24 +9,18 @@ import math
 import queue
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grain
-import numpy as np
-from absl import flags
-
 from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
-from MaxText.program_start import notices_blocked
+from MaxText.input_pipeline.reader_processes import ReaderProcesses
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
 
 BATCHES_READY = 4  # prefetched elements are whole batches, so a few suffice
-_BATCHES_SENT = 2  # buffered in each worker process
 _SECONDS_TO_CLOSE = 2.0  # close() waits this long for a read in progress, then abandons it
 _SECONDS_BETWEEN_LOOKS = 0.1  # polling interval of `stopping`
 _MAX_WAIT_SECONDS = 60.0  # longest delay before a retry
@@ -59,12 +52,11 @@ class Prefetcher:
 
     def __init__(self, source: "GlobalBatch", first: int, num_processes: int):
         steps = range(first, len(source))
-        self._workers = None
+        self._processes = None
         batches = (source[step] for step in steps)
         if num_processes:
-            with notices_blocked():
-                self._workers = _start_workers(source, steps, num_processes)
-            batches = _received(self._workers)
+            self._processes = ReaderProcesses(source, steps, num_processes)
+            batches = iter(self._processes)
         # The thread has read one more batch when it waits for room.
         self._ready: queue.Queue[Any] = queue.Queue(BATCHES_READY - 1)
         self._stopped = threading.Event()
@@ -90,10 +82,9 @@ class Prefetcher:
     def close(self) -> None:
         """Stops reading; abandons a hanging read."""
         _stop(self._ready, self._stopped)
+        if self._processes is not None:
+            self._processes.close()
         self._thread.join(_SECONDS_TO_CLOSE)
-        if self._workers is not None:
-            # Grain's close() joins its processes, even one that hangs, before it terminates them.
-            _start(functools.partial(_close, self._workers)).join(_SECONDS_TO_CLOSE)
 
 
 def _start(work: Callable[[], object]) -> threading.Thread:
@@ -106,11 +97,10 @@ def _produce(
     batches: Iterator[dict[str, Any]], ready: "queue.Queue[Any]", stopped: threading.Event
 ) -> None:
     try:
-        with notices_blocked():  # worker processes are started from this thread, too
-            for batch in batches:
-                ready.put(batch)
-                if stopped.is_set():
-                    return
+        for batch in batches:
+            ready.put(batch)
+            if stopped.is_set():
+                return
     except Exception as error:
         ready.put(error)
 
@@ -120,54 +110,6 @@ def _stop(ready: "queue.Queue[Any]", stopped: threading.Event) -> None:
     with contextlib.suppress(queue.Empty):
         while True:  # makes room for a thread that waits for it
             ready.get_nowait()
-
-
-def _start_workers(source: "GlobalBatch", steps: range, num_processes: int) -> Any:
-    # Grain's worker processes read absl flags, which programs without absl's main never parse.
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(
-        num_workers=num_processes, per_worker_buffer_size=_BATCHES_SENT
-    )
-    dataset = (
-        grain.MapDataset.source(steps)
-        .map(functools.partial(_read, source))
-        .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    )
-    return iter(dataset.mp_prefetch(options))
-
-
-def _read(source: "GlobalBatch", step: int) -> dict[str, Any]:
-    """Returns a batch, or its error, to arrive intact from another process."""
-    try:
-        return source[step]
-    except (UserError, OSError) as error:
-        return {"failure": error}
-    except Exception:
-        return {"failure": RuntimeError(f"In the reader:\n{traceback.format_exc()}")}
-
-
-def _received(workers: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    while True:
-        try:
-            batch = next(workers)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise OSError(
-                f"a reader process ended: {error}. See above for the cause (often memory: lower "
-                "grain_worker_count)"
-            ) from error
-        if "failure" in batch:
-            raise batch["failure"]
-        # Copied out of shared memory, which a worker reuses for its next batch.
-        yield {name: np.array(array) for name, array in batch.items()}
-
-
-def _close(workers: Any) -> None:
-    # If a worker hangs, a thread is still blocked in the iterator, and errors are meaningless.
-    with contextlib.suppress(Exception):
-        workers.close()
 
 
 class Retries:

@@ -52,6 +52,8 @@ _FORMAT = "prepare_output_format"
 _COMPARED_BY_CONTENT = {"prepare_source", "text_field", "tokenizer_path", "tokenizer_type"}
 _OPTIONS_OF_IDS = {"add_bos", "add_eos", "prepare_minimum_tokens", "prepare_separator_id"}
 _OPTIONS_OF_TRAINED_TOKENIZERS = {"tokenizer_vocab_size", "tokenizer_special_tokens"}
+# Of fsspec; the first ones upload single files at best, and to few servers.
+_READ_ONLY_PROTOCOLS = {"http", "https", "data", "github", "git", "libarchive", "tar", "zip"}
 # Keys that affect neither the dataset nor its manifest.
 _NOT_OF_THE_DATA = {"prepare_num_workers", "prepare", "records"}
 
@@ -105,6 +107,7 @@ def prepare(
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
+    _check_writable_protocol(dataset_path)
     source, field = preparation.prepare_source, preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     for note in corpus.notes:
@@ -113,7 +116,22 @@ def prepare(
     if is_url(dataset_path):
         staging = cache_dir or DataConfig().local_cache_dir
         return _prepare_and_upload(request, dataset_path.rstrip("/"), staging)
-    return _prepare_folder(request, Path(local_path(dataset_path)))
+    # A link stays a link: the data set is written to the folder that it leads to.
+    folder = Path(local_path(dataset_path))
+    return _prepare_folder(request, folder.resolve() if folder.is_symlink() else folder)
+
+
+def _check_writable_protocol(dataset_path: str) -> None:
+    """Raises UserError for a URL that can only be read, before anything is tokenized."""
+    if not is_url(dataset_path):
+        return
+    protocol = dataset_path.split("://")[0].lower()
+    if protocol in _READ_ONLY_PROTOCOLS:
+        raise UserError(
+            f"dataset_path={dataset_path}: {protocol}:// can only be read, and a data set is to be "
+            "written there. Name a local folder or one in a bucket (gs://)."
+        )
+    file_access.file_system(dataset_path)  # a protocol that is unknown, or needs a package
 
 
 def _digest_path(corpus: Corpus, cache_dir: Path | None) -> Path | None:

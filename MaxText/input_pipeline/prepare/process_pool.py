@@ -3,18 +3,16 @@
 import functools
 import json
 import multiprocessing
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from MaxText.errors import UserError
+from MaxText.input_pipeline.end_with_parent import end_with_parent
 from MaxText.program_start import NOTICES, notices_blocked
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import atomic_write_text
@@ -90,25 +88,13 @@ def _start(function: Callable[..., Any], shared: Any) -> None:
     # Ctrl-C and notices reach all processes; the parent stops the workers in order.
     for number in (signal.SIGINT, *NOTICES):
         signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
+    end_with_parent()
     _task = functools.partial(function, shared)
 
 
 def _work(job: Any) -> Any:
     assert _task is not None
     return _task(job)
-
-
-def _end_with_parent() -> None:
-    """Exits this process when its parent dies, even by SIGKILL."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="end with parent").start()
 
 
 def run_jobs(

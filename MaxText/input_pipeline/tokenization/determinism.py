@@ -10,6 +10,7 @@ from typing import Any
 # Tables of tokens, whose names are no settings.
 _TABLES = {"vocab", "merges", "special_tokens", "added_tokens", "added_tokens_decoder"}
 _DROPOUT = "dropout"
+_UNIGRAM_SAMPLING = ("alpha", "nbest_size")
 # Of SentencePiece, as transformers passes them on from tokenizer_config.json.
 _SAMPLING_OPTIONS = {"enable_sampling", "nbest_size", "alpha"}
 _SENTENCE_PIECE_OPTIONS = "sp_model_kwargs"
@@ -30,6 +31,10 @@ def without_dropout(contents: Any) -> Any:
     }
     if isinstance(contents.get(_DROPOUT), int | float) and contents[_DROPOUT]:
         changed[_DROPOUT] = None
+    if contents.get("type") == "Unigram":
+        # Arguments of the class; no release so far reads them from a file.
+        random_options = [name for name in _UNIGRAM_SAMPLING if contents.get(name) is not None]
+        changed |= dict.fromkeys(random_options)
     return {**contents, **changed} if changed else contents
 
 

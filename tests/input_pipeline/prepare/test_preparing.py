@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -341,3 +342,42 @@ def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypa
     assert read.called
     swap_case(corpus / "003.txt")
     refused("different source text", made, asked, out, cache_dir=cache)
+
+
+@pytest.mark.parametrize("protocol", ["https", "http", "HTTPS", "github", "nonsense"])
+def test_targets_that_cannot_be_written_are_refused_before_work(corpus, tmp_path, protocol):
+    lines = []
+    target = f"{protocol}://host.invalid/x"
+    keys = byte_options(corpus)
+    refused(f"{protocol}://", prepare, keys, target, lines.append, cache_dir=tmp_path / "cache")
+    assert not lines
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_target_that_is_a_link(corpus, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "empty").mkdir()
+    for name, target in (("new", "disk/data"), ("old", "empty")):
+        (tmp_path / name).symlink_to(target)
+        manifest = made(byte_options(corpus), tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / target / "manifest.json").is_file()
+        assert made(byte_options(corpus), tmp_path / name) == manifest
+
+
+def test_two_processes_prepare_one_folder(corpus, tmp_path):
+    """One of them prepares it, the other waits and finds it; both have the same result."""
+    program = Path(prepare_module.__file__).parents[2] / "prepare_data.py"
+    command = [
+        sys.executable, str(program), f"prepare_source={corpus}",
+        f"dataset_path={tmp_path / 'd'}", "tokenizer_path=bytes",
+    ]  # fmt: skip
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert sum("Wrote" in output for output in outputs) == 1
+    assert sum("Kept" in output for output in outputs) == 1
+    assert not list(tmp_path.glob(".d*"))

@@ -92,6 +92,11 @@ def test_dropout_at_any_depth():
     assert changed["dropout"] is None
     assert changed["post_processor"] is contents["post_processor"]
     assert contents["dropout"] == 1
+    unigram = {"model": {"type": "Unigram", "alpha": 0.1, "nbest_size": 8, "vocab": [["a", -1.0]]}}
+    model = without_dropout(unigram)["model"]
+    assert model["alpha"] is None
+    assert model["nbest_size"] is None
+    assert model["vocab"] is unigram["model"]["vocab"]
     for exact in (changed, {"model": {"dropout": 0.0}}, {"dropout": "word"}, [], 3):
         assert without_dropout(exact) is exact
 
