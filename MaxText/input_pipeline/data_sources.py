@@ -51,9 +51,14 @@ class DataSource:
     stitch: int = 1  # documents per window with documents_* sampling
 
 
+def _without_weight(part: str) -> str:
+    match = _WEIGHTED.fullmatch(part)
+    return match["location"] if match else part
+
+
 def _weighted(text: str, key: str) -> list[DataSource]:
     entries = []
-    for part in split_list(text, ";"):
+    for part in split_list(text, ";", _without_weight):
         # A name may itself end like a weight.
         exists = os.path.exists(os.path.expanduser(part))
         match = None if exists else _WEIGHTED.fullmatch(part)

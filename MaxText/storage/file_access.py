@@ -12,7 +12,7 @@ import math
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -164,12 +164,13 @@ def existing_prefix(location: str) -> str:
     return location.removesuffix(rest) if location.endswith(rest) else ""
 
 
-def split_list(text: str, separator: str) -> list[str]:
+def split_list(text: str, separator: str, name_of: Callable[[str], str] = str) -> list[str]:
     """Splits a list of local paths, patterns and URLs that a user wrote on one line.
 
     A separator belongs to a name if a file or folder of that name exists, is within braces, or
     stands in brackets, as in `a[,]b*.txt`. White space around entries is removed, unless that
-    would turn an existing name into a missing one.
+    would turn an existing name into a missing one. `name_of` returns the name in an entry that may
+    have more, such as a weight.
     """
     if not is_url(text) and os.path.exists(local_path(text)):
         return [text]
@@ -177,7 +178,7 @@ def split_list(text: str, separator: str) -> list[str]:
     pieces = re.findall(rf"(?:\{{[^{{}}]*\}}|\[{quoted}\]|[^{quoted}])+", text)
     entries: list[str] = []
     while pieces:
-        num_pieces = _pieces_of_name(pieces, separator)
+        num_pieces = _pieces_of_name(pieces, separator, name_of)
         entry = separator.join(pieces[:num_pieces])
         pieces = pieces[num_pieces:]
         is_name = not is_url(entry) and os.path.exists(local_path(entry))
@@ -189,7 +190,7 @@ def split_list(text: str, separator: str) -> list[str]:
     return entries
 
 
-def _pieces_of_name(pieces: Sequence[str], separator: str) -> int:
+def _pieces_of_name(pieces: Sequence[str], separator: str, name_of: Callable[[str], str]) -> int:
     """Returns how many pieces are one name, or one pattern below a folder of such a name."""
     first = pieces[0].lstrip()
     folder, _, beginning = _absolute_local(first).rpartition("/")
@@ -197,8 +198,9 @@ def _pieces_of_name(pieces: Sequence[str], separator: str) -> int:
         return 1
     for num_pieces in range(len(pieces), 1, -1):
         entry = separator.join([first, *pieces[1:num_pieces]]).rstrip()
-        if separator not in entry[len(existing_prefix(entry)) :]:
-            return num_pieces
+        for name in (entry, name_of(entry)):
+            if separator in name and separator not in name[len(existing_prefix(name)) :]:
+                return num_pieces
     return 1
 
 
