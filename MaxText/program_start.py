@@ -67,7 +67,7 @@ _HARMLESS_SETTINGS = ("", "0", "warn", "log", "log_explicit")
 _UTF8 = "MAXTEXT_UTF8"  # set in a process that was restarted for UTF-8, which happens once
 
 # Limit on the interpreter's shutdown, which takes about a second.
-_SECONDS_TO_EXIT = 10.0
+_SECONDS_TO_EXIT = 5.0
 _is_program = False  # whether this process was started for a program
 
 _LAUNCHED = "MAXTEXT_LAUNCHED"  # passes the launch time to the restarted process
@@ -248,6 +248,20 @@ def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], N
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def notices_blocked(*more: signal.Signals):
+    """Lets processes that this thread starts in a block ignore NOTICES, and `more`.
+
+    Schedulers and terminals send notices to all processes of a job. One of a worker, or of Python's
+    resource tracker, must not end it before the program has saved its work.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICES, *more})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _request_stop(number: int, _frame: FrameType | None) -> None:

@@ -233,8 +233,11 @@ class CheckpointManager:
             self._write_healthy()
 
     def promote(self, step: int) -> None:
-        """Waits for the save, then marks its checkpoint healthy. Collective."""
-        self._finish()
+        """Waits for the save, then marks its checkpoint healthy. Collective.
+
+        Called at the end of a run: raises UserError if the save failed, as there is no later one.
+        """
+        self._finish(is_last=True)
         if self._is_finalized(step):
             self._healthy.promote(step)
             self._write_healthy()
@@ -417,7 +420,9 @@ class CheckpointManager:
         def rename() -> None:
             for step in sorted(steps) if jax.process_index() == 0 else ():
                 target = self.directory / f"{step}.{suffix}"
-                if target.exists():
+                if target.exists() and suffix == _UNHEALTHY:
+                    target.rmtree()  # a run that breaks again and again must not fill the disk
+                elif target.exists():
                     target = self.directory / f"{step}.{suffix}-{int(time.time())}"
                 (self.directory / str(step)).rename(target)
 

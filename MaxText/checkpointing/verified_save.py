@@ -25,7 +25,7 @@ _OCDBT_FILE = "manifest.ocdbt"  # where the values of all arrays are
 _ZARR_2 = (".zarray", "")
 _ZARR_3 = ("zarr.json", "c")
 # Waits before a file counts as missing: network folders show other machines' files late.
-_RETRY_SECONDS = (0.5, 1.0, 2.0)
+RETRY_SECONDS = (0.5, 1.0, 2.0)
 
 
 class VerifiedArraysHandler(ocp.PyTreeCheckpointHandler):
@@ -67,7 +67,7 @@ def verify_arrays(directory: epath.Path) -> None:
 
     Raises CheckpointCorruptedError with the first missing or truncated file or array.
     """
-    for seconds in _RETRY_SECONDS:
+    for seconds in RETRY_SECONDS:
         if not _first_problem(directory):
             return
         time.sleep(seconds)

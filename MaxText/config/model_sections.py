@@ -228,7 +228,9 @@ class NumericsConfig(Section):
     """Dtype of activations. auto: float32 on CPU, where bfloat16 is half as fast; else bfloat16."""
     weight_dtype: Literal["float32", "bfloat16"] = key("float32", "Dtype of parameters.")
     matmul_precision: Literal["default", "high", "highest"] = key("default")
-    """Precision of matmuls with float32 inputs on accelerators."""
+    """Precision of matmuls with float32 inputs. On accelerators: of the products. On CPU, where
+    products are float32 in any case, highest adds them up in float64 and computes attention by the
+    plain formula: for comparisons with other programs, 2 to 3 times as slow."""
     quantization: Quantization = key("")
     """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with compute
     capability 8.9 or newer). Embeddings, head, attention scores, norms and expert routers are not

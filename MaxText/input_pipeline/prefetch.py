@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import queue
-import signal
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from absl import flags
 
 from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
-from MaxText.program_start import NOTICES
+from MaxText.program_start import notices_blocked
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
@@ -63,7 +62,8 @@ class Prefetcher:
         self._workers = None
         batches = (source[step] for step in steps)
         if num_processes:
-            self._workers = _start_workers(source, steps, num_processes)
+            with notices_blocked():
+                self._workers = _start_workers(source, steps, num_processes)
             batches = _received(self._workers)
         # The thread has read one more batch when it waits for room.
         self._ready: queue.Queue[Any] = queue.Queue(BATCHES_READY - 1)
@@ -105,14 +105,12 @@ def _start(work: Callable[[], object]) -> threading.Thread:
 def _produce(
     batches: Iterator[dict[str, Any]], ready: "queue.Queue[Any]", stopped: threading.Event
 ) -> None:
-    # Worker processes are started from here, and inherit the mask. Schedulers send their notices to
-    # every process of a job: one to a worker must not end it before the state is saved.
-    signal.pthread_sigmask(signal.SIG_BLOCK, NOTICES)
     try:
-        for batch in batches:
-            ready.put(batch)
-            if stopped.is_set():
-                return
+        with notices_blocked():  # worker processes are started from this thread, too
+            for batch in batches:
+                ready.put(batch)
+                if stopped.is_set():
+                    return
     except Exception as error:
         ready.put(error)
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
 from MaxText.layers import capture
-from MaxText.layers.dense import einsum_f32
+from MaxText.layers.dense import einsum, einsum_f32, is_exact_on_cpu
 from MaxText.layers.dropout import dropout
 from MaxText.parallelism.logical_sharding import platform, split_axes
 
@@ -243,14 +243,15 @@ def attend(
     if keys.ndim == 3:
         mask_BKRS = mask_BKRS[0]
     scores_BKRS = jnp.where(mask_BKRS, scores_BKRS, -jnp.inf)
-    if platform() == "cpu" and dropout_key is None and not capture.is_on():
+    is_plain = dropout_key is not None or capture.is_on() or is_exact_on_cpu(spec.precision, values)
+    if platform() == "cpu" and not is_plain:
         o_BKRH: jax.Array = _cpu_softmax_product(spec.precision, scores_BKRS, values)
     else:
         probabilities = jax.nn.softmax(scores_BKRS, axis=-1)
         if capture.is_on():
             capture.record(probabilities.reshape(batch, num_heads, length, -1), "probabilities")
         probabilities = dropout(probabilities, dropout_rate, dropout_key).astype(values.dtype)
-        o_BKRH = jnp.einsum("...rs,...sh->...rh", probabilities, values, precision=spec.precision)
+        o_BKRH = einsum("...rs,...sh->...rh", probabilities, values, spec.precision)
     o_BKGTH = o_BKRH.reshape(batch, num_kv_heads, group, length, head_dim)
     return o_BKGTH.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_heads, head_dim)
 
@@ -262,7 +263,10 @@ def _cpu_softmax_product(
     """Returns softmax(scores) values in fewer passes over [R, S].
 
     As in FlashAttention (Dao et al. 2022), the product is divided by the softmax's sums, and
-    rowsum(dO * O) replaces rowsum(P * dP) in the gradient: 3 to 7 % of a small GPT's step.
+    rowsum(dO * O) replaces rowsum(P * dP) in the gradient: 3 to 7 % of a small GPT's step. Where a
+    query sees almost only one key, the gradient of its scores is a difference of nearly equal
+    numbers, which this form computes in two ways, and so loses the digits that they share. Over
+    many models both forms are equally exact; matmul_precision=highest takes the plain one.
     """
     return _softmax_product_forward(precision, scores_BKRS, values_BKSH)[0]
 

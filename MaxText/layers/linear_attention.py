@@ -11,6 +11,7 @@ Legend: C tokens of a chunk, K key/value heads, G query heads for each, N = K G,
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from MaxText.config.registry import register
 from MaxText.layers.attention import Attention
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import einsum
 from MaxText.layers.part import Flops
 
 _NOTHING = -1e30  # maximum over no tokens; finite, so that differences are
@@ -69,7 +71,7 @@ def causal_linear_attention(
 
     phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    einsum = lambda spec, *x: jnp.einsum(spec, *x, precision=precision)  # noqa: E731
+    product = functools.partial(einsum, precision=precision)
 
     def one_chunk(state: LinearAttentionState, xs):
         phi_BCKGH, k_BCKH, v_BCKH, segments_BC, real_BC = xs
@@ -92,18 +94,18 @@ def causal_linear_attention(
         fading_BCCK = jnp.where(
             sees_BCC[..., None], largest_BCK[:, None] - largest_BCK[:, :, None], -jnp.inf
         )
-        scores = einsum("btkgh,bskh->btskg", phi_BCKGH, psi_BCKH)
+        scores = product("btkgh,bskh->btskg", phi_BCKGH, psi_BCKH)
         scores = scores * jnp.exp(fading_BCCK)[..., None]
         carried_BCK = jnp.exp(
             jnp.where(carries_BC1, state.largest_BK[:, None] - largest_BCK, -jnp.inf)
         )
-        above = einsum("btskg,bskh->btkgh", scores, v_BCKH)
+        above = product("btskg,bskh->btkgh", scores, v_BCKH)
         above += (
-            einsum("btkgh,bkhi->btkgi", phi_BCKGH, state.sums_BKHH) * carried_BCK[..., None, None]
+            product("btkgh,bkhi->btkgi", phi_BCKGH, state.sums_BKHH) * carried_BCK[..., None, None]
         )
         below = (
             scores.sum(2)
-            + einsum("btkgh,bkh->btkg", phi_BCKGH, state.counts_BKH) * carried_BCK[..., None]
+            + product("btkgh,bkh->btkg", phi_BCKGH, state.counts_BKH) * carried_BCK[..., None]
         )
         if epsilon:
             # Clamped to stay finite; beyond 80 the result is 0 in any case.
@@ -128,7 +130,7 @@ def causal_linear_attention(
         kept_BK = jnp.exp(jnp.where(goes_on_B1, state.largest_BK - end_BK, -jnp.inf))
         new = LinearAttentionState(
             state.sums_BKHH * kept_BK[..., None, None]
-            + einsum("bskh,bski->bkhi", weights_BCKH, v_BCKH),
+            + product("bskh,bski->bkhi", weights_BCKH, v_BCKH),
             state.counts_BKH * kept_BK[..., None] + weights_BCKH.sum(1),
             end_BK,
             segment_B,
@@ -175,8 +177,8 @@ def bidirectional_linear_attention(
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
     k, v = k_BTKH.astype(jnp.float32), v_BTKH.astype(jnp.float32)
     if segments_BT is None:
-        sums = jnp.einsum("bskh,bski->bkhi", jax.nn.softmax(k, axis=1), v, precision=precision)
-        o = jnp.einsum("btkgh,bkhi->btkgi", phi, sums, precision=precision)
+        sums = einsum("bskh,bski->bkhi", jax.nn.softmax(k, axis=1), v, precision)
+        o = einsum("btkgh,bkhi->btkgi", phi, sums, precision)
     else:
         same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
         # Sums over each token's segment, stabilized by the largest k of the segment.
@@ -184,15 +186,11 @@ def bidirectional_linear_attention(
             _running_max(k, segments_BT), _running_max(k, segments_BT, reverse=True)
         )
         weights = jnp.exp(k - jax.lax.stop_gradient(largest))
-        below = jnp.einsum(
-            "bts,bskh->btkh", same_BTS.astype(jnp.float32), weights, precision=precision
-        )
+        below = einsum("bts,bskh->btkh", same_BTS.astype(jnp.float32), weights, precision)
         # Every divisor is at least 1, the term of the largest k.
-        scores = jnp.einsum(
-            "btkgh,bskh->btskg", phi / below[:, :, :, None], weights, precision=precision
-        )
+        scores = einsum("btkgh,bskh->btskg", phi / below[:, :, :, None], weights, precision)
         scores = jnp.where(same_BTS[..., None, None], scores, 0.0)
-        o = jnp.einsum("btskg,bskh->btkgh", scores, v, precision=precision)
+        o = einsum("btskg,bskh->btkgh", scores, v, precision)
     return o.reshape(batch, length, num_heads, head_dim).astype(q_BTNH.dtype)
 
 

@@ -17,7 +17,7 @@ from MaxText.config.layer_sections import MoEConfig
 from MaxText.layers.activations import ACTIVATIONS
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.dense import Dense
+from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.params import Init, Initializer, param
 from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import current_batch_axes, with_logical_constraint
@@ -215,9 +215,10 @@ class RoutedMoE(nnx.Module):
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
         filled = with_logical_constraint(with_logical_constraint(filled, *by_group), *by_expert)
-        einsum = functools.partial(
-            jnp.einsum, precision=experts.precision, _dot_general=experts.dot_general
-        )
+        dot = experts.dot_general
+        if dot is jax.lax.dot_general and is_exact_on_cpu(experts.precision, filled):
+            dot = dot_in_double
+        einsum = functools.partial(jnp.einsum, precision=experts.precision, _dot_general=dot)
         branches = [
             tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()
         ]

@@ -159,6 +159,9 @@ class LearningChecks:
         The moments of the optimizer tell: they are 0 only if every gradient was. Optimizers without
         moments in the shape of the parameters say nothing. Experts count at the end of a run.
         """
+        has_experts = any("exp" in spec.logical_axes for spec in self._specs.values())
+        if self._gradients_checked and not has_experts:
+            return
         self._gradients_checked = True
         if not self._reads_opt_state or not self._max.get("grad_norm"):
             return  # a gradient of 0 everywhere is reported as such

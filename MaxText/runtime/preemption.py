@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 
 from MaxText.exit_codes import INTERRUPTED, PREEMPTED
 from MaxText.program_start import NOTICES, STOP_SIGNALS
@@ -42,8 +43,8 @@ class PreemptionHandler:
     def install(cls) -> "PreemptionHandler":
         """Handles STOP_SIGNALS and Ctrl-C unless the parent ignores them (nohup)."""
         stop = cls()
-        handlers = dict.fromkeys(STOP_SIGNALS, lambda *_: None)
-        handlers[signal.SIGINT] = stop._interrupt
+        handlers: dict[signal.Signals, Callable[..., None]] = {signal.SIGINT: stop._interrupt}
+        handlers |= dict.fromkeys(STOP_SIGNALS, lambda *_: None)
         taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
         if not taken:
             return stop

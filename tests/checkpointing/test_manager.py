@@ -128,7 +128,7 @@ def damage_before_commit(monkeypatch, damage):
         damage(directory)
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize_and_damage)
-    monkeypatch.setattr(verified_save, "_RETRY_SECONDS", (0.0,))
+    monkeypatch.setattr(verified_save, "RETRY_SECONDS", (0.0,))
 
 
 def shorten(path):
@@ -170,7 +170,7 @@ def test_a_lost_array_is_found_in_either_format(tmp_path, monkeypatch):
         save_steps(CheckpointManager(folder, section), fresh_state(), [0])
         verified_save.verify_arrays(epath.Path(folder / "0" / "items"))
         if not use_ocdbt:
-            monkeypatch.setattr(verified_save, "_RETRY_SECONDS", (0.0,))
+            monkeypatch.setattr(verified_save, "RETRY_SECONDS", (0.0,))
             chunk = next(
                 path
                 for path in (folder / "0" / "items" / "params.token_embedder").rglob("*")

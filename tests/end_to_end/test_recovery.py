@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from benchmarks import fault_injection
+from MaxText.storage.atomic import write_json_with_digest
 
 # One byte is one token nearly always, so 256 tokens of 4 x 64 are about 256 characters.
 BATCH = 4 * 64
@@ -109,3 +110,48 @@ def test_no_checkpoint_of_an_exploded_rate_is_promoted(runs, trained, rate, peri
     assert losses[139] < losses[0]
     assert not [row for row in runs.events(name, "step_skipped") if row["step"] > 100]
     assert max(json.loads(good.read_text())["healthy"]) >= 100
+
+
+def healthy_steps(folder):
+    return json.loads((folder / "checkpoints" / "healthy.json").read_text())["healthy"]
+
+
+@pytest.mark.slow
+def test_a_state_that_the_last_step_broke_is_no_start_for_the_next_run(runs, trained):
+    shutil.copytree(trained, runs.folder("last_step"))
+    checkpoints = runs.folder("last_step") / "checkpoints"
+    output = runs.complete("last_step", *CALM.split(), "learning_rate=1e6", "steps=101", code=1)
+    assert "the state after step 100 is broken" in output
+    assert runs.rows("last_step", "events.jsonl")[-1]["reason"] == "diverged"
+    assert max(healthy_steps(runs.folder("last_step"))) == 99
+    assert (checkpoints / "100.unhealthy").exists()
+    assert not (checkpoints / "100").exists()
+
+    # As an earlier version left it: the broken state is the newest one, and counts as healthy.
+    stuck = runs.folder("stuck")
+    shutil.copytree(runs.folder("last_step"), stuck)
+    (stuck / "checkpoints" / "100.unhealthy").rename(stuck / "checkpoints" / "100")
+    steps = [*healthy_steps(stuck), 100]
+    write_json_with_digest(stuck / "checkpoints" / "healthy.json", "healthy", steps)
+    runs.complete("stuck", *CALM.split(), "learning_rate=0.003", "steps=140")
+    targets = [row["restored_step"] for row in runs.events("stuck", "rollback")]
+    assert targets == [101, 100]
+    assert (stuck / "checkpoints" / "100.unhealthy").exists()
+
+    runs.complete("last_step", *CALM.split(), "learning_rate=0.003", "steps=140")
+    for name in ("last_step", "stuck"):
+        losses = {row["step"]: row["learning/loss"] for row in runs.events(name, "step")}
+        assert losses[139] < losses[0]
+        assert max(healthy_steps(runs.folder(name))) == 139
+
+
+@pytest.mark.slow
+def test_a_run_whose_last_steps_were_all_skipped_fails(runs, trained):
+    shutil.copytree(trained, runs.folder("skipped_end"))
+    keys = [*CALM.split(), "learning_rate=30", "steps=106", "step_log_period=20"]
+    output = runs.complete("skipped_end", *keys, code=1)
+    assert "the last 5 steps, up to step 105, were all skipped" in output
+    assert max(healthy_steps(runs.folder("skipped_end"))) == 99
+    # The same command fails again, the right rate goes on.
+    runs.complete("skipped_end", *keys, code=1)
+    runs.complete("skipped_end", *CALM.split(), "learning_rate=0.003", "steps=106")

@@ -51,6 +51,7 @@ def by_definition(logits, seen, temperature=1.0, repetition_penalty=1.0, **setti
     "settings",
     [
         {"temperature": 1.7, "top_k": 9},
+        {"temperature": 2.0, "top_k": 55, "repetition_penalty": 1.5},  # negative logits as well
         {"temperature": 0.6, "nucleus_p": 0.83},
         {"temperature": 1.9, "nucleus_p": 0.83},
         {"temperature": 1.4, "min_p": 0.07, "repetition_penalty": 1.6},

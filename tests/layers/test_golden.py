@@ -50,15 +50,17 @@ class Near(NamedTuple):
     gradients: tuple[float, float, float]
 
 
-TRANSFORMERS = Near((0, 5e-5, 0), (1e-4, 0, 0), (0, 0, 1e-4))
-GPT_NEO = TRANSFORMERS._replace(loss=(1e-5, 0, 0))
-MUDDFORMER = Near((2e-4, 2e-4, 0), (1e-5, 0, 0), (2e-4, 0, 2e-5))
-TOKENFORMER = Near((0, 0, 1e-5), (1e-6, 0, 0), (0, 0, 1e-4))
-FATTORIB = Near((0, 1e-4, 0), (0, 1e-5, 0), (1e-3, 1e-5, 0))
+# About four times what was measured, which is the rounding of float32 here and in the references:
+# a float64 evaluation is as far from either. TokenFormer's PyTorch program multiplies queries and
+# keys of length 5 sqrt(H), so that its softmax, and all before it, amplifies rounding.
+TRANSFORMERS = Near(logits=(0, 0, 4e-6), loss=(5e-7, 0, 0), gradients=(0, 0, 1e-5))
+MUDDFORMER = Near(logits=(0, 0, 4e-6), loss=(5e-7, 0, 0), gradients=(0, 0, 1e-5))
+TOKENFORMER = Near(logits=(0, 0, 1e-5), loss=(5e-7, 0, 0), gradients=(0, 0, 2e-5))
+FATTORIB = Near(logits=(0, 0, 1e-6), loss=(5e-7, 0, 0), gradients=(0, 0, 5e-6))
 # The place of a golden model, how close it is, how it is computed.
 WAYS = {
     "gpt2": (hugging_face, TRANSFORMERS, SCANNED),
-    "gptneo": (hugging_face, GPT_NEO, SCANNED),
+    "gptneo": (hugging_face, TRANSFORMERS, SCANNED),
     "gptneox": (hugging_face, TRANSFORMERS, UNROLLED),
     "llama": (hugging_face, TRANSFORMERS, UNROLLED),
     "llama31": (hugging_face, TRANSFORMERS, SCANNED),

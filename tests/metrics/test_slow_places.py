@@ -229,10 +229,22 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("room", [0, 5, 40])
-def test_rows_wait_in_memory_until_the_disk_has_room(tmp_path, room):
-    rows = JsonlFile(tmp_path / "rows.jsonl", None)
+def test_rows_wait_in_memory_until_the_disk_has_room(tmp_path, room, monkeypatch):
+    disks = []
+
+    def opened(path, mode, **keywords):
+        file = open(path, mode, **keywords)  # noqa: SIM115
+        if mode == "rb":
+            return file
+        disks.append(FullDisk(file, None))
+        return disks[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json_lines, "open", opened, raising=False)
+        rows = JsonlFile(tmp_path / "rows.jsonl", None)
     rows.append({"step": 0})
-    rows._file = disk = FullDisk(rows._file, room)
+    (disk,) = disks
+    disk.room = room
     for step in (1, 2, 3, 4, 5):
         with contextlib.suppress(OSError):
             rows.append({"step": step})

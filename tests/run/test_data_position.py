@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 
+from MaxText.checkpointing.history import Rollback
+from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import load_config
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.input_pipeline.loader import make_train_iterator
@@ -90,3 +92,19 @@ def test_a_position_or_metadata_of_another_step_are_not_resumed(saved_run, tmp_p
     result, lines = start(run, initialize=pytest.fail)
     assert (result.first_step, result.position["step"], result.stored_step) == (3, 3, 2)
     assert any("WARNING" in line and "step 4" in line for line in lines)
+
+
+@pytest.mark.parametrize("key", ["", "load_full_state_path", "load_parameters_path"])
+def test_every_start_knows_the_rollbacks_of_its_run(saved_run, tmp_path, key):
+    """Else a run that was killed after a rollback would train on the excluded samples."""
+    run = shutil.copytree(saved_run[0], tmp_path / "old")
+    folder = tmp_path / "new" if key else run
+    iterator = batches()
+    rollback = Rollback(1, 3, 9, 8, (41, 45), "checkpoint", "a spike", iterator.identity)
+    CheckpointManager(folder / "checkpoints", CheckpointingConfig()).record_rollback(rollback)
+    result, _ = start(folder, CheckpointingConfig(**{key: str(run)} if key else {}))
+    assert result.how == {"": "resume", "load_full_state_path": "full_state"}.get(key, "parameters")
+    assert result.rollbacks == (rollback,)
+    # That of the small state is of no data.
+    restore_data_position(result._replace(position=None), iterator, 20, lambda line: None)
+    assert iterator.get_state()["excluded"] == [[41, 45]]

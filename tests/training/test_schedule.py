@@ -40,8 +40,10 @@ NONE = {"warmup_steps_fraction": 0.0}
     ],
 )  # fmt: skip
 def test_values(kind, keys, expected):
-    found = rates(expected, lr_schedule_type=kind, **keys)
-    assert found == pytest.approx(list(expected.values()), abs=1e-6)
+    for peak in (1.0, 3e-4):
+        found = rates(expected, lr_schedule_type=kind, learning_rate=peak, **keys)
+        shares = [rate / peak for rate in found]
+        assert shares == pytest.approx(list(expected.values()), abs=1e-6), peak
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear"])

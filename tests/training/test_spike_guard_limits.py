@@ -84,3 +84,43 @@ def test_the_limit_follows_from_the_last_accepted_updates(spread):
         given_NQ = np.array(tried) * [1, 1, rate]
         found = _accepted(state, jnp.int32(step + 1), jnp.float32(given_NQ), jnp.float32(rate))
         assert np.asarray(found).tolist() == expected, count
+
+
+@jax.jit
+def _metrics(losses_S):
+    def one(state, inputs):
+        step, loss = inputs
+        _, state, metrics = spike_guard.decide(
+            SECTION, state, step, loss=loss, grad_norm=1.0, update_norm=1e-3, learning_rate=1e-3
+        )
+        return state, metrics
+
+    inputs = jnp.arange(len(losses_S)), losses_S
+    return jax.lax.scan(one, spike_guard.initial_state(SECTION), inputs)[1]
+
+
+@pytest.mark.parametrize("level", [3.0, 0.2])
+def test_the_rise_is_that_of_the_median_above_the_lowest_one_of_a_whole_window(level):
+    """A few low losses at the start are no level that a later loss has risen from."""
+    steps = np.arange(5 * WINDOW)
+    drift = np.interp(steps, [0, 2 * WINDOW, 5 * WINDOW], [1.2, 1.0, 2.0])
+    losses = level * drift + 0.01 * np.random.default_rng(1).normal(size=len(steps))
+    losses[:9] = 0.3 * level
+    metrics = jax.tree.map(np.asarray, _metrics(jnp.float32(losses)))
+    assert metrics["num_skipped"][-1] == 0
+    lowest, stable, rises, began = np.inf, 0, [], []
+    for step in steps:
+        newest = losses[max(0, step + 1 - WINDOW) : step + 1]
+        if len(newest) == WINDOW:
+            lowest = min(lowest, np.median(newest))
+        rise = 0.0
+        if np.isfinite(lowest):
+            rise = (np.median(newest) - lowest) / max(abs(lowest), 1.0)
+        if rise <= SECTION.rollback.on_rise / 4:
+            stable = step
+        rises.append(rise)
+        began.append(max(stable - WINDOW, 0))
+    np.testing.assert_allclose(metrics["loss_rise"], rises, atol=1e-5)
+    # At a step where the rise is at this limit, rounding decides.
+    assert np.abs(metrics["rise_began"] - began).max() <= 1
+    assert max(rises) > 0.1

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from MaxText.errors import UserError
-from MaxText.program_start import NOTICES
+from MaxText.program_start import NOTICES, notices_blocked
 from MaxText.runtime.cores import num_cores
 from MaxText.storage.atomic import atomic_write_text
 
@@ -49,16 +49,14 @@ def map_in_processes(
     # Not forked: forking a process with threads (tokenizers, jax) can deadlock.
     context = multiprocessing.get_context("spawn")
     others = {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(
-        num_processes, context, initializer=_start, initargs=(function, shared)
-    )
+    with notices_blocked():
+        pool = ProcessPoolExecutor(
+            num_processes, context, initializer=_start, initargs=(function, shared)
+        )
     try:
         # Before `_start` ignores Ctrl-C, new processes would print tracebacks of their imports.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *NOTICES})
-        try:
+        with notices_blocked(signal.SIGINT):
             number_of = {pool.submit(_work, job): number for number, job in enumerate(jobs)}
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         processes = {*multiprocessing.active_children()} - others
         waiting = {*number_of}
         while waiting:

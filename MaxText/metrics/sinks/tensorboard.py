@@ -156,7 +156,7 @@ class TensorBoardSink(Sink):
         """Writes the status that the HParams page shows; a run to be resumed has none."""
         if reason not in _STATUSES:
             return
-        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData  # pyright: ignore
         from tensorboardX.summary import hparams
 
         _, _, session_end = hparams({}, {})
