@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 import shlex
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.rules import RULES
-from MaxText.config.schema import all_keys
+from MaxText.config.schema import all_keys, all_names
 from MaxText.errors import UserError
 from tests.small_models import some_quick
 
@@ -59,6 +60,9 @@ def test_one_problem_for_one_mistake(program, snapshot):
         set_at = [place.removeprefix("command line, ") for place in problem.location]
         assert keys_of(line) & {place.partition("=")[0].lstrip("-") for place in set_at}, line
         messages[line] = "\n".join(problem.lines())
+        advice = [text for label, text in problem.context if label in ("try", "closest", "write")]
+        named = re.findall(r"(?<![\w./-])([a-z][a-z_0-9.]{2,})=", " ".join(advice))
+        assert set(named) <= {*all_names()}, line
     assert messages == snapshot
 
 

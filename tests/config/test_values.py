@@ -45,7 +45,7 @@ def test_command_line_values(argument, value):
     [
         "steps=x", "steps=1.5", "steps=true", "steps=", "steps=none", "steps=[1]", "steps=[4, 5]",
         "steps='3'", f"steps={'9' * 400}", "learning_rate=fast", "learning_rate=nan",
-        "learning_rate=inf", "learning_rate=0", f"learning_rate={'9' * 400}", "packing=maybe",
+        "learning_rate=inf", "learning_rate=-1", f"learning_rate={'9' * 400}", "packing=maybe",
         "packing=2", "dtype=bf16", "dtype=none", "mlp_activations=gelu",
         "mlp_activations=[gelu, gelo]", "weight_decay_overrides=[[norm]]", "dropout_rate=1",
         "max_to_keep=0", "base_num_decoder_layers=10001", "global_parameter_scale=1048577",
