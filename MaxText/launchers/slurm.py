@@ -53,15 +53,17 @@ def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
             *(f"#SBATCH {line}" for line in lines),
             "",
             *([f"export {NUM_DEVICES_VARIABLE}={devices}"] if devices else []),
+            # A signal to this script alone (--signal=B:USR1@60) reaches the processes, too: srun
+            # passes SIGUSR1 on, while SIGTERM would make it kill them. scancel sends SIGTERM.
+            "steps= signaled= canceled=",
+            'pass_on() { signaled=yes; [ -z "$steps" ] || kill -USR1 $steps; }',
+            "trap pass_on HUP USR1 USR2",
+            "trap 'canceled=yes; pass_on' TERM",
             # After one exits, the others exit by themselves and report what they waited for.
             f"srun --kill-on-bad-exit=0 --wait=300 --output={logs}/%j-%t.log --open-mode=append \\",
             f"  {shlex.join([*TRAIN_COMMAND, *arguments])} &",
             "steps=$!",
-            # A signal to this script alone (--signal=B:USR1@60) reaches the processes, too: srun
-            # passes SIGUSR1 on, while SIGTERM would make it kill them. scancel sends SIGTERM.
-            "canceled=",
-            "trap 'signaled=yes; kill -USR1 $steps' HUP USR1 USR2",
-            "trap 'signaled=yes; canceled=yes; kill -USR1 $steps' TERM",
+            '[ -z "$signaled" ] || pass_on  # it came before that',
             'while signaled= && wait $steps; code=$?; [ "$signaled" ]; do',
             "  :  # a trap ended the wait: wait again",
             "done",
