@@ -190,7 +190,7 @@ def _gradient_of_first(
     g_batch = tuple(range(len(first_batch)))
     kept = [i for i in range(first.ndim) if i not in first_contracted + first_batch]
     second_kept = tuple(i for i in range(second.ndim) if i not in second_contracted + second_batch)
-    gradient = _dot_in_double(((from_second, second_kept), (g_batch, second_batch)), g, second)
+    gradient: Any = _dot_in_double(((from_second, second_kept), (g_batch, second_batch)), g, second)
     # The product ends with the contracted dimensions, in the order of `second`.
     pairs = sorted(zip(second_contracted, first_contracted, strict=True))
     order = [*first_batch, *kept, *(axis for _, axis in pairs)]

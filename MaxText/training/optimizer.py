@@ -259,7 +259,7 @@ def _stateless_per_layer(
     stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
 
     def transformed(is_stacked: bool, update: jax.Array, parameter: jax.Array) -> jax.Array:
-        def one_layer(update: jax.Array, parameter: jax.Array) -> jax.Array:
+        def one_layer(update: jax.Array, parameter: jax.Array) -> Any:
             return transform.update(update, transform.init(parameter), parameter)[0]
 
         function = jax.vmap(one_layer) if is_stacked else one_layer
@@ -281,28 +281,30 @@ def _factored_per_layer(
     """
     stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
 
-    def moment_axes(parameter: Any) -> optax.FactoredState:
+    def moment_axes(parameter: Any) -> Any:
         """Returns which moments have a dimension of layers (0); others are placeholders."""
         layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
-        is_factored = jax.eval_shape(transform.init, layer).v.shape != layer.shape
+        moments: Any = jax.eval_shape(transform.init, layer)
+        is_factored = moments.v.shape != layer.shape
         in_factors, in_whole = (0, None) if is_factored else (None, 0)
-        return optax.FactoredState(count=None, v_row=in_factors, v_col=in_factors, v=in_whole)
+        axes: dict[str, Any] = {"v_row": in_factors, "v_col": in_factors, "v": in_whole}
+        return optax.FactoredState(count=None, **axes)  # pyright: ignore[reportArgumentType]
 
-    def init_one(is_stacked: bool, parameter: jax.Array) -> optax.FactoredState:
+    def init_one(is_stacked: bool, parameter: jax.Array) -> Any:
         if not is_stacked:
-            return transform.init(parameter)  # pyright: ignore[reportReturnType]
+            return transform.init(parameter)
         return jax.vmap(transform.init, out_axes=moment_axes(parameter))(parameter)
 
     def update_one(
         is_stacked: bool, update: jax.Array, state: optax.FactoredState, parameter: jax.Array
-    ) -> tuple[jax.Array, optax.FactoredState]:
+    ) -> Any:
         if not is_stacked:
-            return transform.update(update, state, parameter)  # pyright: ignore[reportReturnType]
+            return transform.update(update, state, parameter)
         axes = moment_axes(parameter)
         over_layers = jax.vmap(transform.update, in_axes=(0, axes, 0), out_axes=(0, axes))
         return over_layers(update, state, parameter)
 
-    def joined(states: Any, structure: Any, count: jax.Array) -> optax.FactoredState:
+    def joined(states: Any, structure: Any, count: Any) -> optax.FactoredState:
         """Returns one state of all parameters from one state for each."""
         moments = (
             jax.tree.unflatten(structure, [getattr(state, name) for state in states])

@@ -73,7 +73,9 @@ def _apply(primitive: Any, parameters: dict[str, Any], operands: list[Any]) -> l
     if primitive.name == "scatter-add":  # holds its sum as a program of float32
         names = ("indices_are_sorted", "unique_indices", "mode")
         options = {name: parameters[name] for name in names}
-        return [jax.lax.scatter_add(*operands, parameters["dimension_numbers"], **options)]
+        array, indices, updates = operands
+        numbers = parameters["dimension_numbers"]
+        return [jax.lax.scatter_add(array, indices, updates, numbers, **options)]
     wide = {name: _wide_parameter(value) for name, value in parameters.items()}
     results = primitive.bind(*map(jnp.asarray, operands), **wide)
     return list(results) if primitive.multiple_results else [results]

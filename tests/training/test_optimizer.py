@@ -1,6 +1,7 @@
 """Decay masks, overrides per name, frozen parameters, clipping, and the update rules."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -324,7 +325,8 @@ def layer_arrays(seed):
 
 def updates_of_layers(layers, gradients, *, stacked, **keys):
     """The updates of each layer for several gradients, with parameters that move."""
-    config = tiny_config(**PLAIN | {"adam_weight_decay": 0.0} | keys)
+    options: dict[str, Any] = PLAIN | {"adam_weight_decay": 0.0} | keys
+    config = tiny_config(**options)
     stack_axis = ("layers",) if stacked else ()
     prefixes = ["layers/"] if stacked else [f"layers/{i}/" for i in range(len(layers))]
     specs = {
