@@ -11,7 +11,6 @@ import sys
 OLDEST_PYTHON = (3, 11)
 # Top-level modules of the dependencies without which no program starts.
 REQUIRED_MODULES = (
-    "absl",
     "etils",
     "filelock",
     "flax",

@@ -116,12 +116,11 @@ class ReaderProcesses:
 def _serve(source: "GlobalBatch", connection: Connection) -> None:
     """Sends the batch of each step that is asked for, until the main process ends."""
     end_with_parent()
-    while True:
-        try:
+    # Either error means that the main process is gone.
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
             step = connection.recv()
-        except EOFError:
-            return
-        connection.send(_read(source, step))
+            connection.send(_read(source, step))
 
 
 def _read(source: "GlobalBatch", step: int) -> dict[str, Any] | Exception:

@@ -25,8 +25,8 @@ _POLL_SECONDS = 0.1
 # Limits of the grace period once a process was killed, before and after SIGTERM. The others wait
 # for it in a collective operation and cannot save, so more time would only delay the restart. A
 # process that notices by itself says which peer is silent, after about 20 seconds.
-_SECONDS_AFTER_A_KILL = 5.0
-_SECONDS_TO_REPORT = 25.0
+SECONDS_AFTER_A_KILL = 5.0
+SECONDS_TO_REPORT = 25.0
 # Time limit for copying output after a process has exited: a child may have inherited the pipe.
 _DRAIN_SECONDS = 5.0
 
@@ -226,8 +226,8 @@ class LocalProcesses:
             first_wait = second_wait = grace_seconds
             was_killed = any((process.returncode or 0) < 0 for process in self._processes)
             if was_killed and not self._was_signaled:
-                first_wait = min(grace_seconds, _SECONDS_AFTER_A_KILL)
-                second_wait = min(grace_seconds, _SECONDS_TO_REPORT)
+                first_wait = min(grace_seconds, SECONDS_AFTER_A_KILL)
+                second_wait = min(grace_seconds, SECONDS_TO_REPORT)
             self._wait_to_end(first_wait)
             ended_by_us = self._running()
             self.send(signal.SIGTERM)

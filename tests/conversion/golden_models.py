@@ -25,6 +25,9 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 MORE = {"step": np.int32(20), "opt_state": {"mu": {"kernel": np.zeros(3, np.float32)}}}
 Arrays = dict[str, np.ndarray]
 
+# Conversion refuses NaN, and no gradient is as large.
+UNRECORDED = 1e30
+
 
 class Golden(NamedTuple):
     """A golden model."""
@@ -33,7 +36,7 @@ class Golden(NamedTuple):
     arrays: Arrays  # its NPZ file
     batch: Batch
     parameters: Arrays  # by their names in its program
-    gradients: Arrays  # of the loss, by the same names; NaN where none were recorded
+    gradients: Arrays  # of the loss, by the same names; UNRECORDED where none were recorded
     source: str = "hf"  # the checkpoint's kind in convert.py: hf, maxtext or fattorib
     config_json: Mapping[str, Any] = {}
     # The configuration as it is typed, for checkpoints that hold none.
@@ -118,7 +121,8 @@ def of_muddformer(case: str) -> Golden:
     facts, arrays = _read("muddformer", case)
     parameters, gradients = below(arrays, "param/"), below(arrays, "grad/")
     gradients = {
-        name: gradients.get(name, np.full_like(array, np.nan)) for name, array in parameters.items()
+        name: gradients.get(name, np.full_like(array, UNRECORDED))
+        for name, array in parameters.items()
     }
     golden = Golden(facts, arrays, next_tokens(arrays["tokens"]), parameters, gradients)
     source = facts["config"]

@@ -106,8 +106,8 @@ def test_restarts(run, ends, number, max_restarts, code, starts):
 
 
 def test_a_killed_process_is_not_waited_for(run, monkeypatch):
-    monkeypatch.setattr(supervision, "_SECONDS_AFTER_A_KILL", 0.1)
-    monkeypatch.setattr(supervision, "_SECONDS_TO_REPORT", 0.2)
+    monkeypatch.setattr(supervision, "SECONDS_AFTER_A_KILL", 0.1)
+    monkeypatch.setattr(supervision, "SECONDS_TO_REPORT", 0.2)
     began = time.monotonic()
     # The other one hangs, in spite of SIGTERM.
     assert run("0:hang", "1:-9", "0", grace=60.0) == 0
@@ -116,7 +116,7 @@ def test_a_killed_process_is_not_waited_for(run, monkeypatch):
 
 
 def test_a_process_that_failed_by_itself_leaves_the_grace_period(run, monkeypatch):
-    monkeypatch.setattr(supervision, "_SECONDS_AFTER_A_KILL", 0.0)
+    monkeypatch.setattr(supervision, "SECONDS_AFTER_A_KILL", 0.0)
     began = time.monotonic()
     assert run("0:wait", "1:3", grace=1.0, max_restarts=0) == 3
     assert time.monotonic() - began >= 1

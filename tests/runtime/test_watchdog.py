@@ -188,12 +188,12 @@ def test_files_are_read_at_once_and_those_that_hang_are_skipped(tmp_path, monkey
     read, hangs = type(epath.Path(folder)).read_text, threading.Event()
     others = threading.Barrier(40)
 
-    def slow(path):
+    def slow(path, **options):
         if path.name == "5.json":
             hangs.wait(60)
         else:
             others.wait(60)  # for all to be read at the same time
-        return read(path)
+        return read(path, **options)
 
     monkeypatch.setattr(type(epath.Path(folder)), "read_text", slow)
     table = Watchdog(tmp_path, 600.0, 0, 41, read_seconds=0.3).describe_all()

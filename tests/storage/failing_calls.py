@@ -4,7 +4,9 @@
 
 The operations opened, written, synced, renamed and made below FOLDER are counted from 0. NUMBER and
 the TIMES - 1 after it (0: all of them) fail with EIO; each is a line of the file CALLS, which must
-be elsewhere. Operations of C++ libraries are not seen.
+be elsewhere. Threads make their operations in any order, so NUMBER may also be a regular
+expression: then the first TIMES operations that it matches fail. Operations of C++ libraries are
+not seen.
 """
 
 import builtins
@@ -12,6 +14,7 @@ import errno
 import functools
 import io
 import os
+import re
 import runpy
 import sys
 import threading
@@ -22,9 +25,11 @@ from tests.house.sources import REPOSITORY
 class FailingCalls:
     """Counts file operations below a folder and lets some of them fail."""
 
-    def __init__(self, folder: str, number: int, times: int, calls: str):
+    def __init__(self, folder: str, number: str, times: int, calls: str):
         self._folder = os.path.realpath(folder)
-        self._number = number
+        is_number = re.fullmatch(r"-?\d+", number)
+        self._number = int(number) if is_number else 0
+        self._pattern = re.compile("" if is_number else number)
         self._times = times
         self._count = 0
         self._lock = threading.Lock()
@@ -38,10 +43,13 @@ class FailingCalls:
         path = os.path.abspath(os.fsdecode(path))
         if not f"{path}/".startswith(f"{self._folder}/"):
             return
+        call = f"{operation} {path}"
+        self._write(self._calls, f"{call}\n".encode())
+        if not self._pattern.match(call):
+            return
         with self._lock:
             number = self._count
             self._count += 1
-        self._write(self._calls, f"{operation} {path}\n".encode())
         after = number - self._number
         if self._number >= 0 and after >= 0 and (self._times == 0 or after < self._times):
             # As the operating system does: a write or sync does not say which file it was.
@@ -96,7 +104,7 @@ class FailingCalls:
 
 def main() -> None:
     folder, number, times, calls, program, *arguments = sys.argv[1:]
-    FailingCalls(folder, int(number), int(times), calls).install()
+    FailingCalls(folder, number, int(times), calls).install()
     path = REPOSITORY / "MaxText" / program
     sys.argv = [str(path), *arguments]
     sys.path[0] = str(path.parent)

@@ -206,7 +206,7 @@ def _read_source_files(folder: Path | None) -> tuple[list[int], list[str]]:
     try:
         entries = _SOURCE_FILES.validate_json(path.read_bytes(), strict=True)
         firsts = [first for first, _ in entries]
-        if not firsts or firsts[0] or any(after <= first for first, after in pairwise(firsts)):
+        if not firsts or firsts[0] or any(after < first for first, after in pairwise(firsts)):
             raise ValueError("its documents do not ascend from 0")
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error

@@ -58,7 +58,7 @@ O200K_WORDS = (
 UNUSED_TOKEN = "\x00unused\x00"
 
 # A text of a megabyte takes less than a second with any pattern that does not backtrack.
-_SECONDS_PER_TEXT = 60
+SECONDS_PER_TEXT = 60
 
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 
@@ -181,7 +181,7 @@ class TiktokenTokenizer(Tokenizer):
                 f"{origin} has no token for {pluralize(len(missing), 'byte')} ({missing[0]:#04x} "
                 "...), so not every text can be encoded. Copy it again."
             )
-        words = regex.finditer(pattern, CHECKED_TEXT, timeout=_SECONDS_PER_TEXT)
+        words = regex.finditer(pattern, CHECKED_TEXT, timeout=SECONDS_PER_TEXT)
         matched = "".join(word.group() for word in words)
         if matched != CHECKED_TEXT:
             raise UserError(
@@ -201,7 +201,7 @@ class TiktokenTokenizer(Tokenizer):
     def _ids_by_words(self, text: str) -> np.ndarray:
         pattern = self._settings["word_pattern"]
         try:
-            words = regex.finditer(pattern, text, timeout=_SECONDS_PER_TEXT)
+            words = regex.finditer(pattern, text, timeout=SECONDS_PER_TEXT)
             ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
         except (TimeoutError, ValueError) as error:
             raise UserError(
