@@ -230,7 +230,7 @@ class NumericsConfig(Section):
     matmul_precision: Literal["default", "high", "highest"] = key("default")
     """Precision of matmuls with float32 inputs. On accelerators: of the products. On CPU, where
     products are float32 in any case, highest adds them up in float64 and computes attention by the
-    plain formula: for comparisons with other programs, 2 to 3 times as slow."""
+    plain formula: for comparisons with other programs, and slow."""
     quantization: Quantization = key("")
     """Train with quantized matmuls in mixers and feed-forwards: int8 (TPU) or fp8 (GPU with compute
     capability 8.9 or newer). Embeddings, head, attention scores, norms and expert routers are not

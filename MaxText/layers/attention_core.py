@@ -265,8 +265,9 @@ def _cpu_softmax_product(
     As in FlashAttention (Dao et al. 2022), the product is divided by the softmax's sums, and
     rowsum(dO * O) replaces rowsum(P * dP) in the gradient: 3 to 7 % of a small GPT's step. Where a
     query sees almost only one key, the gradient of its scores is a difference of nearly equal
-    numbers, which this form computes in two ways, and so loses the digits that they share. Over
-    many models both forms are equally exact; matmul_precision=highest takes the plain one.
+    numbers, which this form computes in two ways, and so loses the digits that they share. On 18
+    random models neither form was more exact on average; matmul_precision=highest takes the plain
+    one.
     """
     return _softmax_product_forward(precision, scores_BKRS, values_BKSH)[0]
 

@@ -140,7 +140,8 @@ def dot_in_double(
 
     XLA adds them up in float32 on CPU, which costs more digits than all other operations of a model
     together: in TokenFormers with score norms, hidden states were up to 6 times and gradients
-    up to 8 times as far from float64 as with each sum rounded once. Takes 2 to 3 times as long.
+    up to 8 times as far from float64 as with each sum rounded once. Slower, since products are
+    converted to float64.
 
     Has the signature that jnp.einsum asks of its `_dot_general`, and can be differentiated in
     reverse any number of times.
