@@ -52,8 +52,8 @@ class Near(NamedTuple):
 
 
 # About four times what was measured, which is the rounding of float32 here and in the references.
-# TokenFormer's PyTorch program multiplies queries and keys of length 5 sqrt(H), so that its softmax,
-# and all before it, amplifies rounding.
+# TokenFormer's PyTorch program multiplies queries and keys of length 5 sqrt(H), so that its
+# softmax, and all before it, amplifies rounding.
 TRANSFORMERS = Near(logits=(0, 0, 4e-6), loss=(5e-7, 0, 0), gradients=(0, 0, 1e-5))
 MUDDFORMER = Near(logits=(0, 0, 4e-6), loss=(5e-7, 0, 0), gradients=(0, 0, 1e-5))
 TOKENFORMER = Near(logits=(0, 0, 1e-5), loss=(5e-7, 0, 0), gradients=(0, 0, 2e-5))
