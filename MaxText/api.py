@@ -188,12 +188,12 @@ class Run:
         Args:
           text_or_ids: as of `logits`.
           capture: paths, with * as in file names. Of every part:
-            "layers/*/self_attention/mixer_output" and "layers/*/mlp/feed_forward_output" [B, T, D],
-            "layers/*/connections/r" and "layers/*/output" [B, T, D] (the residual stream before and
-            after a layer), "token_embedder/output", "decoder_norm/output" and "head/output". Of a
-            part, what it names with `tag` or `record`: "layers/*/self_attention/probabilities" [B,
-            N, T, T], ".../query_proj" [B, T, N, H], ".../context", ".../out_proj",
-            "layers/3/mlp/mlpwo".
+            `layers/*/self_attention/mixer_output` and `layers/*/mlp/feed_forward_output` [B, T, D],
+            `layers/*/connections/r` and `layers/*/output` [B, T, D] (the residual stream before and
+            after a layer), `token_embedder/output`, `decoder_norm/output` and `head/output`. Of a
+            part, what it names with `tag` or `record`: `layers/*/self_attention/probabilities` [B,
+            N, T, T], `.../query_proj` [B, T, N, H], `.../context`, `.../out_proj`,
+            `layers/3/mlp/mlpwo`.
 
         Raises:
           ValueError: a path matches nothing; the message lists those of the first layer.
