@@ -23,7 +23,9 @@ from tests import programs
 REASON = "Input/output error"
 LAST_STEP = 5
 SECONDS = 120.0  # a program that hangs is killed after this time
-_STRIDE = 10  # of the operations that the walks of the slow tier let fail
+WALKS = pytest.mark.skipif(
+    "FAILING_CALLS" not in os.environ, reason="an hour; FAILING_CALLS=10: 6 min"
+)
 
 MODEL = [
     "decoder_block=llama2", "vocab_size=512", "base_emb_dim=16", "base_num_query_heads=2",
@@ -71,9 +73,12 @@ class Commands:
         errors = [line for line in output.splitlines() if line.startswith("error:")]
         if code == USER_ERROR:
             assert len(errors) == 1, what
-            assert "out/" in errors[0], what
-        # Nothing is lost if a folder exists already, or without Orbax's own record of times.
-        is_harmless = made[number].startswith("mkdir") or "_CHECKPOINT_METADATA" in made[number]
+            assert "/out" in errors[0] or "out/" in errors[0], what
+        # Nothing is lost if a folder exists already, or without Orbax's own record of times. Data
+        # that cannot be read are read again.
+        is_harmless = made[number].startswith("mkdir") or re.search(
+            r"_CHECKPOINT_METADATA|^open .*/data/(train|validation)/", made[number]
+        )
         assert REASON in output or (is_harmless and times == 1), what
         code, output, _ = self.run(command)
         assert code == SUCCESS, f"after {what}\nagain: {output}"
@@ -114,13 +119,12 @@ def first_of_each_kind(made):
 
 
 def walked(numbers, times):
-    """The operations that a test lets fail: a spread of them, or all with FAILING_CALLS=all.
+    """The operations that a walk lets fail: every n-th with FAILING_CALLS=n, all with 1.
 
-    All take an hour. "Once" and "from then on" take different ones.
+    "Once" and "from then on" take different ones.
     """
-    if os.environ.get("FAILING_CALLS") == "all":
-        return numbers
-    return numbers[times % 2 * _STRIDE // 2 :: _STRIDE]
+    stride = int(os.environ["FAILING_CALLS"])
+    return numbers[times * (stride // 2) :: stride]
 
 
 def check_training(commands, undisturbed, number, times):
@@ -174,6 +178,7 @@ def test_the_state_is_saved_where_data_cannot_be_read(commands, undisturbed):
     assert end_of_run(commands.folder / "out" / "run") == undisturbed[1]
 
 
+@WALKS
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
 def test_every_operation_of_a_run(commands, undisturbed, times):
@@ -224,6 +229,7 @@ def test_the_last_operation_of_another_program(commands, name):
     commands.check_failure(OTHERS[name], writes[-1], 0)
 
 
+@WALKS
 @pytest.mark.slow
 @pytest.mark.parametrize("times", [1, 0], ids=["once", "from then on"])
 @pytest.mark.parametrize("name", OTHERS)
