@@ -218,10 +218,11 @@ def warmup_problems(plan: Plan, variants: Sequence[Variant]) -> list[str]:
         planned = plan.planned[variant.label].stages
         for (name, config), stage in zip(variant.named_stages, planned, strict=True):
             solved = unflatten(flatten(config) | stage.changes)
-            asked, warmup = config.schedule.num_warmup_steps, solved.schedule.num_warmup_steps
+            requested_warmup = config.schedule.num_warmup_steps
+            warmup = solved.schedule.num_warmup_steps
             if warmup > 0 and stage.steps <= warmup:
                 what = f"ends within its warm-up of {warmup:,} steps"
-            elif asked > 0 and warmup == 0:
+            elif requested_warmup > 0 and warmup == 0:
                 fraction = solved.schedule.warmup_steps_fraction
                 what = f"is too short for a warm-up ({fraction:.0%} of the steps)"
             else:

@@ -49,6 +49,11 @@ class Actions(NamedTuple):
     stop: bool
 
 
+def is_evaluation_due(step: int, last_step: int, eval_interval: int) -> bool:
+    """Returns whether to evaluate after a step; an `eval_interval` <= 0 never evaluates."""
+    return eval_interval > 0 and ((step + 1) % eval_interval == 0 or step == last_step)
+
+
 def actions_after(
     step: int, last_step: int, *, eval_interval: int, checkpoint_due: bool, stop_requested: bool
 ) -> Actions:
@@ -56,7 +61,7 @@ def actions_after(
     is_last = step == last_step
     stop = stop_requested and not is_last  # the last step ends the run anyway
     save = checkpoint_due or stop
-    due = eval_interval > 0 and ((step + 1) % eval_interval == 0 or is_last)
+    due = is_evaluation_due(step, last_step, eval_interval)
     return Actions(save or is_last, due, due and not stop, save, stop)
 
 
@@ -167,7 +172,7 @@ class Loop:
             if self.batches.get_state()["step"] != step + 1:
                 self.batches.seek(step + 1)
             interval = self.config.evaluation.eval_interval
-            due = interval > 0 and ((step + 1) % interval == 0 or step == self.last_step)
+            due = is_evaluation_due(step, self.last_step, interval)
             self.save(step, evaluation_is_due=due)
             self.checkpoints.wait()
 
