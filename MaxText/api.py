@@ -302,7 +302,7 @@ class Run:
     @functools.cached_property
     def _model_to_look_into(self) -> Any:
         """The model with unrolled layers, no remat, and attention in one block."""
-        from MaxText.layers.model import Model
+        from MaxText.layers.assembly.model import Model
 
         config = self.trained.model.config
         memory = config.memory.model_copy(update={"scan_layers": False, "remat_policy": "none"})

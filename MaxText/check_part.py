@@ -86,7 +86,7 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.experiments import conformance
+    from MaxText.conformance import checks as conformance
 
     chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
 

@@ -46,9 +46,10 @@ def main() -> int:
 
 def _plan(options: PlanOptions, config: Config, arguments: Sequence[str]) -> bool:
     """Prints the plan; returns whether it fits."""
-    from MaxText.cost import hardware, plan_report
+    from MaxText.cost import plan_report
     from MaxText.cost.auto_layout import choose_layout
     from MaxText.cost.job_plan import find_fitting_plans, make_plan
+    from MaxText.hardware import chips as hardware
 
     target = hardware.find_hardware(options.hardware)
     config = choose_layout(config, target, print)

@@ -92,10 +92,10 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     import jax
 
+    from MaxText.compilation import compilation_cache
     from MaxText.cost.auto_layout import choose_layout_for_devices
-    from MaxText.cost.peak_flops import peak_flops
+    from MaxText.hardware.peak_flops import peak_flops
     from MaxText.parallelism import mesh
-    from MaxText.runtime import compilation_cache
 
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
@@ -136,11 +136,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     print(*lines, *setup.auto_choices, *growth.lines, sep="\n")
 
     # --- Compiled steps, while text is prepared and the state is restored or initialized ----------
-    from MaxText.cost.saved_step import saved_steps
+    from MaxText.compilation.compiled_steps import ShapeSpecializedStep
+    from MaxText.compilation.saved_step import saved_steps
     from MaxText.evaluation.validation import make_eval_step
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
-    from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 
     length, batch = model.config.shape.max_target_length, config.batch
     batch_schedule = plan_batches(

@@ -10,8 +10,8 @@ from MaxText import program_start
 
 program_start.install(__name__)  # before the slow imports
 
+from MaxText.compilation import targets
 from MaxText.config import command_line
-from MaxText.cost import targets
 
 USAGE = """Compiles the train step of a configuration for a named machine, without that machine.
 
@@ -31,7 +31,7 @@ def main() -> None:
         run = config.run
         target = targets.find_target(run.compile_topology, run.compile_topology_num_slices)
         targets.prepare_environment(target)
-        from MaxText.cost.ahead_of_time import train_compile
+        from MaxText.compilation.ahead_of_time import train_compile
 
         train_compile(config, target, print)
 

@@ -71,12 +71,12 @@ def name_of(row: tuple) -> str:
 
 
 def compile_own(keys: list[str], machine: str, slices: int):
+    from MaxText.compilation import targets
+    from MaxText.compilation.lowering import compile_lowered, lower_train_step
     from MaxText.config import command_line
-    from MaxText.cost import targets
     from MaxText.cost.abstract_step import make_program
-    from MaxText.cost.hardware import find_hardware
-    from MaxText.cost.lowering import compile_lowered, lower_train_step
     from MaxText.cost.step_memory import estimate_memory
+    from MaxText.hardware.chips import find_hardware
 
     config = command_line.parse("train_compile.py", keys, "").config
     hardware = find_hardware(machine if slices == 1 else f"{slices}x{machine}")
@@ -102,8 +102,8 @@ def compile_maxtext(keys: list[str]):
 
 def measure(side: str, row: tuple) -> dict:
     """Compiles one side in this process and returns its figures."""
-    from MaxText.cost import targets
-    from MaxText.cost.hlo import HloModule
+    from MaxText.compilation import targets
+    from MaxText.compilation.hlo import HloModule
 
     model, machine, slices, rows, policy, more = row
     targets.prepare_environment(targets.find_target(machine))

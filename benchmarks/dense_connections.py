@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from MaxText import program_start  # noqa: E402
-from MaxText.cost import targets  # noqa: E402
+from MaxText.compilation import targets  # noqa: E402
 from MaxText.runtime import start_up  # noqa: E402
 
 
@@ -70,7 +70,7 @@ def compiled(keys: dict[str, Any], devices) -> Row:
     """Compiles a row's step for `devices`."""
     import train_steps
 
-    from MaxText.runtime.compiled_steps import memory_stats
+    from MaxText.compilation.compiled_steps import memory_stats
 
     step = train_steps.compiled_step(keys, devices)
     costs, memory = step.program.cost_analysis(), memory_stats(step.program)

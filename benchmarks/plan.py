@@ -66,8 +66,8 @@ def configured(keys: str) -> Any:
 
 def main() -> None:
     """Prints predicted and published MFU."""
-    from MaxText.cost.hardware import find_hardware
     from MaxText.cost.job_plan import make_plan
+    from MaxText.hardware.chips import find_hardware
 
     print("| run | hardware | published MFU | predicted | middle | error of the time |")
     print("|---|---|---|---|---|---|")

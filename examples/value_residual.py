@@ -8,7 +8,7 @@ Legend: B sequences, T tokens, D emb_dim, K key/value heads, H head_dim, L layer
 
 import jax.numpy as jnp
 
-from MaxText.layers.attention import Attention
+from MaxText.layers.attention.attention import Attention
 from MaxText.layers.params import constant, param
 from MaxText.layers.part import Connection, LayerInputs, register
 

@@ -16,7 +16,7 @@ from tests.house.sources import REPOSITORY
 
 # Compiling is most of the suite's time, and its programs are tiny: compile them fast, not well.
 # A train step of three layers: 10 CPU seconds without these, 5 with the first two, 0.7 with all.
-# tests/cost/test_ahead_of_time.py compiles as users do.
+# tests/compilation/test_ahead_of_time.py compiles as users do.
 _FAST_COMPILATION = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     " --xla_cpu_parallel_codegen_split_count=1"
@@ -74,7 +74,7 @@ def compilation_cache():
     """
     import jax
 
-    from MaxText.runtime.compilation_cache import can_deadlock
+    from MaxText.compilation.compilation_cache import can_deadlock
 
     folder = Path.home() / "compiled_programs"
     if not can_deadlock(jax.default_backend()):

@@ -92,7 +92,7 @@ def serve(control: socket.socket) -> dict | None:
 def become(request: dict) -> None:
     """Runs the program of a request in this process, as the interpreter would."""
     from MaxText import program_start
-    from MaxText.runtime import compilation_cache
+    from MaxText.compilation import compilation_cache
 
     os.chdir(request["cwd"])
     os.environ.clear()

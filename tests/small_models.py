@@ -11,9 +11,9 @@ import pytest
 from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig
-from MaxText.experiments import conformance
+from MaxText.conformance import checks as conformance
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import MaxText as mt
-from MaxText.layers.mlp import MLP
+from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.part import record, tag
 from tests.house.sources import REPOSITORY
 from tests.small_models import TINY

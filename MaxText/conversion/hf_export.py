@@ -30,7 +30,7 @@ from MaxText.conversion.tokenizer_copy import write_json
 from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
-from MaxText.layers.pattention import slot_place, slots_by_place
+from MaxText.layers.feed_forward.pattention import slot_place, slots_by_place
 from MaxText.storage.atomic import apply_umask
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.

@@ -31,8 +31,8 @@ from MaxText.conversion.weight_source import (
 )
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
-from MaxText.layers.block_variants import mixer_class
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.block_variants import mixer_class
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.storage.paths import parse_path
 

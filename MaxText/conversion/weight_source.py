@@ -17,7 +17,7 @@ from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 
 PARAMS = "params/"
 Log = Callable[[str], None]

@@ -19,10 +19,10 @@ from MaxText.config.layer_plan import LayerKinds, PipelineSchedule
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
-from MaxText.cost.hardware import Hardware
+from MaxText.hardware.chips import Hardware
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
-from MaxText.layers import flash_attention
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
 from MaxText.parallelism.logical_sharding import HIDDEN
 from MaxText.parallelism.mesh import (

@@ -14,7 +14,6 @@ import numpy as np
 
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
-from MaxText.cost.hardware import CHIPS, CPU, PEAK_TFLOPS, Chip, Hardware
 from MaxText.cost.job_plan import (
     BATCH_KEYS,
     MESH_KEYS,
@@ -25,6 +24,7 @@ from MaxText.cost.job_plan import (
     find_fitting_plans,
 )
 from MaxText.errors import UserError
+from MaxText.hardware.chips import CHIPS, CPU, PEAK_TFLOPS, Chip, Hardware
 
 _LAYOUT = "auto_layout"
 _LAYOUT_AND_SHAPE = "auto_layout_and_mesh_shape"

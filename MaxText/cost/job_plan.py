@@ -25,10 +25,10 @@ from MaxText.cost.abstract_step import (
     configured_mesh_sizes,
     make_program,
 )
-from MaxText.cost.hardware import Hardware
 from MaxText.cost.step_memory import MemoryEstimate, estimate_memory, min_memory
 from MaxText.cost.step_time import CommCost, StepTime, communication_costs, min_step_time, step_time
 from MaxText.errors import UserError
+from MaxText.hardware.chips import Hardware
 from MaxText.training import backend_defaults
 
 USABLE_SHARE = 0.92  # of device memory: leaves room for the plan's error and the runtime

@@ -34,12 +34,12 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.cost.abstract_step import Program
 from MaxText.cost.flops import count_flops
 from MaxText.cost.jaxpr_graph import PRODUCTS, REDUCTIONS, Node, Traced
-from MaxText.cost.peak_flops import PeakFlops, peak_of
 from MaxText.cost.step_memory import MemoryEstimate, trace
-from MaxText.layers.attention import average_keys_computed
-from MaxText.layers.attention_core import softmax_layers
-from MaxText.layers.flash_attention import splash_operations
-from MaxText.layers.moe import expert_capacity
+from MaxText.hardware.peak_flops import PeakFlops, peak_of
+from MaxText.layers.attention.attention import average_keys_computed
+from MaxText.layers.attention.attention_core import softmax_layers
+from MaxText.layers.attention.flash_attention import splash_operations
+from MaxText.layers.feed_forward.moe import expert_capacity
 
 BANDWIDTH_SHARE = 0.8  # share of memory bandwidth that an elementwise loop reaches
 # Remat policies that recompute the output projection of attention.

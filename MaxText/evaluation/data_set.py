@@ -18,8 +18,8 @@ from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training.objective import is_in_nats, loss_sums
 

@@ -19,11 +19,11 @@ from typing import Any, cast
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
 from MaxText.cost.abstract_step import abstract_model
-from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.variants import Variant
+from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.backend_defaults import resolve_auto

@@ -18,7 +18,7 @@ from MaxText.checkpointing.compatibility import (
 )
 from MaxText.config.training_sections import CheckpointingConfig, GrowthMode
 from MaxText.errors import UserError
-from MaxText.layers.pattention import slots_by_place
+from MaxText.layers.feed_forward.pattention import slots_by_place
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 SLOTS = "slots"

@@ -15,7 +15,7 @@ from MaxText.config.training_sections import GrowthMode
 from MaxText.errors import UserError
 from MaxText.growth import growth_plan
 from MaxText.growth.growth_plan import GrowthPlan, Record, SourceCheckpoint, open_source
-from MaxText.layers.pattention import ZOOMED, slot_place, slots_by_place
+from MaxText.layers.feed_forward.pattention import ZOOMED, slot_place, slots_by_place
 
 _RATE = "growth.existing_slots_lr_scale"
 

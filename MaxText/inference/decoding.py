@@ -18,7 +18,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokeniz
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.text_files import JsonlWriter, Prompt, check_not_input, read_prompts
 from MaxText.inference.trained_model import load_model
-from MaxText.layers.model import Model, Parameters
+from MaxText.layers.assembly.model import Model, Parameters
 from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
 
 Write = Callable[[str], None]

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.inference.sampling import SamplingParams, sample
-from MaxText.layers.decoder import Decoder, States
+from MaxText.layers.assembly.decoder import Decoder, States
+from MaxText.layers.assembly.model import Model, Parameters
 from MaxText.layers.kv_cache import capacity_of, resize
-from MaxText.layers.model import Model, Parameters
 from MaxText.parallelism.mesh import ShardingPlan
 
 SMALLEST_PROMPT = 16

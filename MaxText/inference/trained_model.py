@@ -5,12 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from MaxText.compilation import compilation_cache
 from MaxText.config import import_modules
 from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.sources import print_notices
 from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
-from MaxText.runtime import compilation_cache, start_up
+from MaxText.runtime import start_up
 
 Log = Callable[[str], None]
 
@@ -52,7 +53,7 @@ def load_model(
     import jax
 
     from MaxText.conversion.weight_source import open_pretrained
-    from MaxText.layers.model import Model
+    from MaxText.layers.assembly.model import Model
     from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
 from MaxText.config.keys import Count, key
-from MaxText.cost.hardware import find_hardware
 from MaxText.errors import UserError
+from MaxText.hardware.chips import find_hardware
 from MaxText.launchers.commands import Commands, LaunchOptions, Repeated
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 

@@ -15,7 +15,7 @@ from flax import nnx
 from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.attention import average_keys_visible
+from MaxText.layers.attention.attention import average_keys_visible
 from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, Embedding, einsum_f32

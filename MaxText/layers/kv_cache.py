@@ -6,7 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.attention_core import AttentionSpec, PersistentKV, attend, prepend_memories
+from MaxText.layers.attention.attention_core import (
+    AttentionSpec,
+    PersistentKV,
+    attend,
+    prepend_memories,
+)
 from MaxText.parallelism.logical_sharding import with_logical_constraint
 
 _AXES = ("activation_batch", "activation_kv_heads", None, "activation_kv")

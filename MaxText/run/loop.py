@@ -12,6 +12,7 @@ from etils import epath
 
 from MaxText import exit_codes
 from MaxText.checkpointing.manager import CheckpointManager
+from MaxText.compilation.compiled_steps import ShapeSpecializedStep
 from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
@@ -19,7 +20,7 @@ from MaxText.errors import TrainingDivergedError, UserError, WaitCancelledError
 from MaxText.evaluation.validation import evaluate
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.final_state import MAX_SKIPPED_AT_END, broken_state_reason, skipped_at_end
 from MaxText.run.learning_checks import LearningChecks
@@ -27,7 +28,6 @@ from MaxText.run.records import MetricLogger, RunLogger
 from MaxText.run.restore import final_step
 from MaxText.run.rollback import RollbackController
 from MaxText.runtime import processes
-from MaxText.runtime.compiled_steps import ShapeSpecializedStep
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 from MaxText.training.assembly import TrainSetup

@@ -13,12 +13,13 @@ import numpy as np
 from etils import epath
 
 from MaxText import program_start
+from MaxText.compilation import compilation_cache
 from MaxText.config.schema import Config, flatten
 from MaxText.config.serialization import changed_keys, resolved_yaml
 from MaxText.cost.flops import model_cost
-from MaxText.cost.peak_flops import PeakFlops, peak_flops
 from MaxText.errors import TrainingDivergedError
 from MaxText.growth.growth_plan import event_fields, parent, sizes
+from MaxText.hardware.peak_flops import PeakFlops, peak_flops
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.metrics.event_stream import EventLog, open_stream
@@ -30,7 +31,6 @@ from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
 from MaxText.metrics.step_line import Terminal, step_row
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
-from MaxText.runtime import compilation_cache
 from MaxText.training.assembly import TrainSetup
 from MaxText.training.objective import is_in_nats
 from MaxText.training.step import is_loss

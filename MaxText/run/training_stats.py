@@ -5,9 +5,9 @@ import functools
 
 from MaxText.config.training_sections import BatchConfig
 from MaxText.cost.flops import FlopCount, count_flops
-from MaxText.cost.peak_flops import PeakFlops
+from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.metrics.tables import byte_count, derived_quantities
 
 

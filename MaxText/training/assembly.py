@@ -10,8 +10,8 @@ import optax
 
 from MaxText.config.registry import registrations
 from MaxText.config.schema import Config
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import (
     ShardingPlan,
     assert_params_sufficiently_sharded,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from MaxText.config.model_sections import ModelConfig
-from MaxText.layers import flash_attention
-from MaxText.layers.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
+from MaxText.layers.attention import flash_attention
+from MaxText.layers.depth.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
 from MaxText.parallelism.mesh import ShardingPlan
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at

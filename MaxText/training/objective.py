@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import ObjectiveConfig
 from MaxText.config.registry import lookup, register
+from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.batch import Batch
-from MaxText.layers.decoder import Decoder
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.part_outputs import check
 from MaxText.parallelism.logical_sharding import platform

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from MaxText.config.training_sections import GuardConfig
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.parallelism.logical_sharding import platform, split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import IN_NATS, loss_sums, num_tokens

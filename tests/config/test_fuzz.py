@@ -252,7 +252,7 @@ def _models(draw: st.DrawFn) -> list[str]:
 
 @pytest.mark.parametrize("number", some_quick([25, 150], 2))
 def test_accepted_models_build(number):
-    from MaxText.layers.model import Model
+    from MaxText.layers.assembly.model import Model
     from MaxText.training import backend_defaults
 
     @given(_models())

@@ -13,7 +13,7 @@ from MaxText.config import config_files
 from MaxText.config.loading import load, load_config
 from MaxText.config.schema import Config, flatten
 from MaxText.config.serialization import entry_lines
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.training.backend_defaults import resolve_auto
 
 RESOLVED = Path(__file__).parent / "resolved"

@@ -13,9 +13,9 @@ from MaxText.config.schema import flatten
 from MaxText.cost import job_plan
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.auto_layout import choose_layout, choose_layout_for_devices, hardware_of_devices
-from MaxText.cost.hardware import CPU, Hardware, find_hardware
 from MaxText.cost.job_plan import MESH_KEYS, candidate_layouts, make_plan
 from MaxText.errors import UserError
+from MaxText.hardware.chips import CPU, Hardware, find_hardware
 from tests.house.sources import run_main
 from tests.small_models import tiny_config
 

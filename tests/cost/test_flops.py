@@ -9,10 +9,10 @@ import pytest
 from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
+from MaxText.conformance.checks import products
 from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
-from MaxText.experiments.conformance import products
-from MaxText.layers.attention import average_keys_computed, average_keys_visible
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention.attention import average_keys_computed, average_keys_visible
 from MaxText.layers.part import Flops
 from MaxText.metrics.tables import parameter_table
 from MaxText.training.objective import loss_sums

@@ -11,7 +11,6 @@ from MaxText.config.schema import flatten
 from MaxText.cost import job_plan, plan_report
 from MaxText.cost.abstract_step import make_program
 from MaxText.cost.flops import count_flops
-from MaxText.cost.hardware import CHIPS, find_hardware
 from MaxText.cost.job_plan import (
     JobPlan,
     command_with_plan,
@@ -19,10 +18,11 @@ from MaxText.cost.job_plan import (
     make_plan,
     microbatches,
 )
-from MaxText.cost.peak_flops import datasheet_peak
 from MaxText.cost.plan_args import PlanOptions
 from MaxText.cost.step_memory import estimate_memory
 from MaxText.errors import UserError
+from MaxText.hardware.chips import CHIPS, find_hardware
+from MaxText.hardware.peak_flops import datasheet_peak
 from tests.house.sources import run_main
 from tests.small_models import tiny_config
 

@@ -8,8 +8,8 @@ import numpy as np
 import scipy.special
 
 from MaxText.inference.trained_model import TrainedModel
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from tests.small_models import tiny_config
 

@@ -17,8 +17,8 @@ from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.evaluation.validation import evaluate, make_eval_step
 from MaxText.input_pipeline.loader import make_eval_iterator, open_eval_sources
 from MaxText.input_pipeline.prepare.prepare import prepare
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.entmax import entmax_loss
-from MaxText.layers.model import Model
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 from tests.inference.small_models import byte_level
 from tests.small_models import some_quick

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.registry import lookup
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.model import Model
 from MaxText.layers.rotary import rotary_table
 from tests.small_models import tiny_config
 

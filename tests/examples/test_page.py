@@ -5,7 +5,7 @@ import re
 import yaml
 
 from MaxText.config.loading import load
-from MaxText.experiments.conformance import CHECKS
+from MaxText.conformance.checks import CHECKS
 from tests.house.sources import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "tutorials" / "add_an_architecture.md").read_text(encoding="utf-8")

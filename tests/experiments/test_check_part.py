@@ -8,7 +8,7 @@ import pytest
 
 from MaxText.config import registry
 from MaxText.config.loading import load_config
-from MaxText.experiments.conformance import (
+from MaxText.conformance.checks import (
     CHECKS,
     OPTIMIZER_CHECKS,
     SIZES,

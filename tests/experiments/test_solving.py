@@ -6,7 +6,7 @@ from MaxText.config.schema import Config, flatten
 from MaxText.errors import UserError
 from MaxText.experiments import solver
 from MaxText.experiments.solver import budget_metric, cost, solve
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from tests.refusals import refused
 from tests.small_models import tiny_config
 

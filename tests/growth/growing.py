@@ -13,8 +13,8 @@ from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.schema import Config, flatten
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.run.restore import RestoreResult
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule

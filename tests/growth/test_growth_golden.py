@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.loading import load
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.training.state import TrainState
 from tests.conversion.golden_models import below, of_tokenformer
 from tests.conversion.running import EXACT, parameters_in_run, run

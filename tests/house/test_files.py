@@ -206,6 +206,7 @@ BELOW = {
     "config": "",
     "storage": "",
     "runtime": "config storage",
+    "hardware": "config runtime",
     "parallelism": "config",
     "layers": "config parallelism",
     "input_pipeline": "config storage runtime.cores layers.batch",
@@ -214,18 +215,22 @@ BELOW = {
     "metrics": "config storage runtime",
     "conversion": "config storage parallelism layers input_pipeline training checkpointing",
     "growth": "config parallelism layers training checkpointing conversion",
-    "cost": "config storage runtime parallelism layers input_pipeline training growth metrics",
+    "cost": (
+        "config storage runtime hardware parallelism layers input_pipeline training growth metrics"
+    ),
 }
 _LOWER = (
     "config storage runtime parallelism layers input_pipeline training checkpointing conversion"
 )
 BELOW |= {
-    "inference": f"{_LOWER} growth",
+    "compilation": f"{_LOWER} hardware metrics growth cost",
+    "inference": f"{_LOWER} growth compilation",
     "evaluation": f"{_LOWER} metrics inference",
     "reports": "config storage metrics",
-    "run": f"{_LOWER} metrics growth cost inference evaluation reports",
-    "experiments": f"{_LOWER} metrics growth cost reports run",
-    "launchers": "config storage runtime checkpointing cost",
+    "run": f"{_LOWER} hardware metrics growth cost compilation inference evaluation reports",
+    "conformance": f"{_LOWER} growth cost",
+    "experiments": f"{_LOWER} hardware metrics growth cost reports run",
+    "launchers": "config storage runtime hardware checkpointing",
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from tests.small_models import noisy_params, tiny_config
 

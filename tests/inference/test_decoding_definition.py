@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from tests.small_models import random_params, tiny_config
 
 LENGTH, PROMPT, LENGTHS = 12, 7, [7, 2, 5]

@@ -12,7 +12,7 @@ from MaxText.errors import UserError
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import StoppingCriteria, generate
 from MaxText.inference.sampling import SamplingParams
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from tests.evaluation.small_trained import forward
 from tests.small_models import some_quick, tiny_config

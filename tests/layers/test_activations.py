@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from MaxText.config.layer_sections import Activation, NotElementwise
-from MaxText.layers.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, rrelu
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.model import Model
+from MaxText.layers.feed_forward.activations import ACTIVATIONS, LEARNED, OVER_FEATURES, rrelu
 from tests.small_models import tiny_config
 
 X = np.concatenate([np.linspace(-6, 6, 25), [-30.0, 30.0]])

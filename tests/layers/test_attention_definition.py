@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 
 B, N, K, H = 2, 6, 2, 5  # three query heads read each key and value head
 SLOPES = np.array([0.6, 0.5, 0.4, 0.3, 0.2, 0.1], np.float32)

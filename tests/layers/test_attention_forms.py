@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from MaxText.layers import attention
-from MaxText.layers.attention_core import dot_product_attention
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention import attention
+from MaxText.layers.attention.attention_core import dot_product_attention
 from tests.small_models import random_batch, random_params, tiny_config
 
 

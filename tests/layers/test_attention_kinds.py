@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
-from MaxText.layers.linear_attention import bidirectional_linear_attention, causal_linear_attention
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.linear_attention import (
+    bidirectional_linear_attention,
+    causal_linear_attention,
+)
 from MaxText.layers.positions import alibi_slopes
 
 B, N, K, H = 2, 4, 2, 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from MaxText.config.layer_sections import PositionConfig
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.rotary import apply_rotary, frequencies, rotary_table
 
 

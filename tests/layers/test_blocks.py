@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention.static_sgu import BesideStaticSGU, static_sgu
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.model import Model
 from MaxText.layers.part import LayerInputs
-from MaxText.layers.static_sgu import BesideStaticSGU, static_sgu
 from tests.small_models import noisy_params, random_batch, tiny_config
 
 ALL_HEADS = {"base_num_kv_heads": 4}

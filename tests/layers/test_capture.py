@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.registry import registrations
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.capture import capturing
-from MaxText.layers.model import Model
 from MaxText.layers.part import FeedForward, record, register, tag
 from tests.small_models import VALUE_RESIDUAL, noisy_params, random_batch, tiny_config
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.problems import ConfigurationError
+from MaxText.conformance.checks import CHECKS, LENGTH, SIZES, Subject
 from MaxText.cost.flops import count_flops
-from MaxText.experiments.conformance import CHECKS, LENGTH, SIZES, Subject
-from MaxText.layers import depth_aggregate
+from MaxText.layers.depth import depth_aggregate
 from tests.small_models import tiny_config
 
 SLOW = pytest.mark.slow

@@ -10,9 +10,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from MaxText.config.layer_sections import DenseConfig
-from MaxText.layers.dense_connections import rms_norm_matmul
-from MaxText.layers.model import Model
-from MaxText.layers.stack import apply_remat
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.assembly.stack import apply_remat
+from MaxText.layers.depth.dense_connections import rms_norm_matmul
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import map_param_names
 from tests.growth.growing import by_name

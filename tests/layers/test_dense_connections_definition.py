@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import scipy.special
 
-from MaxText.layers.dense_connections import rms_norm_matmul
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.depth.dense_connections import rms_norm_matmul
 from MaxText.layers.part import LayerInputs
 from tests.small_models import random_params, tiny_config
 

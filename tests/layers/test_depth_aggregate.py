@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from MaxText.layers import depth_aggregate, depth_aggregate_kernel
-from MaxText.layers.depth_aggregate import (
+from MaxText.layers.depth import depth_aggregate, depth_aggregate_kernel
+from MaxText.layers.depth.depth_aggregate import (
     Norms,
     aggregate,
     kernel_unsupported_reason,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers import block as block_module
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.assembly import block as block_module
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path, dropout
-from MaxText.layers.model import Model
 from tests.small_models import random_params, tiny_config
 
 KEY = jax.random.key(0)

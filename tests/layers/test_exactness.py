@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.dense import dot_in_double, einsum
-from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
 from tests.growth.growing import by_name
 from tests.layers.double_precision import compiled_in_float64, in_float64

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from MaxText.config.layer_sections import PattentionConfig
 from MaxText.config.loading import load
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.layers.model import Model
-from MaxText.layers.pattention import Theta
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.feed_forward.pattention import Theta
 from MaxText.training.objective import loss_sums
 from MaxText.training.state import TrainState
 from MaxText.training.step import make_train_step

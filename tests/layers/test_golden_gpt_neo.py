@@ -15,8 +15,8 @@ from MaxText.conversion.families.gpt import GPT_NEO
 from MaxText.conversion.family import row
 from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.weight_source import unflatten
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
 from tests.conversion.golden_models import GOLDEN, below
 

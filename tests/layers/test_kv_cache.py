@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from MaxText.layers.attention_core import AttentionSpec
+from MaxText.layers.attention.attention_core import AttentionSpec
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache, capacity_of, resize
 
 N, K, H = 4, 2, 3  # query heads, key/value heads, dimensions of a head

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scipy.special import softmax
 
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.model import Model
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, random_params, tiny_config
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from tests.small_models import random_params, tiny_config
 
 KINDS = ("rms_norm", "layer_norm", "scale_norm", "scale_norm_centered")

@@ -9,7 +9,7 @@ import pytest
 
 from MaxText.config.problems import ConfigurationError
 from MaxText.layers import dense
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from MaxText.config.layer_sections import PattentionConfig, ZoomDims
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path
-from MaxText.layers.model import Model
+from MaxText.layers.feed_forward.pattention import Theta
 from MaxText.layers.part import LayerInputs
-from MaxText.layers.pattention import Theta
 from tests.small_models import random_params, tiny_config
 
 KINDS = get_args(PattentionConfig.model_fields["normalize_type"].annotation)

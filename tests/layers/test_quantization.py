@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from MaxText.errors import UserError
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.dense import dot_general
-from MaxText.layers.model import Model
 from MaxText.layers.quantization import QuantizedDot
 from MaxText.training.objective import loss_sums
 from tests.small_models import random_batch, tiny_config

@@ -7,9 +7,9 @@ import pytest
 
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
+from MaxText.conformance import checks as conformance
 from MaxText.errors import UserError
-from MaxText.experiments import conformance
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.training.backend_defaults import resolve_auto
 from tests.small_models import VALUE_RESIDUAL, noisy_params, random_batch, tiny_config
 

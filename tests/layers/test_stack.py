@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.config.layer_plan import plan_layers
-from MaxText.layers import stack
-from MaxText.layers.model import Model
+from MaxText.layers.assembly import stack
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.params import param
 from tests.small_models import assert_close, random_batch, tiny_config
 

@@ -9,7 +9,7 @@ import pytest
 from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.step import make_train_step

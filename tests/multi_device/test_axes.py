@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from MaxText.config.layer_sections import PattentionConfig
 from MaxText.config.training_sections import BatchConfig
-from MaxText.layers.pattention import Theta
+from MaxText.layers.feed_forward.pattention import Theta
 from MaxText.parallelism.mesh import assert_params_sufficiently_sharded, check_lengths, make_mesh
 from tests.multi_device.same_results import (
     MIXED,

@@ -12,7 +12,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.schema import flatten
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.growth.resolve import resolve_growth
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import HOST_MEMORY, make_sharding_plan
 from tests.checkpointing.small_state import CONFIG, assert_bit_equal, fresh_state, on_host, update
 from tests.checkpointing.small_state import start as start_run

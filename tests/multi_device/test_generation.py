@@ -12,7 +12,7 @@ from MaxText.inference.generate import StoppingCriteria, generate
 from MaxText.inference.sampling import SamplingParams
 from MaxText.input_pipeline.loader import open_eval_sources
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from tests.evaluation.small_trained import tiny_trained
 from tests.input_pipeline.small_data import random_documents, write_data_set

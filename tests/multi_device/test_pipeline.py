@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.layers import flash_attention
+from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.mesh import make_sharding_plan, microbatch_size
 from tests.multi_device.same_results import (
     assert_read_as,

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from MaxText.compilation.lowering import lower_train_step
 from MaxText.config.loading import load
 from MaxText.cost import job_plan
 from MaxText.cost.auto_layout import choose_layout_for_devices
-from MaxText.cost.hardware import find_hardware
 from MaxText.cost.job_plan import candidate_meshes
-from MaxText.cost.lowering import lower_train_step
+from MaxText.hardware.chips import find_hardware
 from tests.small_models import TINY, made_for_training, random_batch, tiny_config
 
 pytestmark = pytest.mark.multi_device

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.layers.attention_core import AttentionSpec, dot_product_attention
-from MaxText.layers.ring_attention import _Ring, ring_attention
+from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.ring_attention import _Ring, ring_attention
 
 pytestmark = pytest.mark.multi_device
 

@@ -7,7 +7,7 @@ import pytest
 
 from MaxText.config.training_sections import MeshConfig
 from MaxText.errors import UserError
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.parallelism.mesh import (
     HOST_MEMORY,

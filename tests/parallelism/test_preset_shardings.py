@@ -14,7 +14,7 @@ import pytest
 
 from MaxText.config import config_files
 from MaxText.config.loading import load_config
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training import backend_defaults
 from tests.parallelism.test_mesh import abstract_mesh

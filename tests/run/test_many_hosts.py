@@ -13,7 +13,7 @@ from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import CheckpointingConfig, MeshConfig
 from MaxText.cost.abstract_step import FakeDevice
-from MaxText.cost.peak_flops import peak_flops
+from MaxText.hardware.peak_flops import peak_flops
 from MaxText.parallelism.device_mesh import mesh_sizes
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.runtime.watchdog import Watchdog

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from MaxText.config.training_sections import GuardConfig
-from MaxText.cost.peak_flops import PeakFlops
 from MaxText.errors import TrainingDivergedError
+from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.metrics.event_stream import EventLog
 from MaxText.metrics.loss_trend import LossTrend
 from MaxText.run import records as records_module

@@ -2,11 +2,11 @@
 
 import pytest
 
-from MaxText.cost import peak_flops as peaks
 from MaxText.cost.flops import count_flops
-from MaxText.cost.peak_flops import PeakFlops, datasheet_peak, peak_flops
+from MaxText.hardware import peak_flops as peaks
+from MaxText.hardware.peak_flops import PeakFlops, datasheet_peak, peak_flops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, ScheduleStage
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from tests.small_models import tiny_config

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.training.optimizer import make_optimizer, map_param_names
 from MaxText.training.schedule import learning_rate_schedule

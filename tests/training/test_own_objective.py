@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
+from MaxText.conformance import checks as conformance
+from MaxText.conformance.checks import LENGTH, SIZES, Subject
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import evaluate, make_eval_step
-from MaxText.experiments import conformance
-from MaxText.experiments.conformance import LENGTH, SIZES, Subject
 from MaxText.inference.engine import Engine
 from MaxText.inference.sampling import SamplingParams
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training import objective, spike_guard
 from MaxText.training.assembly import setup_train

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from MaxText.config.training_sections import GuardConfig
-from MaxText.layers.model import Model
+from MaxText.layers.assembly.model import Model
 from MaxText.training import spike_guard
 from MaxText.training import step as steps
 from tests.small_models import assert_close, random_batch, tiny_config

@@ -12,8 +12,8 @@ from MaxText.cost import device_memory
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import make_eval_step
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.entmax import entmax_loss
-from MaxText.layers.model import Model
 from MaxText.parallelism import mesh
 from MaxText.training import objective
 from MaxText.training.assembly import setup_train

@@ -1,0 +1,1 @@
+"""Compiled train steps: lowering, ahead-of-time compilation, saved executables, the cache."""

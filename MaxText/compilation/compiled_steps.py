@@ -1,0 +1,88 @@
+"""The train step, compiled for each batch shape of a run."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from MaxText.compilation import compilation_cache
+
+
+class SavedSteps(NamedTuple):
+    """Compiled steps in files, by the shapes of their batch."""
+
+    load: Callable[[Any], Callable | None]
+    save: Callable[[Any, jax.stages.Compiled, bool], None]  # shapes, step, from JAX's cache
+    source: Literal["file", "cache"]  # compiled ahead of time, or by an earlier run
+
+
+class ShapeSpecializedStep:
+    """(state, batch) -> (state, metrics), compiled per batch shape."""
+
+    def __init__(
+        self,
+        compile_for: Callable[[Any], tuple[jax.stages.Compiled, float]],
+        saved: SavedSteps | None = None,
+    ):
+        self._compile_for = compile_for
+        self._saved = saved
+        self._steps: dict[Any, Callable] = {}
+
+    def fits(self, batch: Any) -> bool:
+        return _key(batch) in self._steps
+
+    def prepare(self, batch: Any) -> dict[str, Any]:
+        """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct.
+
+        Returns the fields of a "compile" event. `rows` is the global batch size; `source` is "" if
+        compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
+        """
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+        )
+        began = time.perf_counter()
+        saved = self._saved
+        if saved and (step := saved.load(shapes)):
+            seconds, source = time.perf_counter() - began, saved.source
+        else:
+            hits = compilation_cache.thread_cache_hits()
+            step, seconds = self._compile_for(shapes)
+            source = "cache" if compilation_cache.thread_cache_hits() > hits else ""
+            if saved:
+                saved.save(shapes, step, bool(source))
+        self._steps[_key(shapes)] = step
+        rows, length = jax.tree.leaves(shapes)[0].shape
+        shape = {"rows": rows, "length": length}
+        return shape | {"compile_seconds": seconds, "source": source, "memory": memory_stats(step)}
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        return self._steps[_key(batch)](state, batch)
+
+
+def memory_stats(compiled: Any) -> dict[str, int]:
+    """Returns bytes per device by XLA's memory analysis, if available.
+
+    Temporaries are those at the peak: XLA's own sum is up to 49 % higher on TPU
+    (docs/explanation/memory_model.md).
+    """
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return {}
+    arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
+    temporaries, aliased = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
+    devices = jax.tree.leaves(compiled.input_shardings)[0].device_set
+    if next(iter(devices)).platform != "cpu":  # CPU's peak omits temporaries
+        temporaries = analysis.peak_memory_in_bytes - (arguments + outputs - aliased)
+    return {
+        "arguments": arguments,
+        "outputs": outputs,
+        "temporaries": temporaries,
+        "aliased": aliased,
+        "peak": arguments + outputs - aliased + temporaries,
+    }
+
+
+def _key(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple(leaf.shape for leaf in leaves)

@@ -1,0 +1,71 @@
+"""Lowers and compiles the train step of a configuration for given devices."""
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from MaxText.config.schema import Config
+from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.batch import batch_shapes
+from MaxText.parallelism.mesh import ShardingPlan, global_batch_size, make_sharding_plan
+from MaxText.training.assembly import setup_train
+from MaxText.training.state import TrainState
+
+
+class LoweredStep(NamedTuple):
+    """A train step before compilation."""
+
+    growth: ResolvedGrowth
+    model: Model  # with device-dependent choices resolved
+    sharding: ShardingPlan
+    state: TrainState
+    batch: Any  # shapes and shardings of the run's largest batch
+    plan: BatchSchedule
+    lowered: jax.stages.Lowered
+    lines: Sequence[str]  # choices to print
+
+    @property
+    def config(self) -> Config:
+        return self.growth.config
+
+
+def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
+    """Traces train.py's step for these devices, without opening data.
+
+    Batches have positions and segments unless the text is synthetic or cross_document_attention is
+    set.
+    """
+    sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
+    resolved = resolve_growth(config, [])
+    config = resolved.config
+    setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
+    model, state = setup.model, setup.abstract_state
+    batch_size = functools.partial(global_batch_size, config.batch, sharding)
+    plan = plan_batches(config.batch, model.config.shape.max_target_length, batch_size)
+    stage, data = plan.stages[-1], config.data
+    with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
+    shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
+    batch = sharding.abstract_batch(shapes)
+    lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
+    lines = [*setup.auto_choices, *resolved.lines]
+    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
+
+
+def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
+    """Returns the step and its compile seconds; raises like XLA."""
+    # On CPU, JAX cannot serialize a program loaded from the cache.
+    was_enabled = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        began = time.perf_counter()
+        return planned.lowered.compile(), time.perf_counter() - began
+    finally:
+        jax.config.update("jax_enable_compilation_cache", was_enabled)
+        compilation_cache.reset_cache()

@@ -1,0 +1,1 @@
+"""Accelerators: memory, bandwidth and peak FLOP/s of each chip."""

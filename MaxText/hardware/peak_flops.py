@@ -1,0 +1,118 @@
+"""Peak FLOP/s of a device: the denominator of MFU."""
+
+import contextlib
+import functools
+import json
+import platform
+import re
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from etils import epath
+
+from MaxText.hardware.chips import PEAK_TFLOPS, Hardware
+from MaxText.runtime.cores import num_cores
+
+_MEASURED_SIZE = 2048
+_MEASURED_RUNS = 2  # after one that warms up; 4 took a second of a start on two cores
+_MEASURED_FILE = "peak_flops.json"
+_MEASURED = "measured here"
+
+
+class PeakFlops(NamedTuple):
+    """Peak TFLOP/s of one device, and its `source` to print with each MFU."""
+
+    tflops: float
+    source: str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `measure_peak` made it, so that it may be too low."""
+        return self.source.startswith(_MEASURED)
+
+
+def peak_flops(
+    device: Any = None, *, cache_folder: str | None = None, beaten_by: float | None = None
+) -> PeakFlops:
+    """Returns an accelerator's data sheet peak, else a measurement (0.3 s).
+
+    Measure while the machine is idle: MFU of later runs uses the number cached in `cache_folder`
+    (may be gs://), by processor model and number of devices that share it. None measures each time.
+
+    Args:
+      beaten_by: TFLOP/s that the device has reached. A cached peak that is not above was measured
+        while the machine was busy, so it is measured again, and the larger one is cached.
+    """
+    if device is None:
+        device = jax.local_devices()[0]
+    known = datasheet_peak(device.device_kind)
+    if known is not None:
+        return known
+    if not cache_folder:
+        return measure_peak(device)
+    file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        peaks = {key: PeakFlops(**peak) for key, peak in stored.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        peaks = {}  # missing or damaged
+    cached = peaks.get(name)
+    if cached is not None and (beaten_by is None or cached.tflops > beaten_by):
+        return cached
+    measured = measure_peak(device)
+    if cached is not None and cached.tflops > measured.tflops:
+        return cached
+    peaks[name] = measured
+    if jax.process_index() == 0:
+        with contextlib.suppress(OSError):  # measured again at the next start
+            content = {key: peak._asdict() for key, peak in peaks.items()}
+            file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return measured
+
+
+def _name_of(device: Any) -> str:
+    if device.platform != "cpu":
+        return device.device_kind
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:  # Linux
+        named = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+        model = next(named, model)
+    return f"{model}, {num_cores()} cores, {jax.local_device_count()} devices"
+
+
+def datasheet_peak(device_kind: str) -> PeakFlops | None:
+    """Returns the peak by device name, "NVIDIA H100 80GB HBM3"; else None."""
+    for pattern, tflops in PEAK_TFLOPS:
+        if re.search(pattern, device_kind, re.IGNORECASE):
+            return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
+    return None
+
+
+@functools.cache
+def peak_of(hardware: Hardware) -> PeakFlops:
+    """Returns a device's peak: by data sheet, or measured on this CPU."""
+    if known := datasheet_peak(hardware.chip.device_kind):
+        return known
+    measured = measure_peak(jax.devices("cpu")[0])
+    return measured._replace(tflops=measured.tflops / hardware.num_chips)
+
+
+def measure_peak(device: Any) -> PeakFlops:
+    """Returns the speed of a float32 matmul per simulated device of a CPU."""
+    n = _MEASURED_SIZE
+    x = jax.device_put(np.ones((n, n), np.float32), device)
+    product = jax.jit(lambda x: x @ x)
+    jax.block_until_ready(product(x))
+    seconds = []
+    for _ in range(_MEASURED_RUNS):
+        began = time.perf_counter()
+        jax.block_until_ready(product(x))
+        seconds.append(time.perf_counter() - began)
+    sharing = jax.local_device_count() if device.platform == "cpu" else 1
+    tflops = 2 * n**3 / min(seconds) / 1e12 / sharing
+    source = f"{_MEASURED}: float32 product of {n} x {n}, best of {_MEASURED_RUNS}"
+    if sharing > 1:
+        source += f", shared by {sharing} devices"
+    return PeakFlops(tflops, source)

@@ -1,0 +1,190 @@
+"""Block variants: parallel, without a mixer, static SGU, Macaron, ReZero."""
+
+import functools
+import types
+from typing import Any
+
+import jax
+from flax import nnx
+
+from MaxText.config.model_sections import LayerConfig
+from MaxText.layers.assembly.block import ATTENTION, MLP, Block, add_scalars
+from MaxText.layers.attention.static_sgu import BesideStaticSGU
+from MaxText.layers.capture import record, scope
+from MaxText.layers.context import ForwardContext
+from MaxText.layers.feed_forward.mlp import MLP as PlainMLP
+from MaxText.layers.params import Init, param, zeros
+from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
+
+_MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
+
+
+def block_class(layer: LayerConfig) -> type[Block]:
+    block = layer.config.block
+    bases: list[type[Block]] = [ParallelBlock if block.block_arrangement == "parallel" else Block]
+    if block.mixer == "none":
+        bases = [BlockWithoutMixer]
+    elif layer.config.attention.static_sgu:
+        bases.append(WithStaticSGU)
+    if layer.config.dense_connections.mixes_attention_inputs and block.mixer != "none":
+        bases.append(WithSeparateNorms)
+    if block.use_macaron:
+        bases.append(Macaron)
+    if block.use_rezero:
+        bases.append(ReZero)
+    return combine(*reversed(bases))
+
+
+@functools.cache
+def combine(*bases: type) -> Any:
+    """Returns a class of all bases, the same one for the same bases."""
+    return bases[0] if len(bases) == 1 else types.new_class(bases[0].__name__, bases)
+
+
+def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
+    if layer.config.block.mixer == "none":
+        return None
+    return block_class(layer).mixer_class(layer)
+
+
+class ParallelBlock(Block):
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B; GPT-J)."""
+
+    not_recomputed = ("self_attention", "mlp")
+
+    def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        if not layer.config.block.parallel_residual_shared_norm:
+            return super().build_feed_forward(layer, init, rngs)
+        self.pre_mlp_layer_norm = None
+        self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
+        return None
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        normed = self.mixer_input(inputs)
+        out, scalars, state = self.mix(normed, context, state)
+        h_BTD = inputs.r + self.branch(out, context, ATTENTION)
+        if self.pre_mlp_layer_norm is None:
+            out, more = self.run_mlp(normed[0], context)
+        else:
+            out, more = self.feed_forward(inputs.r, context)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        return y_BTD, add_scalars(scalars, more), state
+
+
+class BlockWithoutMixer(Block):
+    """y = x + mlp(norm(x))."""
+
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        self.doubles = layer.config.attention.gpt_neo_none_attention_bug
+        self.is_parallel = layer.config.block.block_arrangement == "parallel"
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
+        out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
+        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        return y_BTD, scalars, state
+
+
+class WithStaticSGU(Block):
+    """Static SGU on half of the channels, the mixer on the other half."""
+
+    @classmethod
+    def mixer_class(cls, layer: LayerConfig) -> Any:
+        return combine(BesideStaticSGU, super().mixer_class(layer))
+
+
+class WithSeparateNorms(Block):
+    """Separate inputs and norms of q, k and v."""
+
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        for stream in "qkv":
+            setattr(self, self._name(stream), self.norm(layer, init, rngs))
+        self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
+
+    def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        q_BTD, k_BTD, v_BTD = (
+            x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(stream))(x)
+            for stream, x in zip("qkv", inputs[:3], strict=True)
+        )
+        return q_BTD, k_BTD, v_BTD
+
+    @property
+    def stream_norms(self) -> dict[str, nnx.Module]:
+        norms = {stream: getattr(self, self._name(stream)) for stream in "qkv"}
+        return {stream: norm for stream, norm in norms.items() if not isinstance(norm, Identity)}
+
+    @staticmethod
+    def _name(stream: str) -> str:
+        return f"pre_self_attention_layer_norm_{stream}"
+
+
+class Macaron(Block):
+    """Half a feed-forward before and after the mixer (Lu et al. 2019)."""
+
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        config = layer.config
+        self.macaron_mlp = PlainMLP(config.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
+        has_norm = config.block.macaron_prenorm
+        self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
+    ) -> tuple[jax.Array, Scalars, Any]:
+        with scope("macaron_mlp"):
+            half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
+            record(half, "feed_forward_output")
+        x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
+        y_BTD, more, state = super().__call__(LayerInputs.all(x_BTD), context, state)
+        return y_BTD, add_scalars(scalars, more), state
+
+    def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        out, scalars = super().feed_forward(x_BTD, context)
+        return 0.5 * out, scalars
+
+
+class ReZero(Block):
+    """Learned gates instead of norms (Bachlechner et al. 2020)."""
+
+    not_recomputed = ()  # gates read all outputs
+
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        block = layer.config.block
+        if block.mixer != "none":
+            self.attention_gate = ReZeroScale(init, rngs)
+        self.mlp_gate = ReZeroScale(init, rngs)
+        if block.use_macaron and block.macaron_prenorm:
+            self.macaron_gate = ReZeroScale(init, rngs)
+
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        return Identity()
+
+    def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
+        names = {ATTENTION: "attention_gate", MLP: "mlp_gate", _MACARON: "macaron_gate"}
+        gate = getattr(self, names[stream], None)
+        return super().branch(x_BTD if gate is None else gate(x_BTD), context, stream)
+
+
+class Identity(nnx.Module):
+    """The identity, in place of a norm."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+class ReZeroScale(nnx.Module):
+    """A learned scalar factor of a branch, initially 0."""
+
+    rows = "gates"
+
+    def __init__(self, init: Init, rngs: nnx.Rngs):
+        self.scale = param(rngs, (), (), zeros, dtype=init.weight_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale[...].astype(x.dtype)

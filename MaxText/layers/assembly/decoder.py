@@ -1,0 +1,299 @@
+"""The decoder: embedding, a stack of blocks, final norm, head."""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.config.model_sections import LayerConfig, ModelConfig, RematPolicy
+from MaxText.config.registry import lookup
+from MaxText.layers import part_outputs
+from MaxText.layers.assembly.block import Block
+from MaxText.layers.assembly.block_variants import block_class
+from MaxText.layers.assembly.pipeline import pipeline_apply
+from MaxText.layers.assembly.stack import (
+    apply_remat,
+    apply_scanned,
+    apply_unrolled,
+    barrier_gradients,
+    stack,
+)
+from MaxText.layers.batch import Batch
+from MaxText.layers.capture import record, scope
+from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import Embedding
+from MaxText.layers.dropout import dropout
+from MaxText.layers.head import head_and_layer
+from MaxText.layers.normalization import make_norm
+from MaxText.layers.params import Init, initializers
+from MaxText.layers.part import LayerInputs, Position, PreNormalized, Scalars
+from MaxText.layers.quantization import Quantizer
+from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
+
+States = tuple[Any, ...]  # decode states: one per layer, then the head's
+
+_HEAD_AXES = ("activation_embed_and_logits_batch", "activation_length")
+
+
+class Decoder(nnx.Module):
+    """A causal language model composed of the configured parts."""
+
+    rows: ClassVar = {"token_embedder": "token embedding"}
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        assert config.numerics.dtype != "auto", "resolve backend defaults first"
+        assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
+        numerics, precision = config.numerics, config.numerics.matmul_precision
+        whole_model, layers = LayerConfig(config, config.shape.dimensions), config.layers
+
+        def init_of(layer: LayerConfig) -> Init:
+            return Init(
+                dimensions=layer.dimensions,
+                initializers=initializers(config.initialization, layer.dimensions),
+                dtype=jnp.dtype(numerics.dtype),
+                weight_dtype=jnp.dtype(numerics.weight_dtype),
+                precision=None if precision == "default" else precision,
+                zero_centered_norms=config.block.normalization_zero_centered,
+            )
+
+        init = init_of(whole_model)
+        D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
+        self.config = config
+        scale = math.sqrt(D) if config.embedding.scale_embedding else None
+        used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
+        self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
+        quantizer = Quantizer(numerics)
+
+        def positions(layer: LayerConfig) -> Position:
+            part = lookup("position", layer.config.position.position_embedding)
+            return part.build(layer, init_of(layer), rngs)
+
+        kinds: dict[Any, LayerConfig] = {}
+        for one in (whole_model, *layers):
+            kinds.setdefault(_positions_of(one), one)
+        self.position_embedder, *others = map(positions, kinds.values())
+        self.other_positions = nnx.List(others)
+
+        def block(index: int, rngs: nnx.Rngs) -> Block:
+            layer = layers[index]
+            built = block_class(layer)(layer, init_of(layer), rngs)
+            built.positions = list(kinds).index(_positions_of(layer))
+            return quantizer.quantize(built)
+
+        self.layers, self.blueprint = stack(
+            block, config.layer_plan, rngs, shared=config.block.share_layer_params
+        )
+        quantizer.check()
+        self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
+        kind = config.head.final_normalization_type
+        kind = None if kind == "auto" else kind
+        has_norm = config.head.final_norm
+        self.decoder_norm = make_norm(config.block, init, rngs, kind=kind) if has_norm else None
+        head, head_config = head_and_layer(config)
+        self.head = head.build(head_config, init, rngs)
+
+    def __call__(self, batch: Batch) -> jax.Array:
+        """Returns float32 logits [B, T, V]."""
+        h_BTD, _ = self.hidden_states(batch)
+        return self.logits(h_BTD, self.head_state(h_BTD, batch))
+
+    def hidden_states(
+        self,
+        batch: Batch,
+        dropout_key: jax.Array | None = None,
+        *,
+        training: bool = False,
+        drops_tokens: bool = True,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns final hidden states h_BTD, and auxiliary losses as sums."""
+        memory = self.config.memory
+        positions_BT = batch.positions_BT
+        if positions_BT is None:
+            positions_BT = _positions(batch.tokens_BT)
+        context = ForwardContext(
+            segments_BT=batch.segments_BT,
+            dropout_key=dropout_key,
+            training=training,
+            drops_tokens=drops_tokens,
+            **self._for_mixers(positions_BT),
+        )
+        x_BTD = self._embed(batch.tokens_BT, positions_BT, context)
+        num_stages = current_num_stages()
+
+        if num_stages == 1 and memory.scan_layers is not True:
+            x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
+            return self._normalized(x_BTD), scalars
+
+        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
+            return self._layer(layer, carry, context, index, None)[:2]
+
+        arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
+        if num_stages > 1:
+            schedule = self.config.pipeline_schedule(num_stages)
+            carry, scalars = pipeline_apply(
+                *arguments, context, apply, schedule, memory.remat_policy
+            )
+        else:
+            carry, scalars = apply_scanned(*arguments, apply, memory.remat_policy)
+        x_BTD = part_outputs.check_like(self.connections, "end", self.connections.end(carry), x_BTD)
+        if num_stages > 1:  # norm and head run on all stages
+            x_BTD = with_logical_constraint(x_BTD, *_HEAD_AXES, "activation_embed")
+        return self._normalized(x_BTD), scalars
+
+    def prefill(
+        self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
+    ) -> tuple[jax.Array, States]:
+        """Prefills states of `capacity` >= T from right-padded prompts."""
+        positions_BT = _positions(tokens_BT)
+        own = self._for_mixers(positions_BT)
+        context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **own)
+        return self._with_states(tokens_BT, positions_BT, context, None)
+
+    def decode_step(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
+    ) -> tuple[jax.Array, States]:
+        """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
+        context = ForwardContext(positions_BT=positions_BT, **self._for_mixers(positions_BT))
+        return self._with_states(tokens_BT, positions_BT, context, states)
+
+    def _with_states(
+        self,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        context: ForwardContext,
+        states: States | None,
+    ) -> tuple[jax.Array, States]:
+        x_BTD = self._embed(tokens_BT, positions_BT, context)
+        layer_states = None if states is None else states[:-1]
+        x_BTD, _, new_states = self._unrolled(x_BTD, context, layer_states, "none")
+        h_BTD = self._normalized(x_BTD)
+        earlier = None if states is None else states[-1]
+        return h_BTD, (*new_states, self.head.state(h_BTD, tokens_BT, context, earlier))
+
+    def _unrolled(
+        self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
+    ) -> tuple[jax.Array, Scalars, States]:
+        def apply(layer: Block, carry: Any, index: int, state: Any):
+            with scope(f"layers/{index}"):
+                return self._layer(layer, carry, context, index, state)
+
+        carry, scalars, states = apply_unrolled(
+            self.layers,
+            self.blueprint,
+            self.connections.begin(x_BTD),
+            apply,
+            policy=policy,
+            states=states,
+            sequential=not self.connections.keeps_shapes,
+        )
+        end = apply_remat(self.connections.end, policy, in_scan=False)
+        with scope("connections"):
+            y_BTD = part_outputs.check_like(self.connections, "end", end(carry), x_BTD)
+            record(y_BTD, "output")
+        return y_BTD, scalars, states
+
+    def _layer(
+        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
+    ) -> tuple[Any, Scalars, Any]:
+        # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
+        # rematerialized layer, so that inputs are recomputed, not saved.
+        with scope("connections"):
+            read = self.connections.read(index, carry, layer.stream_norms)
+            emb_dim = self.config.shape.dimensions.emb_dim
+            inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
+            _record_inputs(inputs)
+        shared = self.connections.shared(rest)
+        context = context.for_layer(index, shared, layer.positions)
+        y_BTD, scalars, state = layer(inputs, context, state)
+        record(y_BTD, "output")
+        after = self.connections.write(index, rest, y_BTD, context.shared)
+        return part_outputs.check_write(self.connections, carry, after), scalars, state
+
+    def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        own, *others = [
+            part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
+            for part in (self.position_embedder, *self.other_positions)
+        ]
+        return {**own, "others": tuple(others)}
+
+    def _embed(
+        self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
+    ) -> jax.Array:
+        with scope("token_embedder"):
+            x_BTD = self.token_embedder(tokens_BT)
+            record(x_BTD, "output")
+        part = self.position_embedder
+        with scope("position_embedder"):
+            added_BTD = part_outputs.check_embedding(part, part.embed(positions_BT), x_BTD)
+            if added_BTD is not None:
+                record(added_BTD, "output")
+        if added_BTD is not None:
+            x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
+        x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
+        stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
+        return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
+
+    def head_gradients_first(self, h_BTD: jax.Array) -> jax.Array:
+        """Returns h_BTD; its gradient waits for those of the head's parameters.
+
+        XLA otherwise computes them after the backward pass of the layers, and keeps the gradient of
+        the logits until then: 1 of 12 GB for a 7B model (benchmarks/compiled.py).
+        """
+        parts = self.head, self.token_embedder  # a tied head reads the table
+        weights, h_BTD = barrier_gradients(([nnx.state(part) for part in parts], h_BTD))
+        for part, values in zip(parts, weights, strict=True):
+            nnx.update(part, values)
+        return h_BTD
+
+    def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
+        """Returns the head's state of the whole sequence, an argument of `logits`."""
+        context = ForwardContext(segments_BT=batch.segments_BT)
+        return self.head.state(h_BTD, batch.tokens_BT, context)
+
+    def logits(
+        self,
+        h_BTD: jax.Array,
+        head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
+        positions_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
+    ) -> jax.Array:
+        """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
+        if positions_BT is None:
+            positions_BT = _positions(h_BTD)
+        with scope("head"):
+            logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
+            record(logits_BTV, "output")
+        shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
+        like = jax.ShapeDtypeStruct(shape, jnp.float32)
+        part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
+        return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
+
+    def _normalized(self, x_BTD: jax.Array) -> jax.Array:
+        if self.decoder_norm is None:
+            return x_BTD
+        with scope("decoder_norm"):
+            h_BTD = self.decoder_norm(x_BTD)
+            record(h_BTD, "output")
+        return h_BTD
+
+
+def _record_inputs(inputs: LayerInputs) -> None:
+    """Records what a layer reads: r, and q, k and v if they are other arrays."""
+    record(inputs.r, "r")
+    for name in ("q", "k", "v"):
+        x = getattr(inputs, name)
+        if x is not inputs.r:
+            record(x.x_BTD if isinstance(x, PreNormalized) else x, name)
+
+
+def _positions_of(layer: LayerConfig) -> Any:
+    """Returns a key of a layer's positions; None if mixers read none."""
+    config, d = layer.config.position, layer.dimensions
+    part = lookup("position", config.position_embedding)
+    reads = part.for_mixers is not Position.for_mixers
+    return (config, d.head_dim, d.num_query_heads) if reads else None
+
+
+def _positions(x_BT: jax.Array) -> jax.Array:
+    return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]

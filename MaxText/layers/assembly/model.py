@@ -1,0 +1,129 @@
+"""A model as an abstract parameter table and pure functions.
+
+Parameters are a plain nested dict, merged into the module inside the trace for fast host dispatch.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from MaxText.config.model_sections import LayerConfig, ModelConfig
+from MaxText.layers.assembly.decoder import Decoder
+from MaxText.layers.params import AbstractRngs
+from MaxText.parallelism.logical_sharding import ParamSpec
+
+Parameters = dict  # nested, leaves are arrays
+
+_TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
+
+
+def _as_stored(tree: Any) -> Parameters:
+    head = dict(tree.get("head", {}))
+    top_level = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
+    rest = {name: tree[name] for name in tree if name != "head"}
+    return rest | top_level | ({"head": head} if head else {})
+
+
+def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
+    row, is_recomputed = "", False
+    for step in path:
+        rows = getattr(type(module), "rows", {})
+        own = getattr(type(module), "not_recomputed", None)
+        row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
+        is_recomputed = is_recomputed or (own is not None and step not in own)
+        is_container = isinstance(module, nnx.Dict | nnx.List)
+        module = module[step] if is_container else getattr(module, step)
+    return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}
+
+
+class Model:
+    """The decoder of a configuration, without values."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config  # with `auto` values resolved
+        module = Decoder(config, AbstractRngs())
+        self.blueprint = module.blueprint  # which layers are stacked
+        self._graphdef, state = nnx.split(module)
+        for path, parameter in nnx.to_flat_state(state):
+            parameter.set_metadata(**_declared(module, path))
+        state = nnx.State(_as_stored(state))
+        self.abstract: Parameters = nnx.to_pure_dict(state)  # jax.ShapeDtypeStruct
+        self.parameters: dict[str, ParamSpec] = {}  # by names such as "layers/mlp/wo/kernel"
+        for path, parameter in nnx.to_flat_state(state):
+            name, value = "/".join(map(str, path)), parameter.get_value()
+            metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
+            metadata["row"] = metadata["row"] or self.placed(name)[0].rpartition("/")[0]
+            self.parameters[name] = ParamSpec(*(metadata[f] for f in ParamSpec._fields))
+
+    def stored(self, layer: int, name: str) -> tuple[str, int | None]:
+        """Returns (array name, row) of a layer's parameter, "mlp/wo/kernel"."""
+        if self.blueprint.is_stacked:
+            return f"layers/{name}", layer
+        path, row = self.blueprint.plan.path(layer)
+        return f"layers/{path}/{name}", row
+
+    def placed(self, name: str) -> tuple[str, Sequence[int] | None]:
+        """Returns a parameter's name within its layer, and its rows' layers."""
+        folder, _, within = name.partition("/")
+        plan = self.blueprint.plan
+        if folder != "layers":
+            return name, None
+        if self.blueprint.is_stacked:
+            return within, range(1 if self.blueprint.is_shared else plan.num_layers)
+        first, _, within = within.partition("/")
+        if first != "cycle":
+            return within, range(int(first), int(first) + 1)
+        run, _, within = within.partition("/")
+        return within, plan.layers_of(int(run))
+
+    def layer_of(self, name: str) -> LayerConfig | None:
+        """Returns the first layer of a parameter, or None."""
+        layers = self.placed(name)[1]
+        return None if layers is None else self.config.layers[layers[0]]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(spec.size for spec in self.parameters.values())
+
+    def initialize(self, key: jax.Array) -> Parameters:
+        """Returns fresh parameters. Pure: call it under jit with output shardings."""
+        state = nnx.state(Decoder(self.config, nnx.Rngs(params=key)))
+        return _as_stored(nnx.to_pure_dict(state))
+
+    def merge(self, parameters: Parameters) -> Decoder:
+        layers = parameters["layers"]
+        if isinstance(layers, tuple):  # from unstack_params
+            parameters = parameters | {"layers": self.blueprint.join(layers)}
+        head = dict(parameters.get("head", {}))
+        head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
+        rest = {name: x for name, x in parameters.items() if name not in ("head", *_TOP_LEVEL_HEAD)}
+        return nnx.merge(self._graphdef, rest | {"head": head})
+
+    def unstack_params(self, parameters: Parameters) -> Parameters:
+        """Returns parameters for generation: an array per layer, as used.
+
+        Decoding cannot afford to slice them for every token. Deletes the given arrays one by one,
+        so that there is never a second copy of all.
+        """
+
+        def converted(path: Any, leaf: jax.Array) -> jax.Array:
+            dtype = self.parameters["/".join(entry.key for entry in path)].used_in
+            if dtype is None or dtype.itemsize >= leaf.dtype.itemsize:
+                return leaf
+            return replaced(leaf, leaf.astype(dtype))
+
+        def unstacked(stacked: dict) -> list[dict]:
+            leaves, structure = jax.tree.flatten(stacked)
+            rows = [replaced(leaf, [leaf[i] for i in range(len(leaf))]) for leaf in leaves]
+            return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
+
+        def replaced(old: jax.Array, new: Any) -> Any:
+            jax.block_until_ready(new)
+            old.delete()
+            return new
+
+        parameters = jax.tree_util.tree_map_with_path(converted, parameters)
+        layers = tuple(self.blueprint.layer_weights(parameters["layers"], unstacked))
+        return parameters | {"layers": layers}

@@ -1,0 +1,173 @@
+"""Pipeline parallelism over the stages of a mesh.
+
+A stage is the devices at one index of the mesh axis `stage`. The L layers are split into runs of K;
+run c is on stage c mod S, so a microbatch passes through all stages R times (GPipe, Huang et al.
+2019, for R = 1; interleaved stages, Narayanan et al. 2021, section 2.2, for more).
+
+In each turn every stage computes one microbatch and sends the result to the next stage. Stage s
+starts in turn s; its visit v is that of microbatch v mod M in repeat v // M. All microbatches
+finish a repeat before any begins the next, and wait at the first stage until then. That takes
+M R + S - 1 turns. In S - 1 of them a stage is idle: it computes, too, but the result is dropped.
+
+Legend: B sequences, T tokens, D emb_dim, S stages, R repeats, K layers of a run, M microbatches, b
+sequences of a microbatch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from MaxText.config.layer_plan import PipelineSchedule
+from MaxText.config.model_sections import RematPolicy
+from MaxText.layers.assembly.stack import Blueprint, scan_cycle
+from MaxText.layers.context import ForwardContext
+from MaxText.parallelism.logical_sharding import (
+    HIDDEN,
+    merge_batch,
+    split_batch,
+    with_logical_constraint,
+)
+
+
+def pipeline_apply(
+    layers: Any,  # from `stack`, all of them repeats of one cycle
+    blueprint: Blueprint,
+    inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
+    context: ForwardContext,
+    apply: Callable[[Any, Any, jax.Array, ForwardContext], tuple[Any, dict[str, jax.Array]]],
+    schedule: PipelineSchedule,  # with as many stages as the current mesh
+    policy: RematPolicy,
+) -> tuple[Any, dict[str, jax.Array]]:
+    """Applies all layers on the stages of a mesh.
+
+    Equals `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
+    """
+    num_stages, repeats, per_stage, num_microbatches = schedule
+    contexts = context.split(num_microbatches)
+    plan, cycle = blueprint.plan, blueprint.plan.cycle
+    if blueprint.is_stacked:
+        weights_SK = stack_by_stage(nnx.state(layers), schedule, per_stage)
+    else:
+        weights_SK = {
+            str(run): stack_by_stage(
+                nnx.state(layers["cycle"][str(run)]), schedule, per_stage // cycle * length
+            )
+            for run, length in enumerate(plan.runs)
+        }
+
+    def stage(number: jax.Array, arrived: Any, weights_K: Any, turn: jax.Array):
+        visit = turn - number
+        repeat = jnp.clip(visit // num_microbatches, 0, repeats - 1)
+        first = (repeat * num_stages + number) * per_stage
+
+        def select_repeat(weights_R: Any) -> Any:
+            return jax.tree.map(
+                lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
+            )
+
+        output, scalars = scan_cycle(
+            blueprint,
+            weights_K,
+            arrived,
+            lambda layer, x, index: apply(layer, x, index, contexts(visit % num_microbatches)),
+            policy,
+            num_repeats=per_stage // cycle,
+            first=first,
+            select=select_repeat if repeats > 1 else None,
+        )
+        has_work = (visit >= 0) & (visit < num_microbatches * repeats)
+        return output, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
+
+    all_stages = jax.vmap(stage, in_axes=(0, 0, 0, None), spmd_axis_name="stage")
+    numbers_S = jnp.arange(num_stages)
+
+    def select_input(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
+        next_SbT = _index(waiting_SMbT, turn % num_microbatches)
+        return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
+
+    def store(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        # Until the first microbatch arrives, the slot that was just read takes what no one reads.
+        slot = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
+        return shard_over_stages(_set_at(waiting_SMbT, arrived_SbT, slot), waits=True)
+
+    def one_step(carry: tuple[Any, Any], turn: jax.Array):
+        arrived, waiting = carry
+        stage_inputs = jax.tree.map(lambda w, a: select_input(w, a, turn), waiting, arrived)
+        output, scalars = all_stages(numbers_S, stage_inputs, weights_SK, turn)
+        arrived = jax.tree.map(
+            lambda y: shard_over_stages(jnp.roll(shard_over_stages(y), 1, axis=0)), output
+        )
+        waiting = jax.tree.map(lambda w, a: store(w, a, turn), waiting, arrived)
+        return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
+
+    def begin(x: jax.Array) -> jax.Array:
+        # Only the first stage's slots are read. The others hold rows instead of zeros, as idle
+        # stages must compute something finite for its gradient to be 0.
+        axes = _axes(x.ndim)
+        x_MbT = split_batch(with_logical_constraint(x, *axes), num_microbatches, *axes[1:])
+        return shard_over_stages(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
+
+    def end(waiting_SMbT: jax.Array) -> jax.Array:
+        axes = _axes(waiting_SMbT.ndim - 2)
+        x_MbT = with_logical_constraint(waiting_SMbT[0], None, *axes)
+        return with_logical_constraint(merge_batch(x_MbT), *axes)
+
+    waiting = jax.tree.map(begin, inputs)
+    carry = (jax.tree.map(lambda w: _index(w, 0), waiting), waiting)
+    (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
+    return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
+
+
+def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
+    """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages.
+
+    With several repeats, layers move between stages once per forward and once per backward pass,
+    because checkpoints store them in order. `per_stage` is K.
+    """
+    num_stages, repeats = schedule.num_stages, schedule.num_repeats
+
+    def arranged(parameter: Any) -> jax.Array:
+        leaf, names = parameter.get_value(), parameter.get_metadata()["logical_axes"]
+        if repeats == 1:
+            leaf = leaf.reshape(num_stages, per_stage, *leaf.shape[1:])
+            return with_logical_constraint(leaf, "layers", None, *names[1:])
+        leaf = leaf.reshape(repeats, num_stages, per_stage, *leaf.shape[1:])
+        return with_logical_constraint(jnp.moveaxis(leaf, 0, 2), "layers", None, None, *names[1:])
+
+    return nnx.to_pure_dict(state, arranged)
+
+
+def shard_over_stages(x: jax.Array, *, waits: bool = False) -> jax.Array:
+    """Shards [S, b, T, ...], or waiting [S, M, b, T, ...], over stages."""
+    outer = ("activation_stage", None) if waits else ("activation_stage",)
+    return with_logical_constraint(x, *outer, *_axes(x.ndim - len(outer)))
+
+
+def _axes(num_dims: int) -> tuple[str | None, ...]:
+    return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
+
+
+def _index(waiting_SMbT: jax.Array, slot: jax.Array | int) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(waiting_SMbT, slot, 1, keepdims=False)
+
+
+@jax.custom_vjp
+def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, slot: jax.Array) -> jax.Array:
+    """Replaces a slot, in the backward pass without a copy of all slots."""
+    return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, slot, 1)
+
+
+def _set_at_backward(slot, gradient_SMbT):
+    # XLA would otherwise read the slot after it is cleared, from a copy.
+    arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
+        (_index(gradient_SMbT, slot), gradient_SMbT)
+    )
+    cleared = jnp.zeros_like(arrived_SbT)
+    return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, slot, 1), arrived_SbT, None
+
+
+_set_at.defvjp(lambda *arguments: (_set_at(*arguments), arguments[2]), _set_at_backward)

@@ -1,0 +1,1 @@
+"""Dense depth connections: aggregation over the outputs of earlier layers."""

@@ -1,0 +1,1 @@
+"""Feed-forward layers: MLP, mixture of experts, Pattention."""

@@ -1,0 +1,95 @@
+"""The feed-forward part: a plain or gated MLP (F is mlp_dim)."""
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from MaxText.config.layer_sections import FeedForwardConfig
+from MaxText.config.model_sections import LayerConfig
+from MaxText.config.registry import register
+from MaxText.layers.capture import record, tag
+from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import Dense
+from MaxText.layers.feed_forward.activations import (
+    ACTIVATIONS,
+    LEARNED,
+    OVER_FEATURES,
+    LearnedActivation,
+    rrelu,
+)
+from MaxText.layers.feed_forward.moe import RoutedMoE
+from MaxText.layers.params import Init
+from MaxText.layers.part import FeedForward, Scalars
+from MaxText.parallelism.logical_sharding import BRANCH_INPUT, with_logical_constraint
+
+_RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
+
+
+@register("feed_forward", "mlp")
+class MLP(FeedForward):
+    """wo(prod_i activation_i(wi_i x)); Vaswani et al. 2017 for one.
+
+    (silu, linear) is the SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
+    wi_1, ... instead of wi, and their learned scalars are in activation_0, ...
+    """
+
+    not_recomputed = ("wo",)
+
+    @classmethod
+    def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        config, experts = layer.config.feed_forward, layer.config.mixture_of_experts
+        if experts.num_experts > 1:
+            return RoutedMoE(experts, config.mlp_activations, init, rngs)
+        return cls(config, init, rngs)
+
+    @classmethod
+    def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        width = layer.config.mixture_of_experts.moe_mlp_dim
+        return {} if width == -1 else {"moe_mlp_dim": ("mlp", width)}
+
+    def __init__(
+        self,
+        config: FeedForwardConfig,
+        init: Init,
+        rngs: nnx.Rngs,
+        rng_stream: int = _RANDOM_SLOPES,
+    ):
+        D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
+        draw = init.initializers
+        bias = config.ffn_bias
+        self.activations = config.mlp_activations
+        many = len(self.activations) > 1
+        self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
+        for name in self.input_names:
+            dense = Dense((D,), (F,), ("embed", "mlp"), draw.kernel, init, rngs, use_bias=bias)
+            setattr(self, name, dense)
+        for name, activation in zip(self.input_names, self.activations, strict=True):
+            if activation in LEARNED:
+                learned = LearnedActivation(activation, init, rngs)
+                setattr(self, name.replace("wi", "activation"), learned)
+        self.rng_stream = rng_stream
+        self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
+
+    def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        h_BTF = None
+        for name, activation in zip(self.input_names, self.activations, strict=True):
+            branch = tag(getattr(self, name)(x_BTD), "mlpwi")
+            branch = self._activated(name, activation, branch, context)
+            h_BTF = branch if h_BTF is None else h_BTF * branch
+        assert h_BTF is not None
+        h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
+        record(h_BTF, "activations")
+        return tag(self.wo(h_BTF), "mlpwo"), {}
+
+    def _activated(
+        self, name: str, activation: str, x: jax.Array, context: ForwardContext
+    ) -> jax.Array:
+        if activation in LEARNED:
+            return getattr(self, name.replace("wi", "activation"))(x)
+        if activation == "rrelu":
+            key = context.key_for(self.rng_stream) if context.training else None
+            if key is not None:
+                key = jax.random.fold_in(key, self.input_names.index(name))
+            return rrelu(x, key)
+        return (ACTIVATIONS | OVER_FEATURES)[activation](x)
