@@ -91,12 +91,13 @@ class Mine(Mixer):
 def test_a_built_in_part_with_keys_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "own_keys.py").write_text(OWN_KEYS)
     (tmp_path / "own_part.py").write_text(OWN_PART)
-    [(kind, name, text)] = documentation._registered_in(tmp_path / "own_part.py")
+    path = tmp_path / "own_part.py"
+    [(kind, name, text)] = documentation._registered_in(path, module="own_part")
     assert (kind, name) == ("mixer", "mine")
-    assert text == f"MaxText.{tmp_path.name}.own_part:Mine own_keys:Keys"
+    assert text == "own_part:Mine own_keys:Keys"
 
     parts = yaml.safe_load(registry.BUILT_IN.read_text(encoding="utf-8"))
-    parts["mixer"]["mine"] = text.removeprefix(f"MaxText.{tmp_path.name}.")
+    parts["mixer"]["mine"] = text
     (tmp_path / "built_in.yml").write_text(yaml.safe_dump(parts))
     monkeypatch.setattr(registry, "BUILT_IN", tmp_path / "built_in.yml")
     monkeypatch.syspath_prepend(tmp_path)
