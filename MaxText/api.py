@@ -42,7 +42,8 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     prepare_sources(config)
     config = choose_layout_for_devices(config, jax.devices(), lambda line: None)
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
-    sizes, evaluation = config.batch, config.evaluation
+    sizes = config.batch
+    evaluation = config.evaluation
     batch_schedule = plan_batches(
         sizes,
         config.model.shape.max_target_length,
@@ -278,7 +279,8 @@ class Run:
         asked = [prompts] if isinstance(prompts, str) else list(prompts)
         if not asked:
             return []
-        trained, tokenizer = self.trained, self.tokenizer
+        trained = self.trained
+        tokenizer = self.tokenizer
         num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
         choice = SamplingParams(temperature, **sampling)
         engine = Engine(trained.model, self.params, trained.sharding, choice, num_ids=num_ids)

@@ -70,7 +70,8 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     """Imports a module and returns its registered parts."""
     module, _, name = spec.rpartition(":")
     if not module or not name.isidentifier():
-        module, name = spec, ""
+        module = spec
+        name = ""
     before = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])

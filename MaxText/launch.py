@@ -83,10 +83,12 @@ def main() -> int:
 
 
 def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
-    run, number = resolve_run_args(train_args), int(operands[0])
+    run = resolve_run_args(train_args)
+    number = int(operands[0])
     command = [*TRAIN_COMMAND, *run.arguments]
     if options.dry_run:
-        commands, port = Commands(print, dry_run=True), supervision.free_port()
+        commands = Commands(print, dry_run=True)
+        port = supervision.free_port()
         for process in range(number):
             devices = options.devices_per_process
             environment = supervision.process_env({}, number, process, port, devices)

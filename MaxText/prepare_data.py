@@ -37,7 +37,8 @@ def main() -> None:
     config = command_line.parse("prepare_data.py", sys.argv[1:], USAGE).config
     with command_line.exit_on_user_error("Interrupted. Run the same command to resume."):
         data = config.data
-        preparation, path = config.preparation, data.dataset_path
+        preparation = config.preparation
+        path = data.dataset_path
         most = data.bad_records.maximum
         manifest = prepare(preparation, path, cache_dir=data.local_cache_dir, max_bad_records=most)
         if not preparation.exports_text:

@@ -74,7 +74,9 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.input_pipeline.data_sources import check_sources
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
-    run, evaluation, guard = config.run, config.evaluation, config.guard
+    run = config.run
+    evaluation = config.evaluation
+    guard = config.guard
     if run.log_config:
         print(
             *(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items())), sep="\n"
@@ -100,7 +102,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     devices = start_up.find_devices(run.hardware)
     if jax.process_index() == 0:
         lock_run_folder(run_folder)
-    index, count = jax.process_index(), jax.process_count()
+    index = jax.process_index()
+    count = jax.process_count()
     watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
@@ -127,9 +130,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     growth = resolve_growth(
         config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
     )
-    config, config_flat = growth.config, flatten(growth.config)
+    config = growth.config
+    config_flat = flatten(growth.config)
     setup = setup_train(config, sharding, growth.existing_slots, growth.existing_slots_lr_scale)
-    model, abstract_state = setup.model, setup.abstract_state
+    model = setup.model
+    abstract_state = setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
     details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
     lines = [replicated] if len(devices) > 1 else []
@@ -142,7 +147,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length, batch = model.config.shape.max_target_length, config.batch
+    length = model.config.shape.max_target_length
+    batch = config.batch
     batch_schedule = plan_batches(
         batch, length, lambda per_device: mesh.global_batch_size(batch, sharding, per_device)
     )
@@ -165,7 +171,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents
     from MaxText.input_pipeline.loader import open_batches
 
-    compiler, compiling = ThreadPoolExecutor(1), None
+    compiler = ThreadPoolExecutor(1)
+    compiling = None
     if config.preparation.prepare_source:
         shapes = first_batch(prepared_has_documents(config))
         compiling = compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
@@ -221,9 +228,18 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.run.rollback import RollbackController
 
     run_logger = open_run_logger(
-        config, run_folder, restored, setup, batch_schedule, train_batches, devices, last_step,
-        peak, details, callbacks,
-    )  # fmt: skip
+        config,
+        run_folder,
+        restored,
+        setup,
+        batch_schedule,
+        train_batches,
+        devices,
+        last_step,
+        peak,
+        details,
+        callbacks,
+    )
     checkpoints.log = run_logger.terminal.line
     events = run_logger.events
     rollback = RollbackController(
@@ -241,10 +257,26 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
 
     # --- Loop -------------------------------------------------------------------------------------
     training = loop.Loop(
-        config, sharding, batch_schedule, eval_batch_size, train_batches, eval_batches, train_step,
-        eval_step, checkpoints, metadata, run_logger, rollback, watchdog, preemption, metric_logger,
-        learning_checks, restored.state, restored.first_step, last_step,
-    )  # fmt: skip
+        config,
+        sharding,
+        batch_schedule,
+        eval_batch_size,
+        train_batches,
+        eval_batches,
+        train_step,
+        eval_step,
+        checkpoints,
+        metadata,
+        run_logger,
+        rollback,
+        watchdog,
+        preemption,
+        metric_logger,
+        learning_checks,
+        restored.state,
+        restored.first_step,
+        last_step,
+    )
     with ExitStack() as stack:
         # All are called, the last one first, even if one fails. A background save is atomic.
         for resource in (watchdog, train_batches, run_logger):
@@ -262,7 +294,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         elif reason == loop.PREEMPTED:
             checkpoints.close()
             print(preemption.summary(checkpoints.latest_step(), run.run_name))
-            end.reason, end.exit_code = reason, preemption.exit_code
+            end.reason = reason
+            end.exit_code = preemption.exit_code
         else:
             watchdog.enter("shutdown")
             training.write_sample(run_folder, model)

@@ -62,7 +62,7 @@ ROWS = (
     ("70b", "v6e-256", 1, 1, "full", ""),
     ("8x7b", "v5p-64", 1, 2, "full", "ici_expert_parallelism=8"),
     ("8x7b", "v6e-64", 1, 1, "full", "ici_expert_parallelism=8"),
-)  # fmt: skip
+)
 
 
 def name_of(row: tuple) -> str:
@@ -88,7 +88,8 @@ def compile_own(keys: list[str], machine: str, slices: int):
 def compile_maxtext(keys: list[str]):
     from maxtext.trainers.pre_train import train_compile  # pyright: ignore
 
-    compiled, compile_step = [], train_compile.jit_and_compile
+    compiled = []
+    compile_step = train_compile.jit_and_compile
     keep = lambda *a, **k: compiled.append(compile_step(*a, **k)) or compiled[0]  # noqa: E731
     train_compile.jit_and_compile = keep
     base = pathlib.Path(train_compile.__file__).parents[2] / "configs/base.yml"
@@ -160,7 +161,8 @@ def main() -> None:
                     figures[side] = json.loads(pathlib.Path(part.name).read_text())
         args.out.write_text(json.dumps(done, indent=1))
         if len(figures) == 2:
-            own, other = figures["own"], figures["maxtext"]
+            own = figures["own"]
+            other = figures["maxtext"]
             peak, ms = (own[key] / other[key] for key in ("peak_GB", "estimated_ms"))
             ratios = f"peak_GB {peak:.3f}, estimated_ms {ms:.3f} of MaxText's"
             error = own["planned_GB"] / own["peak_GB"] - 1

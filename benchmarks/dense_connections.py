@@ -73,7 +73,8 @@ def compiled(keys: dict[str, Any], devices) -> Row:
     from MaxText.compilation.compiled_steps import memory_stats
 
     step = train_steps.compiled_step(keys, devices)
-    costs, memory = step.program.cost_analysis(), memory_stats(step.program)
+    costs = step.program.cost_analysis()
+    memory = memory_stats(step.program)
     estimate = costs.get("optimal_seconds", 0.0)
     return Row(step, estimate, costs["bytes accessed"], memory["temporaries"])
 
@@ -87,10 +88,13 @@ def show(rows: dict[str, Row], times: dict[str, Any]) -> None:
     heads = ("step s", "ratio", "GB", "extra", "temporaries GB", "compile CPU s")
     print("{:<18}{:>10}{:>10}{:>10}{:>10}{:>16}{:>15}".format("", *heads))
     for name, row in rows.items():
-        second, ratio = row.estimate, row.estimate / (plain.estimate or 1.0)
+        second = row.estimate
+        ratio = row.estimate / (plain.estimate or 1.0)
         if times:
-            second, ratio = np.median(times[name]), np.median(times[name] / times[first])
-        extra, compilation = row.num_bytes - plain.num_bytes, row.step.cpu_seconds
+            second = np.median(times[name])
+            ratio = np.median(times[name] / times[first])
+        extra = row.num_bytes - plain.num_bytes
+        compilation = row.step.cpu_seconds
         sizes = (row.num_bytes / 1e9, extra / 1e9, row.temporaries / 1e9)
         print(table.format(name, float(second), float(ratio), *sizes, compilation))
 

@@ -78,7 +78,9 @@ class Run:
         environment = environment | {"PYTHONUNBUFFERED": "1"}
         self._process = popen(command, cwd=ROOT, env=environment, **pipes)
         self.lines: list[str] = []
-        self.num_steps, self.last_step = 0, None  # completed; the last of these
+        # completed; the last of these
+        self.num_steps = 0
+        self.last_step = None
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -196,7 +198,8 @@ class FaultInjection:
         """
         done = number = 0
         while done < kills:
-            name, number = f"killed_{number}", number + 1
+            name = f"killed_{number}"
+            number = number + 1
             run = self.start(name)
             while done < kills and self._reaches(moments[done % len(moments)], run, name):
                 run.kill()
@@ -265,7 +268,8 @@ def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     position = f"checkpoints/{LAST_STEP}/iter/metadata"
     if json.loads((folder / position).read_text()) != json.loads((expected / position).read_text()):
         found.append("position in the data")
-    mine, other = numbers_of(folder), numbers_of(expected)
+    mine = numbers_of(folder)
+    other = numbers_of(expected)
     if [row["step"] for row in mine["metrics"]] != list(range(LAST_STEP + 1)):
         found.append(f"steps of the metric rows: {[row['step'] for row in mine['metrics']]}")
     found += [name for name in mine if mine[name] != other[name]]

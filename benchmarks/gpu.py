@@ -15,7 +15,9 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-BATCH, LENGTH, STEPS = 32, 1024, 200
+BATCH = 32
+LENGTH = 1024
+STEPS = 200
 ONE_BILLION = (
     "decoder_block=llama2 base_emb_dim=2048 base_num_query_heads=16 base_num_kv_heads=16 "
     "head_dim=128 base_mlp_dim=8192 base_num_decoder_layers=16 vocab_size=32000 "
@@ -33,10 +35,18 @@ ROWS = {
 def train_run(keys: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "MaxText/train.py", *keys.split(), f"base_output_directory={folder}",
-            "run_name=gpu", "dataset_type=synthetic", f"steps={STEPS}", "dtype=bfloat16",
-            "enable_checkpointing=false", "warmup_steps_fraction=0.1", "log_period=10",
-        ]  # fmt: skip
+            sys.executable,
+            "MaxText/train.py",
+            *keys.split(),
+            f"base_output_directory={folder}",
+            "run_name=gpu",
+            "dataset_type=synthetic",
+            f"steps={STEPS}",
+            "dtype=bfloat16",
+            "enable_checkpointing=false",
+            "warmup_steps_fraction=0.1",
+            "log_period=10",
+        ]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         if done.returncode:
             return {"error": (done.stdout + done.stderr)[-3000:]}
@@ -62,7 +72,8 @@ def torch_gpt2() -> dict:
 
 
 def main() -> None:
-    out, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or list(ROWS)
+    out = pathlib.Path(sys.argv[1])
+    names = sys.argv[2:] or list(ROWS)
     results = {}
     for name in names:
         results[name] = torch_gpt2() if name == "torch" else train_run(ROWS[name])

@@ -51,7 +51,8 @@ def cost_of(function: Callable[[], Any]) -> Cost:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         return time.process_time() + children.ru_utime + children.ru_stime
 
-    wall_began, cpu_began = time.perf_counter(), cpu()
+    wall_began = time.perf_counter()
+    cpu_began = cpu()
     function()
     return Cost(time.perf_counter() - wall_began, cpu() - cpu_began)
 
@@ -69,7 +70,8 @@ def show_rates(title: str, unit: str, amount: float, costs: dict[str, Cost]) -> 
     print(f"  {'':44}{unit + '/CPU s':>18}{unit + '/s':>14}{'of the first':>14}")
     first = next(iter(costs.values()))
     for name, cost in costs.items():
-        per_cpu, per_second = amount / cost.cpu, amount / cost.wall
+        per_cpu = amount / cost.cpu
+        per_second = amount / cost.wall
         print(f"  {name:44}{per_cpu:>18,.1f}{per_second:>14,.1f}{first.cpu / cost.cpu:>14.0%}")
 
 
@@ -85,14 +87,16 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
 
     def prepared(tokenizer_path: str, name: str) -> None:
         keys = PreparationConfig(
-            prepare_source=source, tokenizer_path=tokenizer_path,
+            prepare_source=source,
+            tokenizer_path=tokenizer_path,
             tokenizer_vocab_size=VOCAB_SIZE,
-        )  # fmt: skip
+        )
         prepare(keys, str(folder / name), log=lambda line: None)
 
     trained = str(folder / "trained")
     training = cost_of(lambda: prepared("", "trained"))
-    shards, skipped = open_corpus(source, "text").shards, Skipped()
+    shards = open_corpus(source, "text").shards
+    skipped = Skipped()
     texts = [document.text for shard in shards for document in shard.documents(skipped)]
     num_bytes = sum(len(text.encode()) for text in texts)
     print(f"{num_bytes / 1e6:.1f} MB of text in {len(texts):,} documents, {os.cpu_count()} cores")
@@ -117,24 +121,29 @@ def measure_encoding(source: str, folder: pathlib.Path) -> None:
 
 def windows_of(folder: pathlib.Path) -> tuple[list[np.ndarray], Callable[..., dict[str, Any]]]:
     """Returns the ids of each row, and a function to add document masks."""
-    path, offsets = folder / "all_ids", np.load(folder / "train" / "document_offsets.npy")
+    path = folder / "all_ids"
+    offsets = np.load(folder / "train" / "document_offsets.npy")
     if not path.exists():
         files = sorted((folder / "train").glob("*.bin"))
         path.write_bytes(b"".join(file.read_bytes() for file in files))
-    ids, places = np.memmap(path, "<u2", mode="r"), np.arange(LENGTH, dtype=np.int32)
+    ids = np.memmap(path, "<u2", mode="r")
+    places = np.arange(LENGTH, dtype=np.int32)
     starts = range(0, len(ids) - LENGTH, LENGTH)
 
     def row(number: int, window: np.ndarray) -> dict[str, Any]:
-        window, start = window.astype(np.int32), starts[number]
+        window = window.astype(np.int32)
+        start = starts[number]
         begins = offsets[np.searchsorted(offsets, start, "right") :]
         first = np.zeros(LENGTH, np.int32)
         first[begins[: np.searchsorted(begins, start + LENGTH)] - start] = 1
         last = np.maximum.accumulate(np.where(first, places, 0))
         return {
-            "tokens": window[:-1], "targets": window[1:], "positions": places - last,
+            "tokens": window[:-1],
+            "targets": window[1:],
+            "positions": places - last,
             "segments": np.cumsum(first, dtype=np.int32) + 1,
             "weights": np.append(first[1:] == 0, True).astype(np.float32),
-        }  # fmt: skip
+        }
 
     return [ids[start : start + LENGTH + 1] for start in starts], row
 
@@ -212,13 +221,15 @@ def measure_starts(folder: pathlib.Path) -> None:
     from MaxText.input_pipeline.formats import tf_example
     from MaxText.input_pipeline.formats.tfrecord import frame
 
-    documents, files = folder / "documents", folder / "files"
+    documents = folder / "documents"
+    files = folder / "files"
     documents.mkdir()
     files.mkdir()
     count = 10_000_000
     np.ones(8 * count, "<u2").tofile(documents / "d.bin")
     sizes = np.tile(np.array([7, 9], "<i4"), count // 2)
-    starts, numbers = 2 * (np.cumsum(sizes, dtype="<i8") - sizes), np.arange(count + 1)
+    starts = 2 * (np.cumsum(sizes, dtype="<i8") - sizes)
+    numbers = np.arange(count + 1)
     with (documents / "d.idx").open("wb") as index:  # Megatron's
         index.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, count, count + 1))
         index.write(sizes.tobytes() + starts.tobytes() + numbers.astype("<i8").tobytes())
@@ -227,10 +238,13 @@ def measure_starts(folder: pathlib.Path) -> None:
         (files / f"{number:05}.tfrecord").write_bytes(record)
     print("\nFirst batch of a first and a second start")
     for data, packing in (
-        (documents, "concat_then_split"), (documents, "first_fit"), (files, "first_fit"),
-    ):  # fmt: skip
+        (documents, "concat_then_split"),
+        (documents, "first_fit"),
+        (files, "first_fit"),
+    ):
         opened = lambda: next(our_batches(data, grain_packing_type=packing))  # noqa: B023, E731
-        first, second = cost_of(opened).wall, cost_of(opened).wall
+        first = cost_of(opened).wall
+        second = cost_of(opened).wall
         print(f"  {data.name:10} {packing:18} {first:7.2f} s {1000 * second:8,.0f} ms")
     with contextlib.closing(our_batches(folder / "trained")) as batches:
         batches.seek(10**6)

@@ -39,21 +39,42 @@ ROWS = (
     ("MaxText 16B", "v5e-256", _SCALED.format(16, 6, "full"), 0.6110),
     ("MaxText 32B", "v5e-256", _SCALED.format(32, 4, "full"), 0.6686),
     ("MaxText 64B", "v5e-256", _SCALED.format(64, 1, "full"), 0.5990),
-    ("MaxText 128B", "v5e-256", _SCALED.format(128, 1, "qkv_proj_offloaded")
-        + _TENSOR.format(16), 0.5606),
+    (
+        "MaxText 128B",
+        "v5e-256",
+        _SCALED.format(128, 1, "qkv_proj_offloaded") + _TENSOR.format(16),
+        0.5606,
+    ),
     ("MaxText 22B", "v4-128", _WIDE.format(6144, 24576, 24, 48, 13), 0.567),
     ("MaxText 52B", "v4-384", _WIDE.format(12288, 49152, 32, 32, 7), 0.560),
-    ("MaxText Llama 3.1 8B", "v6e-256", "model_name=llama3.1-8b max_target_length=8192 "
-        "per_device_batch_size=3 remat_policy=full", 0.4546),
-    ("MaxText Llama 2 70B", "v6e-256", _LLAMA_70B + "max_target_length=4096 "
-        "per_device_batch_size=2 remat_policy=full", 0.438),
-    ("MaxText Llama 2 70B", "v5p-1024", _LLAMA_70B + "max_target_length=4096 "
-        "per_device_batch_size=4 remat_policy=full", 0.654),
-    ("MaxText Llama 2 7B", "8xH100", "model_name=llama2-7b max_target_length=4096 "
-        "per_device_batch_size=4 remat_policy=minimal_with_context", 0.463),
+    (
+        "MaxText Llama 3.1 8B",
+        "v6e-256",
+        "model_name=llama3.1-8b max_target_length=8192 per_device_batch_size=3 remat_policy=full",
+        0.4546,
+    ),
+    (
+        "MaxText Llama 2 70B",
+        "v6e-256",
+        _LLAMA_70B + "max_target_length=4096 per_device_batch_size=2 remat_policy=full",
+        0.438,
+    ),
+    (
+        "MaxText Llama 2 70B",
+        "v5p-1024",
+        _LLAMA_70B + "max_target_length=4096 per_device_batch_size=4 remat_policy=full",
+        0.654,
+    ),
+    (
+        "MaxText Llama 2 7B",
+        "8xH100",
+        "model_name=llama2-7b max_target_length=4096 "
+        "per_device_batch_size=4 remat_policy=minimal_with_context",
+        0.463,
+    ),
     ("torchtitan Llama 3.1 8B, eager", "8xH100", _TORCHTITAN + "full", 0.300),
     ("torchtitan Llama 3.1 8B, compiled", "8xH100", _TORCHTITAN + "full", 0.350),
-)  # fmt: skip
+)
 
 
 def configured(keys: str) -> Any:

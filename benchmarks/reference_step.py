@@ -34,7 +34,10 @@ QUERY_BLOCK = 128
 
 def initialize(size: Size, key: jax.Array) -> dict:
     """Parameters; layers stacked on a leading dimension."""
-    L, D, V, T = size.num_layers, size.width, size.vocabulary, size.length
+    L = size.num_layers
+    D = size.width
+    V = size.vocabulary
+    T = size.length
     keys = iter(jax.random.split(key, 6))
 
     def normal(*shape):
@@ -166,6 +169,8 @@ def init_state(size: Size, *, scan: bool):
 
 def flops(size: Size) -> float:
     """FLOPs of one training step: matmuls, causal half of attention, times 3."""
-    L, D, T = size.num_layers, size.width, size.length
+    L = size.num_layers
+    D = size.width
+    T = size.length
     matrices = L * 12 * D * D + size.vocabulary * D
     return 6.0 * size.batch * T * (matrices + L * T * D)

@@ -31,13 +31,21 @@ JOBS = {"small": (6, 384, 6, 8192, 256, 16), "big": (12, 768, 12, 50304, 512, 4)
 def keys_of(size) -> dict:
     """Our configuration of a job."""
     return {
-        "decoder_block": "gpt2", "base_num_decoder_layers": size.num_layers,
-        "base_emb_dim": size.width, "base_mlp_dim": 4 * size.width, "head_dim": 64,
-        "base_num_query_heads": size.num_heads, "base_num_kv_heads": size.num_heads,
-        "vocab_size": size.vocabulary, "max_target_length": size.length,
-        "per_device_batch_size": size.batch, "learning_rate": 3e-4, "dataset_type": "synthetic",
-        "lr_schedule_type": "constant", "warmup_steps_fraction": 0.0,
-    }  # fmt: skip
+        "decoder_block": "gpt2",
+        "base_num_decoder_layers": size.num_layers,
+        "base_emb_dim": size.width,
+        "base_mlp_dim": 4 * size.width,
+        "head_dim": 64,
+        "base_num_query_heads": size.num_heads,
+        "base_num_kv_heads": size.num_heads,
+        "vocab_size": size.vocabulary,
+        "max_target_length": size.length,
+        "per_device_batch_size": size.batch,
+        "learning_rate": 3e-4,
+        "dataset_type": "synthetic",
+        "lr_schedule_type": "constant",
+        "warmup_steps_fraction": 0.0,
+    }
 
 
 def step_by_hand(size, scan: bool):
@@ -95,9 +103,11 @@ def programs(name: str, options: argparse.Namespace, folder: str) -> dict[str, l
     import reference_step
 
     keys = keys_of(reference_step.Size(*JOBS[name])) | {
-        "steps": 8, "enable_checkpointing": False, "run_name": "x",
+        "steps": 8,
+        "enable_checkpointing": False,
+        "run_name": "x",
         "base_output_directory": folder,
-    }  # fmt: skip
+    }
     own = [f"{key}={value}" for key, value in keys.items()]
     sides = {"own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own]}
     if options.maxtext:
@@ -120,9 +130,12 @@ def median_of_run(command: list[str]) -> float:
     import numpy as np
 
     run = subprocess.run(
-        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        command,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     seconds = [float(text) for text in STEP.findall(run.stdout)][2:]
     if not seconds:
         sys.exit(run.stdout)

@@ -31,7 +31,8 @@ def compiled_step(keys: Mapping[str, Any], devices: Sequence[Any]) -> CompiledSt
     setup = setup_train(config, sharding)
     for choice in setup.auto_choices:
         print(f"    {choice}")
-    shape, rows = setup.model.config.shape, round(keys["per_device_batch_size"] * len(devices))
+    shape = setup.model.config.shape
+    rows = round(keys["per_device_batch_size"] * len(devices))
     shapes = batch_shapes(rows, shape.max_target_length, with_documents=False)
     began = time.process_time()
     program, seconds = sharding.compile_step(

@@ -33,7 +33,8 @@ class DifferentialAttention(Mixer):
     """The difference of two softmax attentions, with less noise."""
 
     def __init__(self, config, init, rngs):
-        (D, N, K, H), draw = init.dimensions[:4], init.initializers
+        (D, N, K, H) = init.dimensions[:4]
+        draw = init.initializers
         self.first = config.diff_lambda_init
         self.query = Dense((D,), (N, H), ("embed", "q_heads", "kv"), draw.query, init, rngs)
         self.key, self.value = (
@@ -56,7 +57,8 @@ class DifferentialAttention(Mixer):
     def decode_step(self, x_BTD, state, context):
         q_BTNH, k_BTKH, v_BTKH = self._projections(x_BTD, context)
         state = state.append(k_BTKH, v_BTKH, context.positions_BT)
-        (B, _, K, H), S = k_BTKH.shape, state.capacity
+        (B, _, K, H) = k_BTKH.shape
+        S = state.capacity
         k_BKSH, v_BKSH = (x.reshape(B, K, S, H) for x in (state.keys, state.values))
         seen_BTS = jnp.arange(S) <= context.positions_BT[:, :, None]
         return self._attend(q_BTNH, k_BKSH, v_BKSH, seen_BTS, context.layer), state
@@ -64,11 +66,13 @@ class DifferentialAttention(Mixer):
     def _sequences(self, x_BTD, context):
         """The output of whole sequences, and their keys and values."""
         q_BTNH, k_BSKH, v_BSKH = self._projections(x_BTD, context)
-        T, ids_BT = x_BTD.shape[1], context.segments_BT
+        T = x_BTD.shape[1]
+        ids_BT = context.segments_BT
         seen_BTS = jnp.tril(jnp.ones((1, T, T), bool))
         if ids_BT is not None:
             seen_BTS &= ids_BT[:, :, None] == ids_BT[:, None]
-        k_BKSH, v_BKSH = k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+        k_BKSH = k_BSKH.swapaxes(1, 2)
+        v_BKSH = v_BSKH.swapaxes(1, 2)
         return self._attend(q_BTNH, k_BKSH, v_BKSH, seen_BTS, context.layer), k_BSKH, v_BSKH
 
     def _projections(self, x_BTD, context):
@@ -84,7 +88,9 @@ class DifferentialAttention(Mixer):
         return q_BTNH, k_BTKH, v_BTKH
 
     def _attend(self, q_BTNH, k_BKSH, v_BKSH, seen_BTS, layer):
-        (B, T, N, H), (K, S), E = q_BTNH.shape, k_BKSH.shape[1:3], q_BTNH.shape[-1] // 2
+        (B, T, N, H) = q_BTNH.shape
+        (K, S) = k_BKSH.shape[1:3]
+        E = q_BTNH.shape[-1] // 2
         first = 0.8 - 0.6 * jnp.exp(-0.3 * layer) if self.first is None else self.first
         dots_C = jnp.sum(jnp.prod(self.lambdas[...].astype(jnp.float32), 0), -1)
         difference = jnp.exp(dots_C[0]) - jnp.exp(dots_C[1]) + first

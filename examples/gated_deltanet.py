@@ -30,13 +30,20 @@ class GatedDeltaNet(Mixer):
     """A linear RNN with a state corrected toward each new value."""
 
     def __init__(self, config, init, rngs):
-        D, N, H = init.dimensions.emb_dim, init.dimensions.num_query_heads, init.dimensions.head_dim
-        draw, dtype, axes = init.initializers, init.weight_dtype, ("embed", "q_heads", "kv")
-        self.chunk, self.taps, self.dtype = config.gdn_chunk, config.gdn_conv, init.dtype
+        D = init.dimensions.emb_dim
+        N = init.dimensions.num_query_heads
+        H = init.dimensions.head_dim
+        draw = init.initializers
+        dtype = init.weight_dtype
+        axes = ("embed", "q_heads", "kv")
+        self.chunk = config.gdn_chunk
+        self.taps = config.gdn_conv
+        self.dtype = init.dtype
         for name in ("query", "key", "value", "gate"):
             setattr(self, name, Dense((D,), (N, H), axes, draw.kernel, init, rngs))
         self.rates = Dense((D,), (N, 2), ("embed", "q_heads", None), draw.kernel, init, rngs)
-        shape, mean = (self.taps, 3, N, H), constant(1 / self.taps)
+        shape = (self.taps, 3, N, H)
+        mean = constant(1 / self.taps)
         self.conv = param(rngs, shape, (None, None, *axes[1:]), mean, dtype=dtype)
         self.log_decay = param(rngs, (N,), axes[1:2], constant(-2.0), dtype=dtype)
         self.norm = RMSNorm(H, 1e-5, init, rngs)
@@ -46,32 +53,37 @@ class GatedDeltaNet(Mixer):
         return self.prefill(x_BTD, context)[0], {}
 
     def prefill(self, x_BTD, context):
-        (B, _, _), (N, H) = x_BTD.shape, self.conv.shape[2:]
+        (B, _, _) = x_BTD.shape
+        (N, H) = self.conv.shape[2:]
         newest = jnp.zeros((B, self.taps - 1, 3, N, H), jnp.float32)
         return self.decode_step(x_BTD, (newest, jnp.zeros((B, N, H, H), jnp.float32)), context)
 
     def decode_step(self, x_BTD, state, context):
-        (newest, memory), (B, T, _) = state, x_BTD.shape
+        (newest, memory) = state
+        (B, T, _) = x_BTD.shape
         ids_BT = jnp.ones((B, T), int) if context.segments_BT is None else context.segments_BT
         qkv = (self.query(x_BTD), self.key(x_BTD), self.value(x_BTD))
         qkv = [*map(tag, qkv, ("query_proj", "key_proj", "value_proj"))]
         x_BS3NH = jnp.concatenate([newest, jnp.stack(qkv, 2).astype(jnp.float32)], 1)
         # A convolution over the newest tokens of the same segment, then q and k of length 1.
         ids_BS = jnp.pad(ids_BT, ((0, 0), (self.taps - 1, 0)), "edge")
-        y, conv = 0.0, self.conv[...].astype(jnp.float32)
+        y = 0.0
+        conv = self.conv[...].astype(jnp.float32)
         for tap in range(self.taps):
             same_BT = (ids_BS[:, tap : tap + T] == ids_BT)[:, :, None, None, None]
             y += jnp.where(same_BT, x_BS3NH[:, tap : tap + T], 0) * conv[tap]
         q, k, v = jnp.moveaxis(jax.nn.silu(y), 2, 0)
         q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
         rates = self.rates(x_BTD, jnp.float32)
-        beta, log_a = jax.nn.sigmoid(rates[..., 0]), jax.nn.softplus(rates[..., 1])
+        beta = jax.nn.sigmoid(rates[..., 0])
+        log_a = jax.nn.softplus(rates[..., 1])
         log_a *= -jnp.exp(self.log_decay[...].astype(jnp.float32))
         record(beta, "write_strength")  # [B, T, N]
         record(jnp.exp(log_a), "decay")
         lengths_B = jnp.full((B,), T) if context.lengths_B is None else context.lengths_B
         is_token = (jnp.arange(T) < lengths_B[:, None])[..., None]  # padding keeps the state
-        beta, log_a = jnp.where(is_token, beta, 0), jnp.where(is_token, log_a, 0)
+        beta = jnp.where(is_token, beta, 0)
+        log_a = jnp.where(is_token, log_a, 0)
         q *= memory.shape[-1] ** -0.5
         o, memory = delta_rule(q, k, v, beta, log_a, ids_BT, memory, self.chunk)
         places = (lengths_B[:, None] + jnp.arange(self.taps - 1))[:, :, None, None, None]
@@ -81,20 +93,26 @@ class GatedDeltaNet(Mixer):
 
     @classmethod
     def flops(cls, config, dimensions, length):
-        N, H, C = dimensions.num_query_heads, dimensions.head_dim, min(config.gdn_chunk, length)
+        N = dimensions.num_query_heads
+        H = dimensions.head_dim
+        C = min(config.gdn_chunk, length)
         done = N * -(-length // C) * C / length  # in each head, with the tokens that fill a chunk
-        executed, again = done * (6 * H * H + 6 * C * H), done * 4 * C * H  # of the solve
+        # of the solve
+        executed = done * (6 * H * H + 6 * C * H)
+        again = done * 4 * C * H
         return {"delta rule": Flops(6.0 * N * H * H, executed, again)}
 
     @classmethod
     def state_bytes(cls, config, dimensions, length, itemsize):
-        N, H = dimensions.num_query_heads, dimensions.head_dim
+        N = dimensions.num_query_heads
+        H = dimensions.head_dim
         return 0, 4 * N * H * (H + 3 * (config.gdn_conv - 1))
 
 
 def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
     """Returns o [B, T, N, H] and the last state [B, N, H, H] in float32."""
-    (B, T), C = ids_BT.shape, min(chunk, ids_BT.shape[1])
+    (B, T) = ids_BT.shape
+    C = min(chunk, ids_BT.shape[1])
     spare = -T % C  # fills the last chunk
 
     def chunks(x, mode="constant"):  # [B, T, ...] -> [chunks, B, ..., C or C, H]
@@ -103,7 +121,8 @@ def delta_rule(q, k, v, beta, log_a, ids_BT, memory, chunk):
         return jnp.swapaxes(x, 2, 3) if x.ndim > 3 else x
 
     def one(carry, given):
-        (S, last_B), (q, k, v, beta, log_a, ids) = carry, given
+        (S, last_B) = carry
+        (q, k, v, beta, log_a, ids) = given
         sums = jnp.cumsum(log_a, -1)
         seen = jnp.tril(ids[:, :, None] == ids[:, None])[:, None]
         decay = jnp.exp(jnp.where(seen, sums[..., :, None] - sums[..., None, :], -jnp.inf))

@@ -27,7 +27,9 @@ class MovingAverage(Mixer):
     """A gated moving average over the tokens so far."""
 
     def __init__(self, config, init, rngs):
-        D, draw, dtype = init.dimensions.emb_dim, init.initializers, init.weight_dtype
+        D = init.dimensions.emb_dim
+        draw = init.initializers
+        dtype = init.weight_dtype
         self.into = Dense((D,), (2, D), ("embed", None, "mlp"), draw.kernel, init, rngs)
         self.out = Dense((D,), (D,), ("mlp", "embed"), draw.output, init, rngs)
         logit = jnp.log(config.average_tokens - 1)  # a = 1 - 1 / average_tokens
@@ -49,7 +51,8 @@ class MovingAverage(Mixer):
     def decode_step(self, x_BTD, state_BD, context):
         v_BTD, g_BTD = jnp.moveaxis(tag(self.into(x_BTD), "value_proj"), 2, 0)
         a = jax.nn.sigmoid(self.decay[...].astype(jnp.float32))
-        added_BTD, kept_BTD = (1 - a) * v_BTD, jnp.broadcast_to(a, v_BTD.shape)
+        added_BTD = (1 - a) * v_BTD
+        kept_BTD = jnp.broadcast_to(a, v_BTD.shape)
         if (ids_BT := context.segments_BT) is not None:  # a document starts from nothing
             is_first = jnp.diff(ids_BT, axis=1, prepend=ids_BT[:, :1]) != 0
             kept_BTD = jnp.where(is_first[..., None], 0, kept_BTD)

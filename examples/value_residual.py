@@ -19,8 +19,10 @@ class ValueResidual(Connection):
 
     def __init__(self, config, init, rngs):
         _, _, K, H = init.dimensions[:4]
-        self.values_shape, self.dtype = (K, H), init.dtype
-        L, dtype = init.dimensions.num_layers, init.weight_dtype
+        self.values_shape = (K, H)
+        self.dtype = init.dtype
+        L = init.dimensions.num_layers
+        dtype = init.weight_dtype
         self.of_stream = param(rngs, (L,), (None,), constant(1.0), dtype=dtype)
         self.of_embedding = param(rngs, (L,), (None,), constant(0.0), dtype=dtype)
 

@@ -22,7 +22,7 @@ from MaxText.storage.paths import (
     check_checkpoint_path,
     is_object_store_path,
     parse_path,
-)  # fmt: skip
+)
 
 CHECKPOINTS = "checkpoints"
 ITEMS = "items"  # the train state, an Orbax PyTree
@@ -79,7 +79,8 @@ class StoredCheckpoint:
             if (self.folder / METADATA).exists():
                 raise
             return CheckpointMetadata({}, None, None)
-        path, integrity = self.json_path(METADATA), values.get(_INTEGRITY)
+        path = self.json_path(METADATA)
+        integrity = values.get(_INTEGRITY)
         if integrity is not None:
             saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
             if _digest(values) != saved:

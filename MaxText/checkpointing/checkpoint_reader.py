@@ -69,7 +69,8 @@ class CheckpointReader:
         """
         wanted = as_dict(abstract_state)
         tree, _ = read_tree(self.stored)
-        guard, stored_guard = wanted.pop(_GUARD, None), tree.pop(_GUARD, None)
+        guard = wanted.pop(_GUARD, None)
+        stored_guard = tree.pop(_GUARD, None)
         if guard is None:
             return dataclasses.replace(abstract_state, **self._restore(tree, wanted))
         names = _EARLIER_GUARD if "num_sound" in (stored_guard or ()) else {}
@@ -130,7 +131,8 @@ class CheckpointReader:
 
         first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
-        names, leaves = [leaf_path(path) for path, _ in paths], [leaf for _, leaf in paths]
+        names = [leaf_path(path) for path, _ in paths]
+        leaves = [leaf for _, leaf in paths]
         checksums = self.stored.metadata.checksums
         limits: dict[str, Any] = {"restore_concurrent_gb": self.storage.concurrent_gb}
         restore_args = ocp.ArrayRestoreArgs
@@ -143,7 +145,8 @@ class CheckpointReader:
                 limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
         arguments = []
         for name, leaf in zip(names, leaves, strict=True):
-            dtype, sharding = dtypes.get(name, leaf.dtype), leaf.sharding or first
+            dtype = dtypes.get(name, leaf.dtype)
+            sharding = leaf.sharding or first
             arguments.append(restore_args(sharding=sharding, global_shape=leaf.shape, dtype=dtype))
         arrays: list[Any] = [None] * len(leaves)
         for group in _groups(names, leaves, dtypes):
@@ -204,7 +207,8 @@ def read_arrays(
 
 def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
     """Returns index groups: uncast arrays, then casts of bounded size."""
-    groups, room = [{i for i, name in enumerate(names) if name not in dtypes}], 0
+    groups = [{i for i, name in enumerate(names) if name not in dtypes}]
+    room = 0
     for i, name in enumerate(names):
         if name in dtypes:
             size = math.prod(leaves[i].shape) * dtypes[name].itemsize
@@ -221,7 +225,8 @@ def _single_replica_refused(shardings: Sequence[Any]) -> str | None:
     if any(_REPLICA_AXIS in jax.tree.leaves(tuple(sharding.spec)) for sharding in shardings):
         return f"arrays are split over the mesh axis {_REPLICA_AXIS}"
     mesh = shardings[0].mesh
-    axis, replicas = mesh.axis_names.index(_REPLICA_AXIS), dict[int, set[int]]()
+    axis = mesh.axis_names.index(_REPLICA_AXIS)
+    replicas = dict[int, set[int]]()
     for place, device in np.ndenumerate(mesh.devices):
         replicas.setdefault(device.process_index, set()).add(place[axis])
     if any(len(of_process) > 1 for of_process in replicas.values()):
@@ -232,7 +237,8 @@ def _single_replica_refused(shardings: Sequence[Any]) -> str | None:
 def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
     import orbax.checkpoint as ocp
 
-    axis, placeholder = mesh.axis_names.index(_REPLICA_AXIS), type(ocp.PLACEHOLDER)
+    axis = mesh.axis_names.index(_REPLICA_AXIS)
+    placeholder = type(ocp.PLACEHOLDER)
     return ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=axis)),
         (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
@@ -260,7 +266,8 @@ def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
     def one(layout: Any, tree: Any) -> Any:
         if not _has_cycle(layout):
             return tree
-        layers, cycle = dict(tree["layers"]), {}
+        layers = dict(tree["layers"])
+        cycle = {}
         for run, stacked in layout["layers"][_CYCLE].items():
             rows = [layers.pop(str(index)) for index in plan.layers_of(int(run))]
             cycle[run] = jax.tree.map(_stacked, stacked, *rows)

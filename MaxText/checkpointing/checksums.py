@@ -93,7 +93,8 @@ def _program(sharding: jax.sharding.Sharding) -> Any:
         if sharding.memory_kind == "pinned_host":
             array = jax.device_put(array, jax.memory.Space.Device)
         words = _as_uint32(array)
-        dimensions, zero = tuple(range(words.ndim)), np.uint32(0)
+        dimensions = tuple(range(words.ndim))
+        zero = np.uint32(0)
         # Indices per dimension, because flattening would reshard.
         index = jnp.zeros(words.shape, jnp.uint32)
         for dimension in dimensions:

@@ -59,7 +59,8 @@ def array_specs(tree: Any) -> dict[str, ArraySpec]:
 
 def check_compatible(stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff) -> Casts:
     """Returns the float arrays to cast on load; UserError on a mismatch."""
-    stored, wanted = array_specs(stored_tree), array_specs(abstract_tree)
+    stored = array_specs(stored_tree)
+    wanted = array_specs(abstract_tree)
     if problems := mismatches(stored, wanted):
         raise UserError(format_mismatches(problems, config_diff, _MAX_LINES))
     dtypes = {path: (stored[path].dtype, spec.dtype) for path, spec in wanted.items()}

@@ -23,7 +23,8 @@ from MaxText.storage.run_folder import check_writable
 
 _ABANDONED = ".abandoned"
 # Suffixes of checkpoints that are kept for inspection and never restored.
-_UNREADABLE, _UNHEALTHY = "unreadable", "unhealthy"
+_UNREADABLE = "unreadable"
+_UNHEALTHY = "unhealthy"
 _CHECK_SECONDS = 2.0  # between checks for completion of an asynchronous save
 _WARNING_SECONDS = 60.0  # between warnings that a save is blocked on storage
 
@@ -97,7 +98,8 @@ class CheckpointManager:
         import orbax.checkpoint as ocp
 
         storage = self._config.checkpoint_storage
-        items, stored_position = checkpoint_reader.as_dict(state), dict(position or {})
+        items = checkpoint_reader.as_dict(state)
+        stored_position = dict(position or {})
         metadata = checkpoint_files.with_digests(
             metadata, stored_position, array_checksums(items), step
         )
@@ -201,7 +203,8 @@ class CheckpointManager:
 
     def _fail(self, error: Exception, *, is_last: bool = False) -> None:
         """Logs a failed save, or raises UserError as `save` documents."""
-        step, self._saving = self._saving, None
+        step = self._saving
+        self._saving = None
         self._failures += 1
         self._healthy.forget(lambda saved: saved == step)
         # Orbax already lists the failed step; a new manager rereads the disk.
@@ -314,7 +317,8 @@ class CheckpointManager:
         if not self._config.enable_checkpointing:
             return []
         listed = checkpoint_files.finalized_steps(self.directory, self._finalized)
-        self._finalized, self._is_listed = set(listed), True
+        self._finalized = set(listed)
+        self._is_listed = True
         return listed
 
     def steps_to_resume(self) -> list[int]:
@@ -371,11 +375,13 @@ class CheckpointManager:
 
         A checkpoint that any process cannot read is marked as corrupted on all.
         """
-        restored, reason = None, "another process could not read it"
+        restored = None
+        reason = "another process could not read it"
         try:
             restored = self.restore(step, *arguments, **keywords)
             if (after := int(restored[0].step)) != step + 1:
-                restored, reason = None, f"it contains step {after - 1}: renamed?"
+                restored = None
+                reason = f"it contains step {after - 1}: renamed?"
         except CheckpointCorruptedError as error:
             reason = str(error)
             if missing := self.stored(step).missing_items():
@@ -529,5 +535,6 @@ class CheckpointManager:
 
     def _close_manager(self) -> None:
         if self._orbax_manager is not None:
-            manager, self._orbax_manager = self._orbax_manager, None
+            manager = self._orbax_manager
+            self._orbax_manager = None
             manager.close()

@@ -18,7 +18,8 @@ from MaxText.errors import UserError
 from MaxText.hardware.peak_flops import datasheet_peak
 from MaxText.metrics.tables import format_table, share
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
+_MIB = 2**20
 _LARGE_ARRAYS = 8  # number shown
 
 
@@ -37,7 +38,8 @@ def train_compile(
     config = choose_layout_for_devices(config, devices, log)
     planned = lower_train_step(config, devices)
     log("\n".join([f"mesh: {planned.sharding.mesh_sizes}", *planned.lines]))
-    stages, stage = planned.plan.stages, planned.plan.stages[-1]
+    stages = planned.plan.stages
+    stage = planned.plan.stages[-1]
     last = f", the last of {len(stages)} stages" if len(stages) > 1 else ""
     log(f"batch: {planned.plan.batch_size(stage)} x {stage.length} tokens{last}")
     try:
@@ -147,7 +149,8 @@ def describe_memory(
 def cost_lines(
     planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
 ) -> list[str]:
-    sharding, stage = planned.sharding, planned.plan.stages[-1]
+    sharding = planned.sharding
+    stage = planned.plan.stages[-1]
     num_devices = sharding.mesh.size
     tokens = stage.samples * planned.plan.window
     count = count_flops(planned.model, stage.length)

@@ -44,7 +44,8 @@ class ShapeSpecializedStep:
         began = time.perf_counter()
         saved = self._saved
         if saved and (step := saved.load(shapes)):
-            seconds, source = time.perf_counter() - began, saved.source
+            seconds = time.perf_counter() - began
+            source = saved.source
         else:
             hits = compilation_cache.thread_cache_hits()
             step, seconds = self._compile_for(shapes)
@@ -69,8 +70,10 @@ def memory_stats(compiled: Any) -> dict[str, int]:
     analysis = compiled.memory_analysis()
     if analysis is None:
         return {}
-    arguments, outputs = analysis.argument_size_in_bytes, analysis.output_size_in_bytes
-    temporaries, aliased = analysis.temp_size_in_bytes, analysis.alias_size_in_bytes
+    arguments = analysis.argument_size_in_bytes
+    outputs = analysis.output_size_in_bytes
+    temporaries = analysis.temp_size_in_bytes
+    aliased = analysis.alias_size_in_bytes
     devices = jax.tree.leaves(compiled.input_shardings)[0].device_set
     if next(iter(devices)).platform != "cpu":  # CPU's peak omits temporaries
         temporaries = analysis.peak_memory_in_bytes - (arguments + outputs - aliased)

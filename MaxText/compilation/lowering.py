@@ -45,10 +45,12 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     resolved = resolve_growth(config, [])
     config = resolved.config
     setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
-    model, state = setup.model, setup.abstract_state
+    model = setup.model
+    state = setup.abstract_state
     batch_size = functools.partial(global_batch_size, config.batch, sharding)
     plan = plan_batches(config.batch, model.config.shape.max_target_length, batch_size)
-    stage, data = plan.stages[-1], config.data
+    stage = plan.stages[-1]
+    data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
     shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     batch = sharding.abstract_batch(shapes)

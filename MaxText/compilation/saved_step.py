@@ -51,13 +51,20 @@ _SHOWN = 8  # differences listed
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
 _KEYS = (
-    "skip_step_on_spikes", "skip_step_interval", "skip_step_scaling_factor", "rollback",
+    "skip_step_on_spikes",
+    "skip_step_interval",
+    "skip_step_scaling_factor",
+    "rollback",
     "log_layer_norms",
-)  # fmt: skip
+)
 
 # Sources that a step is traced from.
-_SOURCES = ("layers/**/*.py", "training/**/*.py", "parallelism/logical_sharding.py",
-            "parallelism/mesh.py")  # fmt: skip
+_SOURCES = (
+    "layers/**/*.py",
+    "training/**/*.py",
+    "parallelism/logical_sharding.py",
+    "parallelism/mesh.py",
+)
 
 # Flags that change output paths or autotuning, but not the program.
 _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_device_count=\S*)"
@@ -209,10 +216,12 @@ def _fingerprint(
     values = flatten(growth.config.model_copy(update={"model": model_config}))
     is_scaled = growth.existing_slots and growth.existing_slots_lr_scale != 1
     names = [
-        key.name for section, keys in keys_by_section().items() for key in keys
+        key.name
+        for section, keys in keys_by_section().items()
+        for key in keys
         if (section and section[0] in _SECTIONS) or key.name in _KEYS
         if key.name != "sharding_tolerance"  # changes no program
-    ]  # fmt: skip
+    ]
     flags = {
         name: " ".join(sorted(re.sub(_OTHER_FLAGS, "", os.environ.get(name, "")).split()))
         for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -315,7 +324,8 @@ def _signature(content: bytes, may_make_key: bool = False) -> str:
             with contextlib.suppress(FileExistsError):  # another process just made it
                 file.touch(0o600, exist_ok=False)  # never readable by others
                 file.write_text(secrets.token_hex(_KEY_BYTES) + "\n", encoding="utf-8")
-        mode, key = file.stat().st_mode, file.read_bytes().strip()
+        mode = file.stat().st_mode
+        key = file.read_bytes().strip()
     except OSError as error:
         raise UserError(
             f"no key to sign or verify compiled_trainstep_file: {file} ({error}).\n"

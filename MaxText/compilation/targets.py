@@ -14,16 +14,35 @@ from MaxText.hardware.chips import CHIPS, CPU, find_hardware
 
 # Chips -> topology.
 _FLAT = {
-    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
-}  # fmt: skip
+    1: "1x1",
+    4: "2x2",
+    8: "2x4",
+    16: "4x4",
+    32: "4x8",
+    64: "8x8",
+    128: "8x16",
+    256: "16x16",
+}
 _CUBES = {
-    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8",
-    512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
-}  # fmt: skip
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+    1024: "8x8x16",
+    2048: "8x16x16",
+}
 _LONGER_CUBES = {
-    192: "4x4x12", 384: "4x8x12", 768: "8x8x12", 3072: "12x16x16", 4096: "16x16x16",
+    192: "4x4x12",
+    384: "4x8x12",
+    768: "8x8x12",
+    3072: "12x16x16",
+    4096: "16x16x16",
     6144: "16x16x24",
-}  # fmt: skip
+}
 
 
 _TOPOLOGIES = {"v4": _CUBES, "v5e": _FLAT, "v5p": _CUBES | _LONGER_CUBES, "v6e": _FLAT}
@@ -32,20 +51,35 @@ _GPUS_PER_HOST = 8
 # Fields of the compiler's GpuTargetConfigProto for absent GPUs, from NVIDIA's data sheets and CUDA
 # programming guide (limits by compute capability), as the driver reports them.
 _AMPERE = {
-    "core_count": 108, "fpus_per_core": 64, "clock_rate_ghz": 1.41, "l2_cache_size": 41_943_040,
-    "shared_memory_per_core": 167_936, "shared_memory_per_block_optin": 166_912,
-}  # fmt: skip
+    "core_count": 108,
+    "fpus_per_core": 64,
+    "clock_rate_ghz": 1.41,
+    "l2_cache_size": 41_943_040,
+    "shared_memory_per_core": 167_936,
+    "shared_memory_per_block_optin": 166_912,
+}
 _HOPPER = {
-    "core_count": 132, "fpus_per_core": 128, "clock_rate_ghz": 1.98, "l2_cache_size": 52_428_800,
-    "shared_memory_per_core": 233_472, "shared_memory_per_block_optin": 232_448,
-}  # fmt: skip
+    "core_count": 132,
+    "fpus_per_core": 128,
+    "clock_rate_ghz": 1.98,
+    "l2_cache_size": 52_428_800,
+    "shared_memory_per_core": 233_472,
+    "shared_memory_per_block_optin": 232_448,
+}
 _LIMITS = {
-    "shared_memory_per_block": 49152, "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536, "threads_per_warp": 32, "threads_per_block_limit": 1024,
-    "threads_per_core_limit": 2048, "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64, "block_dim_limit_x": 2147483647, "block_dim_limit_y": 65535,
+    "shared_memory_per_block": 49152,
+    "registers_per_core_limit": 65536,
+    "registers_per_block_limit": 65536,
+    "threads_per_warp": 32,
+    "threads_per_block_limit": 1024,
+    "threads_per_core_limit": 2048,
+    "thread_dim_limit_x": 1024,
+    "thread_dim_limit_y": 1024,
+    "thread_dim_limit_z": 64,
+    "block_dim_limit_x": 2147483647,
+    "block_dim_limit_y": 65535,
     "block_dim_limit_z": 65535,
-}  # fmt: skip
+}
 # Name -> name of the driver, compute capability, fields, bytes of memory, bytes per second.
 _GPUS = {
     "a100": ("NVIDIA A100-SXM4-80GB", 8, _AMPERE, 85_100_068_864, 2_039_040_000_000),
@@ -96,15 +130,19 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
         machine = find_hardware(name)
     except UserError as error:
         raise _unknown(name) from error
-    chip, number, count = machine.chip, machine.num_chips, machine.num_slices
-    kind, platform = chip.name.lower(), chip.platform
+    chip = machine.chip
+    number = machine.num_chips
+    count = machine.num_slices
+    kind = chip.name.lower()
+    platform = chip.platform
     if kind in _TOPOLOGIES:
         if num_slices > 1 and count not in (1, num_slices):
             raise UserError(
                 f"compile_topology={name} and compile_topology_num_slices={num_slices} name "
                 "different numbers of slices: set only one."
             )
-        chips, slices = number // count, max(count, num_slices)
+        chips = number // count
+        slices = max(count, num_slices)
         if chips not in _TOPOLOGIES[kind]:
             raise _unknown(name)
         # One device for a v4 chip's two cores.
@@ -114,7 +152,8 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
         sides = [int(side) for side in _TOPOLOGIES[kind][chips].split("x")]
         if any(wrap := _wraparound(sides)):
             options["wrap"] = wrap
-        name, topology = f"{kind}-{chips * chip.cores}", f"{kind}:{_TOPOLOGIES[kind][chips]}"
+        name = f"{kind}-{chips * chip.cores}"
+        topology = f"{kind}:{_TOPOLOGIES[kind][chips]}"
         return CompileTarget(name, platform, topology, chips, int(chip.memory), options, slices)
     if chip is not CPU and kind not in _GPUS:
         raise _unknown(name)

@@ -97,7 +97,8 @@ def read_options(
             name, old = kind.RENAMED[name], name
             print_notices([f"note: {old}= is now {name}="])
         if name in options:
-            option, earlier = options[name], found.get(options[name].name)
+            option = options[name]
+            earlier = found.get(options[name].name)
             adds = option.parser is not None and option.parser.adds
             if texts.setdefault(name, text) != text and not adds:
                 print_notices([f"note: {name} is given twice: {name}={text} wins"])

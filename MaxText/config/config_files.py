@@ -196,7 +196,8 @@ def read(
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
-            value, origin = values.from_node(value_node), Origin(source, path, line, raw)
+            value = values.from_node(value_node)
+            origin = Origin(source, path, line, raw)
             entries.append(Setting(name, value, origin, name))
         except values.InvalidValueError as error:
             problems.append(ConfigIssue(f"{name}: {error}", (place,)))

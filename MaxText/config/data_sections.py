@@ -17,9 +17,16 @@ from MaxText.config.keys import (
 )
 
 FileType = Literal[
-    "auto", "prepared", "arrayrecord", "tfrecord", "parquet", "arrow", "webdataset", "megatron",
+    "auto",
+    "prepared",
+    "arrayrecord",
+    "tfrecord",
+    "parquet",
+    "arrow",
+    "webdataset",
+    "megatron",
     "text",
-]  # fmt: skip
+]
 PackingType = Literal["concat_then_split", "first_fit", "best_fit"]
 _STORED = {"dataset_type": "grain"}
 # How a mixture takes windows from a source; the first is the default.

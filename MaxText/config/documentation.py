@@ -98,7 +98,9 @@ def _row(key: Key) -> str:
     default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
     accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
     if key.entries:
-        default, accepted = "", "{entry: value}"  # their rows follow
+        # their rows follow
+        default = ""
+        accepted = "{entry: value}"
     for words, short in _SHORT_TYPES.items():
         accepted = accepted.replace(words, short)
     accepted = accepted.removeprefix("one of ")

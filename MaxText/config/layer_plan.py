@@ -144,7 +144,8 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
     num_layers = len(kinds)
     if num_layers > 1 and len(set(kinds)) == 1:
         return LayerPlan(num_layers, 0, (1,), num_layers)
-    best, fewest = LayerPlan(num_layers, num_layers, (), 0), num_layers - 1
+    best = LayerPlan(num_layers, num_layers, (), 0)
+    fewest = num_layers - 1
     for cycle in range(1, min(num_layers // 2, _LONGEST_CYCLE) + 1):
         if cycle >= fewest:
             break
@@ -157,7 +158,8 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
             if repeats > 1 and compiled < fewest:
                 same = itertools.groupby(kinds[start : start + cycle])
                 runs = tuple(len(list(layers)) for _, layers in same)
-                best, fewest = LayerPlan(num_layers, start, runs, repeats), compiled
+                best = LayerPlan(num_layers, start, runs, repeats)
+                fewest = compiled
             start = index - cycle + 1
     return best
 

@@ -20,13 +20,51 @@ from MaxText.config.layer_plan import LayerKinds
 from MaxText.config.registry import Name
 
 Activation = Literal[
-    "linear", "relu", "relu2", "gelu", "gelu_erf", "silu", "swish", "tanh", "sigmoid", "elu",
-    "selu", "celu", "softplus", "leaky_relu", "mish", "hard_swish", "soft_sign", "abs", "sin",
-    "cos", "sign", "id", "lrelu001", "lrelu020", "triangle_relax", "square_relax", "spike",
-    "spike2", "tanhshrink", "softsign", "bipolarsigmoid", "elish", "elish_gpt_neo", "arcsinh",
-    "maxsig", "cosid", "minsin", "maxtanh", "tanhexp", "lisht", "seagull", "snake", "roottanh",
+    "linear",
+    "relu",
+    "relu2",
+    "gelu",
+    "gelu_erf",
+    "silu",
+    "swish",
+    "tanh",
+    "sigmoid",
+    "elu",
+    "selu",
+    "celu",
+    "softplus",
+    "leaky_relu",
+    "mish",
+    "hard_swish",
+    "soft_sign",
+    "abs",
+    "sin",
+    "cos",
+    "sign",
+    "id",
+    "lrelu001",
+    "lrelu020",
+    "triangle_relax",
+    "square_relax",
+    "spike",
+    "spike2",
+    "tanhshrink",
+    "softsign",
+    "bipolarsigmoid",
+    "elish",
+    "elish_gpt_neo",
+    "arcsinh",
+    "maxsig",
+    "cosid",
+    "minsin",
+    "maxtanh",
+    "tanhexp",
+    "lisht",
+    "seagull",
+    "snake",
+    "roottanh",
     "softplusmone",
-]  # fmt: skip
+]
 # Over all features of a token, with learned numbers, or random in training: only in an MLP.
 NotElementwise = Literal[
     "softmax", "logsoftmax", "aria", "prelu", "parcsinh", "psoftplus", "proottanh", "rrelu"
@@ -243,7 +281,8 @@ class FeedForwardConfig(Section):
 
     def mlp_dims(self, dimensions: Dimensions) -> tuple[int, ...]:
         """Returns the hidden width F of each layer's MLP."""
-        num_layers, width = dimensions.num_layers, dimensions.mlp_dim
+        num_layers = dimensions.num_layers
+        width = dimensions.mlp_dim
         if not self.dynamic_mlp_dim:
             return (width,) * num_layers
         step = self.mlp_dim_multiple

@@ -298,7 +298,9 @@ def format_accepted(key: Key) -> str:
 
 
 def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
-    name, value, entry = key.name, setting.value, message.partition(":")[0]
+    name = key.name
+    value = setting.value
+    entry = message.partition(":")[0]
     if entry in key.entries:
         value = {current_entry(name, given): one for given, one in value.items()}[entry]
         key = key.entries[entry]
@@ -385,7 +387,8 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
     empty dataset_path.
     """
     typed, origins, _, wrong = winners
-    last, problems = winners.last, {}
+    last = winners.last
+    problems = {}
     layers = [typed, *(typed | dict(keys) for _, keys in typed["layer_kinds"])]
     for name, key in all_keys().items():
         source = origins[name].source
@@ -408,8 +411,9 @@ def _find_unused_keys(winners: _Merged) -> dict[str, ConfigIssue]:
             for other in group:
                 places.append(last[other].place if other in last else f"{other} is the default")
             facts = (
-                ("needs", key.condition_text(group)), ("default", values.to_yaml(one.default)),
-            )  # fmt: skip
+                ("needs", key.condition_text(group)),
+                ("default", values.to_yaml(one.default)),
+            )
             problems[name] = ConfigIssue(what, tuple(places), facts)
     return problems
 
@@ -432,9 +436,11 @@ def _find_unused_decoder_block(
 def _check_rules(
     config: Config, winners: _Merged, program: str | None
 ) -> tuple[list[ConfigIssue], dict[str, ConfigIssue]]:
-    last, origins = winners.last, winners.origins
+    last = winners.last
+    origins = winners.origins
     stem = Path(program).stem if program else None
-    problems, idle = [], {}
+    problems = []
+    idle = {}
     for rule in RULES:
         if winners.wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
             continue

@@ -23,7 +23,8 @@ def _kv_heads(base_num_query_heads, base_num_kv_heads):
 
 @rule("base_emb_dim", "base_num_query_heads")
 def _head_dim(head_dim, dimensions):
-    emb, heads = dimensions.emb_dim, dimensions.num_query_heads
+    emb = dimensions.emb_dim
+    heads = dimensions.num_query_heads
     if head_dim == -1 and emb % heads:
         return f"head_dim=-1 is emb_dim / query heads, but {emb} / {heads} is not an integer"
 
@@ -225,7 +226,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 @rule(*_READ_BY, "attention_types", finds_unused=True)
 def _read_by_no_layer(model, **keys):
-    section, mixers = model.attention, set(model.mixers)
+    section = model.attention
+    mixers = set(model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
     for name, readers in _READ_BY.items():
         default = type(section).model_fields[name].default
@@ -313,7 +315,8 @@ def _macaron_slots(use_macaron, feed_forward_type):
 def _shared(share_layer_params, dynamic_mlp_dim, model):
     if not share_layer_params:
         return None
-    mixers, dense = set(model.mixers), model.dense_connections
+    mixers = set(model.mixers)
+    dense = model.dense_connections
     if dynamic_mlp_dim:
         return "share_layer_params=true: with dynamic_mlp_dim=true layers have different widths"
     alike = mixers <= set(ATTENTION_MIXERS) and not model.attention.num_mem_kv
@@ -348,7 +351,8 @@ def _head(causal, model):
 
 @rule(*MoEConfig.model_fields)
 def _experts(feed_forward_type, mlp_activations, config, dimensions):
-    section, num_layers = config.model.mixture_of_experts, dimensions.num_layers
+    section = config.model.mixture_of_experts
+    num_layers = dimensions.num_layers
     if section.num_experts == 1:
         return None
     if section.num_experts_per_tok > section.num_experts:
@@ -362,7 +366,8 @@ def _experts(feed_forward_type, mlp_activations, config, dimensions):
     for name in ("capacity_factor", "eval_capacity_factor"):
         if -1 < getattr(section, name) <= 0:
             return f"{name}: use a number above 0, or -1 for as many tokens as come"
-    group, length = section.moe_group_size, config.model.shape.max_target_length
+    group = section.moe_group_size
+    length = config.model.shape.max_target_length
     stages = config.batch.sequence_length_stages
     if group != -1 and (found := undivided("moe_group_size", group, length, stages)):
         return found
@@ -418,7 +423,8 @@ def _dense_streams(dense_streams, mudd_postnorm, model):
 
 @rule("dense_sparsity", "base_num_decoder_layers")
 def _dense_places(dense_target_layers, dense_selection, dense_period, model, dimensions):
-    dense, num_layers = model.dense_connections, dimensions.num_layers
+    dense = model.dense_connections
+    num_layers = dimensions.num_layers
     if not dense.dense_conn:
         return None
     if dense_period > num_layers:

@@ -32,14 +32,22 @@ from MaxText.config.layer_sections import (
 from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
 
 RematPolicy = Literal[
-    "auto", "none", "full", "minimal", "minimal_with_context", "minimal_offloaded",
-    "save_dot_except_mlp", "save_dot_except_mlpwi", "save_qkv_proj", "save_out_proj",
+    "auto",
+    "none",
+    "full",
+    "minimal",
+    "minimal_with_context",
+    "minimal_offloaded",
+    "save_dot_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_qkv_proj",
+    "save_out_proj",
     "qkv_proj_offloaded",
-]  # fmt: skip
+]
 
 WeightInit = Literal[
     "fan_in", "gpt2", "neox", "xavier", "xavier_uniform", "normal", "tokenformer", "wang", "gpt_neo"
-]  # fmt: skip
+]
 
 # (key or key.entry, value) where a layer has another value than the model; also mlp_dim.
 Overrides = tuple[tuple[str, Any], ...]
@@ -301,9 +309,11 @@ class ModelConfig(Section):
     @property
     def layer_overrides(self) -> tuple[Overrides, ...]:
         """Keys of each layer, replacing the model's own."""
-        num_layers, dense = self.shape.dimensions.num_layers, self.dense_connections
+        num_layers = self.shape.dimensions.num_layers
+        dense = self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
-        experts, widths = self.mixture_of_experts, self.feed_forward.mlp_dims(self.shape.dimensions)
+        experts = self.mixture_of_experts
+        widths = self.feed_forward.mlp_dims(self.shape.dimensions)
         has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
         kinds_by_letter = dict(self.block.layer_kinds)
         try:
@@ -395,10 +405,12 @@ class ModelConfig(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        asked, num_layers = self.pipeline, self.shape.dimensions.num_layers
+        asked = self.pipeline
+        num_layers = self.shape.dimensions.num_layers
         if unlike := self._unfit_for_stages():
             raise ValueError(f"{unlike}\n{NO_STAGES}")
-        period, per_stage = self.layer_plan.cycle, asked.num_layers_per_pipeline_stage
+        period = self.layer_plan.cycle
+        per_stage = asked.num_layers_per_pipeline_stage
         repeats = asked.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)

@@ -42,7 +42,8 @@ def close_matches(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Returns the names most like `name`, best first; words may be swapped."""
     if len(name) > _MAX_NAME:
         return []
-    wanted, scores = _forms(name.strip("-_.")), []
+    wanted = _forms(name.strip("-_."))
+    scores = []
     for candidate in known:
         pairs = zip(wanted, _forms(candidate), strict=True)
         matchers = (difflib.SequenceMatcher(None, *pair) for pair in pairs)

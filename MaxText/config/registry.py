@@ -79,7 +79,8 @@ class Name:
 
     def __init__(self, kind: str, *others: str):
         assert kind in KINDS
-        self.kind, self.others = kind, others
+        self.kind = kind
+        self.others = others
 
     @property
     def choices(self) -> tuple[str, ...]:

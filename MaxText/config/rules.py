@@ -57,7 +57,8 @@ def _length(steps, learning_rate_schedule_steps):
 
 @rule()
 def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
-    length, warmup = config.schedule.learning_rate_schedule_steps, config.schedule.num_warmup_steps
+    length = config.schedule.learning_rate_schedule_steps
+    warmup = config.schedule.num_warmup_steps
     if config.schedule.lr_schedule_type != "wsd" or length == -1:
         return None
     if warmup + int(length * wsd_decay_steps_fraction) > length:
@@ -70,7 +71,8 @@ def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, con
 
 @rule("warmup_steps", finds_unused=True)
 def _endless_warmup(steps, learning_rate_schedule_steps, config):
-    length, warmup = learning_rate_schedule_steps, config.schedule.num_warmup_steps
+    length = learning_rate_schedule_steps
+    warmup = config.schedule.num_warmup_steps
     if 0 < length < warmup and config.schedule.lr_schedule_type != "wsd":
         name = "steps" if steps == length else "learning_rate_schedule_steps"
         return f"{name}={length} ends within the warm-up of {warmup} steps"
@@ -257,11 +259,14 @@ def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatr
     if eval_stride == -1:
         return None
     if mlm_training:
-        what, remedy = "slides a window over the text of a causal model", "mlm_training=false"
+        what = "slides a window over the text of a causal model"
+        remedy = "mlm_training=false"
     elif use_truncation:
-        what, remedy = "scores every token", "use_truncation=false"
+        what = "scores every token"
+        remedy = "use_truncation=false"
     elif megatron.order != "stored":
-        what, remedy = "reads documents in stored order", "megatron.order=stored"
+        what = "reads documents in stored order"
+        remedy = "megatron.order=stored"
     else:
         return None
     return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"

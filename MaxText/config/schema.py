@@ -191,20 +191,37 @@ def split_entry(name: str) -> tuple[str, str]:
 
 # Sections whose keys may differ from layer to layer, and single keys of others.
 _OF_LAYERS = (
-    "block", "position", "attention", "feed_forward", "mixture_of_experts", "pattention", "dropout",
-)  # fmt: skip
+    "block",
+    "position",
+    "attention",
+    "feed_forward",
+    "mixture_of_experts",
+    "pattention",
+    "dropout",
+)
 _PARTS_OF_LAYERS = ("mixer", "feed_forward", "norm", "projection")
 _ALSO_OF_LAYERS = ("base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim")
 _OF_ALL_LAYERS = (
     # what chooses keys by layer, and what stands between layers
-    "share_layer_params", "connection_type", "layer_pattern", "layer_kinds", "attention_types",
-    "moe_layers", "dynamic_mlp_dim", "mlp_dim_multiple",
+    "share_layer_params",
+    "connection_type",
+    "layer_pattern",
+    "layer_kinds",
+    "attention_types",
+    "moe_layers",
+    "dynamic_mlp_dim",
+    "mlp_dim_multiple",
     # what is done to embeddings
-    "axial_pos_shape", "trainable_position_size", "dropout_rates.embedding",
+    "axial_pos_shape",
+    "trainable_position_size",
+    "dropout_rates.embedding",
     # one kernel, one order of tokens on devices, one stored form of norms, one objective
-    "attention", "context_parallel_strategy", "context_parallel_load_balance",
-    "normalization_zero_centered", "causal",
-)  # fmt: skip
+    "attention",
+    "context_parallel_strategy",
+    "context_parallel_load_balance",
+    "normalization_zero_centered",
+    "causal",
+)
 
 
 def keys_of_layers() -> dict[str, Key]:

@@ -52,7 +52,8 @@ def section_lines(
 
 
 def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    values, known = renamed(recorded), all_keys()
+    values = renamed(recorded)
+    known = all_keys()
     if unknown := sorted(values.keys() - known.keys()):
         raise UserError(
             f"{place} was made by another version of this program: its configuration has "
@@ -92,7 +93,8 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Returns {key: (old, new)} as YAML for two flat configurations."""
-    old, new = renamed(old), renamed(new)
+    old = renamed(old)
+    new = renamed(new)
     changed = {}
     for name in dict.fromkeys([*new, *old]):
         before, after = (

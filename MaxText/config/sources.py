@@ -127,7 +127,8 @@ def _python_settings(given: Mapping[str, Any], source: Source, note: str = "") -
 def _read_arguments(
     arguments: Sequence[str], result: CollectedSettings
 ) -> tuple[list[str], list[Setting]]:
-    paths, settings = [], []
+    paths = []
+    settings = []
     for argument in without_dashes(arguments, SWITCHES):
         if match := ARGUMENT.fullmatch(argument):
             name, text = match.groups()
@@ -299,13 +300,15 @@ def _check_version(entry: Setting, result: CollectedSettings) -> None:
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
     default = all_keys()[name].default
     setting = result.last(name) or Setting(name, default, Origin(Source.DEFAULT), name)
-    origin, place = setting.origin, (setting.place,) if result.last(name) else ()
+    origin = setting.origin
+    place = (setting.place,) if result.last(name) else ()
     chosen = setting.value if isinstance(setting.value, str) else origin.raw
     is_saved = origin.source is Source.SAVED_CONFIG
     # A saved configuration already holds what its preset gave, and what beat it.
     if layer is Source.PRESET and (is_saved or chosen in ("", default) or values.is_null(chosen)):
         return []
-    known, file = config_files.preset_names(folder), folder / f"{chosen}.yml"
+    known = config_files.preset_names(folder)
+    file = folder / f"{chosen}.yml"
     is_path = YAML_PATH.fullmatch(chosen)
     if not is_path and chosen not in known:
         result.problems.append(_unknown_name(name, str(chosen), file, place))
@@ -363,14 +366,16 @@ def distinct(
     """
     kept: dict[str, Setting] = {}
     for setting in settings:
-        name, value = ALIASES.get(setting.name, setting.name), setting.value
+        name = ALIASES.get(setting.name, setting.name)
+        value = setting.value
         typed = [f"{name}.{entry}" for entry in value] if isinstance(value, dict) else []
         typed = [one for one in (setting.name, *typed) if one in ALIASES]
         notices = [f"note: {one} is called {ALIASES[one]} here" for one in typed]
         if found := find_mapping(name, value):
             written = f"{setting.written}={setting.origin.raw}"
             notices.append(f"note: {written} {found.sentence}")
-            name, value = found.name, found.value
+            name = found.name
+            value = found.value
         if name == "logical_axis_rules" and isinstance(value, list):
             value, dropped = _without_foreign_rules(value)
             if dropped:

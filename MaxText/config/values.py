@@ -35,8 +35,17 @@ _LARGEST_INTEGER = 2**63 - 1
 _YAML_TAG = "tag:yaml.org,2002:"
 # What scalars without a tag are taken for; the last two are `<<` and `=`.
 _PLAIN_TAGS = {
-    "str", "int", "float", "bool", "null", "seq", "map", "timestamp", "merge", "value",
-}  # fmt: skip
+    "str",
+    "int",
+    "float",
+    "bool",
+    "null",
+    "seq",
+    "map",
+    "timestamp",
+    "merge",
+    "value",
+}
 
 
 class UntypedScalar(str):
@@ -75,7 +84,8 @@ def from_node(node: yaml.Node) -> Any:
     Raises:
       InvalidValueError: it has tags, a name twice, or is too large with its aliases expanded.
     """
-    items, characters = 0, 0
+    items = 0
+    characters = 0
 
     def read(node: yaml.Node, depth: int) -> Any:
         nonlocal items, characters

@@ -34,7 +34,10 @@ from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.step import make_initialize, make_train_step
 
-LENGTH, PROMPT, CUT = 12, 5, 5  # tokens of a sequence, a prompt, and the first document
+# tokens of a sequence, a prompt, and the first document
+LENGTH = 12
+PROMPT = 5
+CUT = 5
 LENGTHS = np.array([PROMPT, 2])  # of the two prompts
 SIZES: dict[str, Any] = {
     "base_emb_dim": 16,
@@ -85,9 +88,11 @@ class Subject:
 
     def __init__(self, load_config: Callable[..., Config], *, decodes: bool = True):
         """Compiles nothing yet. `load_config` maps keys to a configuration."""
-        self.load_config, self.decodes = load_config, decodes
+        self.load_config = load_config
+        self.decodes = decodes
         self.config = config = load_config()
-        scans, model = config.model.memory.scan_layers, config.model
+        scans = config.model.memory.scan_layers
+        model = config.model
         can_scan = model.layer_plan.repeats > 0 and model.scan_unsupported_reason is None
         other = load_config(scan_layers=can_scan and not scans, remat_policy="full")
         self.models = [Model(config.model), Model(other.model)]
@@ -149,8 +154,10 @@ class Subject:
 
 def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: bool = True) -> Batch:
     """Returns random tokens and 0/1 weights, optionally two documents per row."""
-    generator, length = np.random.default_rng(seed), config.model.shape.max_target_length
-    shape, cut = (num_rows, length), length // 3
+    generator = np.random.default_rng(seed)
+    length = config.model.shape.max_target_length
+    shape = (num_rows, length)
+    cut = length // 3
     tokens = generator.integers(0, config.model.shape.vocab_size, (num_rows, length + 1))
     tokens = tokens.astype(np.int32)
     weights = (generator.random(shape) < 0.7).astype(np.float32)
@@ -171,7 +178,9 @@ def variants() -> Batch:
     followed by other tokens; the first followed by two kinds of padding.
     """
     tokens, more = np.random.default_rng(1).integers(0, 32, (2, LENGTH))
-    first, second, padded = tokens.copy(), tokens.copy(), tokens.copy()
+    first = tokens.copy()
+    second = tokens.copy()
+    padded = tokens.copy()
     first[CUT - 2] ^= 1
     second[CUT + 2] ^= 1
     padded[CUT:] ^= 3
@@ -193,7 +202,8 @@ def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
 
 def _decoded(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     """Returns logits of prompts, and of the next tokens one by one."""
-    lengths_B, tokens_BT = jnp.asarray(LENGTHS), jnp.asarray(tokens_BT)
+    lengths_B = jnp.asarray(LENGTHS)
+    tokens_BT = jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
     h_BTD, states = decoder.prefill(padded_BT, lengths_B, capacity=LENGTH)
     prompt = decoder.logits(h_BTD, states[-1])
@@ -219,7 +229,8 @@ def products(jaxpr: Any) -> int:
             total += 2 * outputs * math.prod(left[dimension] for dimension in contracted)
         if equation.primitive.name == "ragged_dot_general":
             # Each row of the left times one matrix, or rows of both sides contracted.
-            left, outputs = equation.invars[0].aval, equation.outvars[0].aval
+            left = equation.invars[0].aval
+            outputs = equation.outvars[0].aval
             total += 2 * left.size * outputs.shape[-1]
         times = equation.params["length"] if equation.primitive.name == "scan" else 1
         for value in jax.tree.leaves(list(equation.params.values())):
@@ -241,7 +252,8 @@ def _pairs(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]
 
 def _difference(found: Any, wanted: Any, of_loss: float, of_gradients: float) -> str | None:
     """Describes the first relative error of (loss, gradients) above its bound."""
-    (other, others), (loss, gradients) = found, wanted
+    (other, others) = found
+    (loss, gradients) = wanted
     if not abs(other - loss) <= of_loss * abs(loss):
         return f"the loss is {other:.7f} instead of {loss:.7f}"
     for name, expected, actual in _pairs(gradients, others):
@@ -375,7 +387,8 @@ def _formats(subject: Subject) -> str | None:
         return None
 
     def states(params: Parameters) -> tuple[Any, ...]:
-        decoder, tokens = model.merge(params), jnp.zeros((2, PROMPT), int)
+        decoder = model.merge(params)
+        tokens = jnp.zeros((2, PROMPT), int)
         lengths = jnp.full(2, PROMPT)
         _, small = decoder.prefill(tokens, lengths, LENGTH // 2)
         _, large = decoder.prefill(tokens, lengths, LENGTH)
@@ -409,7 +422,8 @@ def _devices(subject: Subject) -> str | None:
     wanted = jax.jit(jax.value_and_grad(loss))(subject.params)
     for sizes in MESHES:
         config = subject.load_config(**sizes)
-        sharding, model = make_sharding_plan(config.mesh, devices[:8]), Model(config.model)
+        sharding = make_sharding_plan(config.mesh, devices[:8])
+        model = Model(config.model)
         shardings = sharding.abstract_state(model.initialize, model.parameters)
         params = jax.tree.map(
             lambda x, to: jax.device_put(x, to.sharding), subject.params, shardings
@@ -424,7 +438,8 @@ def _devices(subject: Subject) -> str | None:
 
 def _trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., Any]]:
     """Returns a model, its train state initializer and its train step."""
-    model, schedule = Model(config.model), learning_rate_schedule(config.schedule)
+    model = Model(config.model)
+    schedule = learning_rate_schedule(config.schedule)
     optimizer = make_optimizer(config.optimizer, schedule, model.parameters)
     step = make_train_step(model, optimizer, schedule)
     return model, make_initialize(model, optimizer), step
@@ -448,8 +463,10 @@ def _resume(subject: Subject) -> str | None:
 
 def _growth(subject: Subject) -> str | None:
     """Doubles layers, slots and every size key of the part itself."""
-    values, arrays = flatten(subject.config), _by_name(subject.params)
-    read, metadata = arrays.__getitem__, {"config": values}
+    values = flatten(subject.config)
+    arrays = _by_name(subject.params)
+    read = arrays.__getitem__
+    metadata = {"config": values}
     source = SourceCheckpoint("SMALL", None, metadata, array_specs(arrays), read)
     own = (item for section in subject.config.model.parts.sections for item in section)
     sizes = [name for name, value in own if type(value) is int]
@@ -462,7 +479,8 @@ def _growth(subject: Subject) -> str | None:
         if resolved.growth is None:
             continue  # no weight depends on this key
         larger = Subject(lambda config=resolved.config, **_: config)
-        model, fresh = larger.models[0], jax.tree.map(jnp.asarray, larger.params)
+        model = larger.models[0]
+        fresh = jax.tree.map(jnp.asarray, larger.params)
         params = grow_params(resolved.growth, model.abstract, fresh)
         logits = jax.jit(functools.partial(_logits, model))(params, variants())
         error = np.abs(logits - subject.outputs.logits).max()
@@ -474,8 +492,10 @@ def _growth(subject: Subject) -> str | None:
 def _updates(subject: Subject) -> str | None:
     """Checks steps: finite, moving all parameters, reducing the loss."""
     _, initialize, step = _trainer(subject.load_config(learning_rate=0.003, steps=8))
-    step, first = jax.jit(step), jax.jit(initialize)(jax.random.key(0))
-    state, losses = first, []
+    step = jax.jit(step)
+    first = jax.jit(initialize)(jax.random.key(0))
+    state = first
+    losses = []
     for _ in range(8):
         state, metrics = step(state, subject.batch)
         losses.append(float(metrics["loss"]))
@@ -494,7 +514,8 @@ def _updates(subject: Subject) -> str | None:
 
 def _step_on_devices(subject: Subject) -> str | None:
     """Compares updates of two steps on several meshes with one device."""
-    devices, batch = jax.devices(), random_batch(subject.config, 8)
+    devices = jax.devices()
+    batch = random_batch(subject.config, 8)
     if len(devices) < 8:
         return None
 

@@ -141,7 +141,8 @@ def _to_folder(
         tokenizer_copy.check_ids(tokenizer, weights.config.model.shape.vocab_size)
     with imported_run.atomic_target(request.target) as partial:
         partial.mkdir()
-        copied, token_ids = [], {}
+        copied = []
+        token_ids = {}
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
         files = hf_export.write_folder(
@@ -216,6 +217,7 @@ def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:
     with imported_run.atomic_target(request.target) as partial:
         partial.write_bytes(program)
         sync_file(partial)
-    target, megabytes = request.target, math.ceil(len(program) / 2**20)
+    target = request.target
+    megabytes = math.ceil(len(program) / 2**20)
     log(f"Wrote {target} ({megabytes:,} MiB), int32 [N, {length}] -> float32 [N, {length}, V]")
     log(f'Load it: jax.export.deserialize(bytearray(open("{target}", "rb").read()))')

@@ -299,15 +299,36 @@ class Family:
 
 # Sections that make up a model besides its sizes, and those of their keys that only change how the
 # same function is computed or that no layer of a family reads.
-_SECTIONS = ("embedding", "block", "position", "attention", "feed_forward", "pattention",
-             "dense_connections", "head", "mixture_of_experts")  # fmt: skip
+_SECTIONS = (
+    "embedding",
+    "block",
+    "position",
+    "attention",
+    "feed_forward",
+    "pattention",
+    "dense_connections",
+    "head",
+    "mixture_of_experts",
+)
 _WITHOUT_EFFECT = (
-    "attention", "attention_block_size", "context_parallel_load_balance",
-    "context_parallel_strategy", "dense_saved_aggregates", "dense_aggregation_impl",
-    "logits_dot_in_fp32", "gpt_neo_none_attention_bug", "linear_attention.chunk",
-    "linear_attention.epsilon", "qkv_slot_num", "sliding_window_size", "capacity_factor",
-    "moe_group_size", "moe_second.policy", "moe_second.threshold", "router_z_loss_weight",
-)  # fmt: skip
+    "attention",
+    "attention_block_size",
+    "context_parallel_load_balance",
+    "context_parallel_strategy",
+    "dense_saved_aggregates",
+    "dense_aggregation_impl",
+    "logits_dot_in_fp32",
+    "gpt_neo_none_attention_bug",
+    "linear_attention.chunk",
+    "linear_attention.epsilon",
+    "qkv_slot_num",
+    "sliding_window_size",
+    "capacity_factor",
+    "moe_group_size",
+    "moe_second.policy",
+    "moe_second.threshold",
+    "router_z_loss_weight",
+)
 
 
 @functools.cache

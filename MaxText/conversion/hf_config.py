@@ -27,7 +27,8 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 
 
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
-    model_type, architectures = config.get("model_type"), config.get("architectures")
+    model_type = config.get("model_type")
+    architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     # Classes outside transformers may have any model_type, or none.
@@ -222,7 +223,8 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
     Empty if other layers use parts that the family does not have.
     """
-    parts, block = _chosen_parts(config), config.model.block
+    parts = _chosen_parts(config)
+    block = config.model.block
     own = [part for part in parts if _names_tensors(part)]
     others = [part for part in parts if part not in own]
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in others):
@@ -241,7 +243,8 @@ def absent_in_transformers(family: Family, config: Config) -> str:
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
-    values, own = model_config_values(config), part_keys(family, config)
+    values = model_config_values(config)
+    own = part_keys(family, config)
     read_there = drop_unused_keys(values | family.parts, family.parts)
     found = [
         f"{name}={_shown(values[name])}, not {_shown(wanted)}"
@@ -252,7 +255,8 @@ def _mismatches(family: Family, config: Config) -> list[str]:
     for setting in family.settings:
         if not setting.keys or not _is_relevant(setting, values):
             continue
-        name, value = setting.keys[0], values[setting.keys[0]]
+        name = setting.keys[0]
+        value = values[setting.keys[0]]
         wanted = evaluate(setting.default, written) if setting.is_computed else REQUIRED
         if any(values[other] != value for other in setting.keys):
             found.append(" and ".join(f"{one}={values[one]}" for one in setting.keys))
@@ -276,8 +280,10 @@ def _shown(value: Any) -> str:
 
 def model_config_values(config: Config) -> dict[str, Any]:
     """Returns the model keys in normalized form, with sizes after scaling."""
-    values, model = with_entries(flatten(config)), config.model
-    dimensions, pattention = model.shape.dimensions, model.pattention
+    values = with_entries(flatten(config))
+    model = config.model
+    dimensions = model.shape.dimensions
+    pattention = model.pattention
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A position table determines the length; a rotary model has no table.
     if values["trainable_position_size"] == -1:
@@ -293,7 +299,8 @@ def model_config_values(config: Config) -> dict[str, Any]:
         values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
     # slot_num is the query/key/value count, which other places default to.
     values |= {"slot_num": values["qkv_slot_num"], "qkv_slot_num": -1}
-    experts, mlp_activations = model.mixture_of_experts, model.feed_forward.mlp_activations
+    experts = model.mixture_of_experts
+    mlp_activations = model.feed_forward.mlp_activations
     has_experts = all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.
@@ -329,5 +336,10 @@ def table_names(family: Family) -> set[str]:
     """Returns config.json keys determined by the model, with older names."""
     of_model = [setting for setting in family.settings if setting.keys]
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
-    return names | {_MAXTEXT_OBJECT, "rope_parameters", "rope_scaling", "architectures",
-                    *(("model_type",) if family.has_model_type else ())}  # fmt: skip
+    return names | {
+        _MAXTEXT_OBJECT,
+        "rope_parameters",
+        "rope_scaling",
+        "architectures",
+        *(("model_type",) if family.has_model_type else ()),
+    }

@@ -36,7 +36,8 @@ from MaxText.storage.atomic import apply_umask
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
 LOSS_TOLERANCE = 1e-4
-_ROWS, _LENGTH = 2, 64
+_ROWS = 2
+_LENGTH = 64
 
 # Ids in both config.json and generation_config.json.
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -56,8 +57,10 @@ def write_folder(
     `record` is that of an import, `dtype` of all tensors ("": the stored formats), `token_ids` are
     of the tokenizer. Raises UserError if float16 overflows.
     """
-    tensor_map, narrowed = TensorMap(family, weights.model), record.get("formats") or {}
-    specs, sizes = {}, collections.Counter()
+    tensor_map = TensorMap(family, weights.model)
+    narrowed = record.get("formats") or {}
+    specs = {}
+    sizes = collections.Counter()
     for tensor in tensor_map.tensors:
         stored = jnp.result_type(*(weights.formats[name] for name in tensor.param_names))
         kind = np.dtype(dtype or narrowed.get(tensor.name) or stored)
@@ -78,7 +81,8 @@ def write_folder(
     config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
     config |= _kept(family, record.get("config") or {}, is_cast=bool(dtype))
     write_json(folder / CONFIG, config)
-    names, generation = [CONFIG], record.get("generation_config")
+    names = [CONFIG]
+    generation = record.get("generation_config")
     if generation or family.in_transformers:
         ids = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
         write_json(folder / GENERATION_CONFIG, generation or {"_from_model_config": True, **ids})
@@ -152,7 +156,9 @@ class FoldedWeights(WeightSource):
 
     def __init__(self, weights: WeightSource, config: Config, factors: dict[str, float]):
         super().__init__(config)
-        self.formats, self._factors, self._weights = weights.formats, factors, weights
+        self.formats = weights.formats
+        self._factors = factors
+        self._weights = weights
 
     def read(self, name: str) -> np.ndarray:
         stored = self._weights.read(name)
@@ -167,7 +173,8 @@ def fold_zoom_into_values(weights: WeightSource) -> tuple[WeightSource, str]:
     Returns the weights unchanged and an empty line if no zoom is fixed, or it cannot be folded.
     """
     config = weights.config
-    pattention, emb_dim = config.model.pattention, config.model.shape.dimensions.emb_dim
+    pattention = config.model.pattention
+    emb_dim = config.model.shape.dimensions.emb_dim
     factors = {}
     for name in weights.model.parameters if pattention.normalize_type in _LAST else ():
         place = slot_place(name)
@@ -210,9 +217,12 @@ def verify(
     length = min(_LENGTH, config.shape.max_target_length)
     generator = np.random.default_rng(0)
     tokens = generator.integers(0, config.shape.vocab_size, (_ROWS, length)).astype(np.int32)
-    expected, actual = _their_logits(folder, tokens), _our_logits(weights, tokens, dtype)
-    difference, largest = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
-    our_loss, their_loss = _loss(actual, tokens), _loss(expected, tokens)
+    expected = _their_logits(folder, tokens)
+    actual = _our_logits(weights, tokens, dtype)
+    difference = float(np.abs(actual - expected).max())
+    largest = float(np.abs(expected).max())
+    our_loss = _loss(actual, tokens)
+    their_loss = _loss(expected, tokens)
     line = (
         f"logits differ by at most {difference:.2g} (largest logit {largest:.3g}), loss "
         f"{our_loss:.6f} here and {their_loss:.6f} in transformers"

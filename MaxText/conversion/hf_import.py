@@ -59,7 +59,8 @@ class TensorMap:
 
     def __init__(self, family: Family, model: Model, rows: Sequence[WeightMapping] | None = None):
         """Uses the family's rows, or `rows` for another layout of its models."""
-        self.family, self.model = family, model
+        self.family = family
+        self.model = model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
         self._num_layers = model.config.shape.dimensions.num_layers
         for row, layer in self._declared() if rows is None else ():
@@ -110,8 +111,10 @@ class TensorMap:
     def _add(
         self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
-        names, outer = tuple(name for name, _ in stored), stored[0][1]
-        tensors, part = self.groups.setdefault(names, []), self._part(row, names[0])
+        names = tuple(name for name, _ in stored)
+        outer = stored[0][1]
+        tensors = self.groups.setdefault(names, [])
+        part = self._part(row, names[0])
         num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
         for expert in range(num_experts):
             hf_name, *legacy_names = (
@@ -149,7 +152,8 @@ def _linear(spec: ParamSpec) -> tuple[str, str]:
     if spec.num_input_dims:
         first = names.count("exp")
         end = first + spec.num_input_dims
-        inputs, outputs = " ".join(letters[first:end]), " ".join(letters[end:])
+        inputs = " ".join(letters[first:end])
+        outputs = " ".join(letters[end:])
         matrix = f"{letters[:first]} ({outputs}) ({inputs})"
     return matrix.strip(), " ".join(letters)
 

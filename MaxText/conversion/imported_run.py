@@ -79,7 +79,8 @@ class _LazyArray:
     """An array read on writing; `checksum` is "" until then."""
 
     def __init__(self, weights: WeightSource, name: str):
-        self.shape, self.dtype = weights.model.parameters[name].shape, weights.formats[name]
+        self.shape = weights.model.parameters[name].shape
+        self.dtype = weights.formats[name]
         self.size = math.prod(self.shape)
         self.nbytes = self.size * self.dtype.itemsize
         self.checksum = ""

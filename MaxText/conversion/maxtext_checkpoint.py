@@ -197,7 +197,8 @@ def _check_parts(config: Config, query_scaling: str) -> None:
                 "Use the configuration that the checkpoint was trained with, for example "
                 "decoder_block=tokenformer."
             )
-    block, centered = model.block, model.block.normalization_zero_centered
+    block = model.block
+    centered = model.block.normalization_zero_centered
     if model.embedding.scale_embedding or (centered and block.normalization_type == "rms_norm"):
         raise UserError(
             "MaxText's Gemma blocks cannot be read: their checkpoints hold 1 + scale and the token "

@@ -108,7 +108,8 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
     if colon and kind in OTHER_PROGRAMS:
         source = path
     else:
-        source, kind = options.from_, "hf" if is_hf_checkpoint(options.from_) else "run"
+        source = options.from_
+        kind = "hf" if is_hf_checkpoint(options.from_) else "run"
     to_hf = options.to.startswith(HUGGING_FACE)
     request = ConvertArgs(
         **dict(options),

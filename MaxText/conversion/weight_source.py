@@ -150,7 +150,8 @@ class LazyCheckpointReader:
     def read(self, path: str) -> np.ndarray:
         import orbax.checkpoint as ocp
 
-        which, checksums = self._paths.index(path), self._stored.metadata.checksums
+        which = self._paths.index(path)
+        checksums = self._stored.metadata.checksums
         items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
         items[which] = 0
         arguments = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(items)
@@ -176,7 +177,8 @@ class RunWeights(WeightSource):
         self.stored = self.place = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
         if given is None:
-            place, flat = str(self.stored), self.metadata.get("config")
+            place = str(self.stored)
+            flat = self.metadata.get("config")
             if not flat:
                 raise UserError(
                     f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."

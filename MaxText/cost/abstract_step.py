@@ -207,7 +207,8 @@ def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: Sharding
 
 @cached
 def _fake_devices(hardware: Hardware) -> tuple[FakeDevice, ...]:
-    chip, number = hardware.chip, hardware.num_devices
+    chip = hardware.chip
+    number = hardware.num_devices
     slices = (device * hardware.num_slices // number for device in range(number))
     return tuple(
         FakeDevice(device, chip.platform, chip.device_kind, slice_index=place)
@@ -238,7 +239,8 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
 
     def sizes_of(layer: LayerConfig) -> dict[str, int]:
         d = layer.dimensions
-        heads, kv_heads = share("heads", d.num_query_heads), share("kv_heads", d.num_kv_heads)
+        heads = share("heads", d.num_query_heads)
+        kv_heads = share("kv_heads", d.num_kv_heads)
         found = {
             "base_num_query_heads": heads,
             # If key heads are not sharded, a device uses those of its own queries.

@@ -86,9 +86,11 @@ def choose_layout(config: Config, hardware: Hardware, log: Callable[[str], None]
     """
     if not is_requested(config):
         return config
-    name, candidates = _LAYOUT, candidate_layouts
+    name = _LAYOUT
+    candidates = candidate_layouts
     if config.mesh.auto_layout_and_mesh_shape:
-        name, candidates = _LAYOUT_AND_SHAPE, candidate_meshes
+        name = _LAYOUT_AND_SHAPE
+        candidates = candidate_meshes
     meshes = list(candidates(config, hardware))
     plan = find_fastest_mesh(config, hardware, meshes)
     changed_keys = MESH_KEYS

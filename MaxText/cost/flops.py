@@ -58,8 +58,17 @@ _AGGREGATION = "depth aggregation"
 # Table rows in forward order. Token mixing and feed-forward declared by parts come between the two,
 # rows of registered parts only come last.
 _BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
-_END = ("attention output", "router", "feed-forward", "gates", "dense connections", _AGGREGATION,
-        "norms", "head", "Head-QK")  # fmt: skip
+_END = (
+    "attention output",
+    "router",
+    "feed-forward",
+    "gates",
+    "dense connections",
+    _AGGREGATION,
+    "norms",
+    "head",
+    "Head-QK",
+)
 MFU_RULE = (
     "MFU is the model's FLOP/s divided by the device's peak (PaLM, appendix B). It counts matmuls "
     "only, forward and backward, without recomputation; causal attention counts half (MaxText's "
@@ -211,7 +220,8 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
-    config, times = model.config, 1
+    config = model.config
+    times = 1
     if config.block.share_layer_params and spec.owner == "layers":
         times = config.shape.dimensions.num_layers
     whole = 2 * times * spec.size
@@ -263,7 +273,8 @@ class ModelCost:
 
         Zero for a bidirectional model: every new token changes all keys and values.
         """
-        config, length = self.model.config, self.count.sequence_length
+        config = self.model.config
+        length = self.count.sequence_length
         if not config.attention.causal:
             return [(0, 0)]
         itemsize = jnp.dtype(config.numerics.dtype).itemsize
@@ -313,10 +324,12 @@ class ModelCost:
         }
 
     def describe(self) -> str:
-        count, num_parameters = self.count, self.model.num_parameters
+        count = self.count
+        num_parameters = self.model.num_parameters
 
         def row(name: str, parameters: int, flops: float, training: float) -> list[str]:
-            held, forward = share(parameters, num_parameters), share(flops, count.forward)
+            held = share(parameters, num_parameters)
+            forward = share(flops, count.forward)
             return [name, f"{parameters:,}", held, f"{flops:,.0f}", f"{training:,.0f}", forward]
 
         rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
@@ -332,7 +345,8 @@ class ModelCost:
         return "\n".join([table, rule, derived_quantities(self._totals())])
 
     def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
-        count, config = self.count, self.model.config
+        count = self.count
+        config = self.model.config
         if count.executed_per_token is not None:
             why = f"remat_policy={config.memory.remat_policy}"
             if config.objective.num_vocab_tiling > 1:

@@ -22,30 +22,93 @@ import numpy as np
 from jax.extend import core
 
 # Computed where it is read, without work.
-_VIEWS = frozenset({
-    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "layout_constraint",
-    "mesh_cast", "name", "optimization_barrier", "pvary", "reduce_precision", "reshape", "rev",
-    "sharding_constraint", "slice", "squeeze", "transpose",
-})  # fmt: skip
+_VIEWS = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "layout_constraint",
+        "mesh_cast",
+        "name",
+        "optimization_barrier",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "rev",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
 # Results with memory of their own; everything else is fused.
-_WRITTEN = frozenset({
-    "approx_top_k", "argmax", "argmin", "cholesky", "concatenate", "cond",
-    "conv_general_dilated", "cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum",
-    "dot_general", "dynamic_update_slice", "eigh", "fft", "gather", "pallas_call", "qr",
-    "ragged_dot", "ragged_dot_general", "random_bits", "reduce_and", "reduce_max",
-    "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "scan", "scatter",
-    "scatter-add", "scatter-update", "scatter_add", "scatter_max", "scatter_min",
-    "scatter_mul", "sort", "svd", "threefry2x32", "top_k", "triangular_solve", "while",
-})  # fmt: skip
+_WRITTEN = frozenset(
+    {
+        "approx_top_k",
+        "argmax",
+        "argmin",
+        "cholesky",
+        "concatenate",
+        "cond",
+        "conv_general_dilated",
+        "cumlogsumexp",
+        "cummax",
+        "cummin",
+        "cumprod",
+        "cumsum",
+        "dot_general",
+        "dynamic_update_slice",
+        "eigh",
+        "fft",
+        "gather",
+        "pallas_call",
+        "qr",
+        "ragged_dot",
+        "ragged_dot_general",
+        "random_bits",
+        "reduce_and",
+        "reduce_max",
+        "reduce_min",
+        "reduce_or",
+        "reduce_prod",
+        "reduce_sum",
+        "scan",
+        "scatter",
+        "scatter-add",
+        "scatter-update",
+        "scatter_add",
+        "scatter_max",
+        "scatter_min",
+        "scatter_mul",
+        "sort",
+        "svd",
+        "threefry2x32",
+        "top_k",
+        "triangular_solve",
+        "while",
+    }
+)
 PRODUCTS = frozenset(["dot_general", "ragged_dot", "ragged_dot_general", "pallas_call"])
 # Fused with the producer or the next consumer of the array.
 REDUCTIONS = ("reduce_", "argmax", "argmin")
 # Inlined calls, and the parameters that hold their bodies.
-_CALLS = frozenset({
-    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_lin",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2",
-    "shard_map",
-})  # fmt: skip
+_CALLS = frozenset(
+    {
+        "checkpoint",
+        "closed_call",
+        "core_call",
+        "custom_jvp_call",
+        "custom_lin",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "jit",
+        "pjit",
+        "remat",
+        "remat2",
+        "shard_map",
+    }
+)
 _BODIES = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 SLICE = "slice of a stack"
 _KEY_BYTES = 8  # of a PRNG key
@@ -169,7 +232,8 @@ def traced(
 
 
 def _value(aval: Any, size_of: SizeOf) -> Value:
-    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    shape = getattr(aval, "shape", None)
+    dtype = getattr(aval, "dtype", None)
     if shape is None or dtype is None:
         return Value()
     width = np.dtype(dtype).itemsize if isinstance(dtype, np.dtype) else _KEY_BYTES
@@ -187,7 +251,8 @@ def _inline_calls(
 
     for equation in jaxpr.eqns:
         reads = [read(atom) for atom in equation.invars]
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
+        params = equation.params
         body = next((params[key] for key in _BODIES if key in params), None)
         if name in _CALLS and body is not None:
             inner = getattr(body, "jaxpr", body)
@@ -222,7 +287,8 @@ def _inline_iteration(
 
 
 def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
-    needed, kept = set(results), []
+    needed = set(results)
+    kept = []
     for node in reversed(nodes):
         if any(value in needed for value in node.outputs):
             needed.update(node.inputs)
@@ -231,7 +297,8 @@ def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[No
 
 
 def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
-    uncut, complete = set(slices), []
+    uncut = set(slices)
+    complete = []
     for node in nodes:
         for value in node.inputs:
             if value in uncut:
@@ -247,7 +314,8 @@ def _find_roots(node: Node) -> None:
     for place, value in enumerate(node.outputs):
         if place in restacked:
             same = node.inputs[restacked[place]]
-            value.roots, value.weight = same.roots, same.weight
+            value.roots = same.roots
+            value.weight = same.weight
         elif node.name == SLICE:
             value.roots = frozenset([value])
         elif node.name in _WRITTEN and not pads_with_constants:
@@ -282,7 +350,8 @@ def _fuse(node: Node, value: Value) -> None:
         value.weight = min(read.weight for read in arrays)
         if products:
             value.size *= value.weight
-            value.roots, value.weight = frozenset([value]), 0.0
+            value.roots = frozenset([value])
+            value.weight = 0.0
         return
     is_view = node.name in _VIEWS and all(read.is_written or not read.roots for read in arrays)
     are_narrower = all(min(read.width for read in node.inputs) < value.width for node in products)

@@ -72,7 +72,8 @@ def make_plan(config: Config, hardware: Hardware) -> JobPlan:
 
 
 def _plan_of(program: Program) -> JobPlan:
-    memory, communication = estimate_memory(program), communication_costs(program)
+    memory = estimate_memory(program)
+    communication = communication_costs(program)
     return JobPlan(program, memory, communication, step_time(program, memory, communication))
 
 
@@ -188,7 +189,9 @@ class _PlanSearch:
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        found, larger = [], len(batches)  # larger microbatches come before `larger`
+        # larger microbatches come before `larger`
+        found = []
+        larger = len(batches)
         for policy in POLICIES if closest is not None and closest.fits else ():
             if larger and fits(policy, larger - 1):
                 is_fit = functools.partial(fits, policy)
@@ -198,7 +201,8 @@ class _PlanSearch:
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
         """Drops microbatches with a too large lower bound, except the last."""
-        left, last = [], []
+        left = []
+        last = []
         for batch in mesh.batches:
             program = self.program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
             if program is not None:
@@ -222,8 +226,10 @@ class _PlanSearch:
 
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """Returns the step's sequences in increasingly many microbatches."""
-    given, sequences = config.batch, sequences_of(config, hardware)
-    found, steps = [], 1
+    given = config.batch
+    sequences = sequences_of(config, hardware)
+    found = []
+    steps = 1
     while True:
         sizes = dict(
             zip(_MICROBATCH_KEYS, (sequences / steps / hardware.num_devices, steps), strict=True)
@@ -322,9 +328,13 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
         for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
             if rest % fsdp == 0:
                 yield {
-                    "data": rest // fsdp, "stage": stage, "fsdp": fsdp, "context": context,
-                    "expert": expert, "tensor": tensor,
-                }  # fmt: skip
+                    "data": rest // fsdp,
+                    "stage": stage,
+                    "fsdp": fsdp,
+                    "context": context,
+                    "expert": expert,
+                    "tensor": tensor,
+                }
 
 
 def _across(num_slices: int) -> Iterator[Keys]:

@@ -22,7 +22,8 @@ def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool
 
     Without notes on the times, the screen has room for proposals.
     """
-    program, hardware = plan.program, plan.program.hardware
+    program = plan.program
+    hardware = plan.program.hardware
     memory = program.config.model.memory
     lines = [
         f"hardware: {hardware.describe()}, {hardware.memory / _GB:.1f} GB per device, "
@@ -99,7 +100,8 @@ def _communication(plan: JobPlan) -> str:
         return "communication: none, one device"
     rows = []
     for one in plan.communication:
-        received, speed = f"{one.num_bytes / _GB:.2f}", f"{one.bandwidth / _GB:.0f}"
+        received = f"{one.num_bytes / _GB:.2f}"
+        speed = f"{one.bandwidth / _GB:.0f}"
         rows.append([one.axis, str(one.size), received, speed, short_time(one.seconds)])
     received = sum(one.num_bytes for one in plan.communication) / _GB
     total = ["all, not overlapped", "", f"{received:.2f}", "", short_time(plan.time.comm_seconds)]
@@ -114,7 +116,8 @@ def _mfu(time: StepTime, seconds: float) -> str:
 
 
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
-    time, steps = plan.time, tokens / plan.program.tokens_per_update
+    time = plan.time
+    steps = tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
         speed = plan.program.tokens_per_device / seconds
@@ -151,7 +154,8 @@ def _time_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | 
 
 
 def _interval(low: float, high: float) -> str:
-    (first, unit), last = short_time(low).split(), short_time(high)
+    (first, unit) = short_time(low).split()
+    last = short_time(high)
     return f"{first} - {last}" if last.endswith(unit) else f"{first} {unit} - {last}"
 
 

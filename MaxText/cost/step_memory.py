@@ -135,7 +135,8 @@ def trace(program: Program, all_stages: bool = False) -> Traced:
     Of a pipeline, the layers of a stage read all sequences at once; with `all_stages`, stages run
     turn by turn, and a device has a share of every array.
     """
-    model, size = program.local_model, program.local_shape
+    model = program.local_model
+    size = program.local_shape
     num_stages = program.sharding.mesh.shape["stage"] if all_stages else 1
     if num_stages > 1:
         model = program.model_of_all_stages
@@ -143,11 +144,18 @@ def trace(program: Program, all_stages: bool = False) -> Traced:
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
     weights = tuple(_gathered(program, name) for name in names)
-    rules, num_hidden_parts = program.sharding.rules, program.num_hidden_parts
+    rules = program.sharding.rules
+    num_hidden_parts = program.num_hidden_parts
     return _trace(
-        model.config, size, program.platform, rules, weights, num_hidden_parts, num_stages,
+        model.config,
+        size,
+        program.platform,
+        rules,
+        weights,
+        num_hidden_parts,
+        num_stages,
         program.assumes_cudnn,
-    )  # fmt: skip
+    )
 
 
 @cached
@@ -162,7 +170,8 @@ def _trace(
     assumes_cudnn: bool,
 ) -> Traced:
     """Caches `trace` for equal local shapes; `weights` are gathered shares."""
-    model, objective = abstract_model(config), config.objective
+    model = abstract_model(config)
+    objective = config.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
         key = jax.random.key(0) if config.is_random else None
@@ -200,7 +209,8 @@ def _gathered(program: Program, name: str) -> float:
 
 
 def _converted_bytes(program: Program) -> float:
-    config, parameters = program.config.model, program.model.parameters
+    config = program.config.model
+    parameters = program.model.parameters
     width = np.dtype(config.numerics.dtype).itemsize
     if config.memory.scan_layers is not True:
         return 0.0
@@ -215,7 +225,8 @@ def _converted_bytes(program: Program) -> float:
 
 
 def _update_bytes(program: Program) -> float:
-    (optimizer, state), sharding = program.optimizer_and_state, program.sharding
+    (optimizer, state) = program.optimizer_and_state
+    sharding = program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
         state, program.model.parameters

@@ -44,8 +44,14 @@ from MaxText.layers.feed_forward.moe import expert_capacity
 BANDWIDTH_SHARE = 0.8  # share of memory bandwidth that an elementwise loop reaches
 # Remat policies that recompute the output projection of attention.
 _RECOMPUTE_OUT_PROJ = ("full", "save_qkv_proj", "qkv_proj_offloaded")
-_RECOMPUTE_QKV = ("full", "save_qkv_proj", "qkv_proj_offloaded", "save_out_proj",
-               "save_dot_except_mlp", "save_dot_except_mlpwi")  # fmt: skip
+_RECOMPUTE_QKV = (
+    "full",
+    "save_qkv_proj",
+    "qkv_proj_offloaded",
+    "save_out_proj",
+    "save_dot_except_mlp",
+    "save_dot_except_mlpwi",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +136,8 @@ def operations(node: Node, splash_keys: float) -> float:
         inner = math.prod(node.inputs[0].shape[axis] for axis in contracted)
         return 2.0 * inner * math.prod(node.outputs[0].shape)
     if node.name == "pallas_call":
-        estimate, name = node.params.get("cost_estimate"), str(node.params.get("name"))
+        estimate = node.params.get("cost_estimate")
+        name = str(node.params.get("name"))
         if estimate is None and name.startswith("splash_"):
             return splash_operations(name, node.inputs[2].shape, splash_keys)
         return float(estimate.flops) if estimate is not None else 0.0
@@ -161,7 +168,8 @@ def context_parallel_attention_flops(program: Program) -> float:
     config = program.local_model.config
     attention = config.attention
     _, traced_length = program.local_shape
-    ring, flash = attention.context_parallel_strategy == "ring", attention.attention == "flash"
+    ring = attention.context_parallel_strategy == "ring"
+    flash = attention.attention == "flash"
     balanced = ring and attention.context_parallel_load_balance
     exceeding = 0.0
     for window, layer in softmax_layers(config):
@@ -182,7 +190,8 @@ def context_parallel_attention_flops(program: Program) -> float:
 def step_time(
     program: Program, memory: MemoryEstimate, communication: Sequence[CommCost]
 ) -> StepTime:
-    chip, peak = program.hardware.chip, peak_of(program.hardware)
+    chip = program.hardware.chip
+    peak = peak_of(program.hardware)
     work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
     work.append(OpCost(context_parallel_attention_flops(program), 0, 1))
     bandwidth = BANDWIDTH_SHARE * chip.bandwidth / chip.devices
@@ -203,7 +212,8 @@ def step_time(
     least, most = chip.efficiency
     compute_seconds = seconds(most), seconds(least)
     comm_seconds = sum(one.seconds for one in communication)
-    lower, upper = max(compute_seconds[0], comm_seconds), compute_seconds[1] + comm_seconds
+    lower = max(compute_seconds[0], comm_seconds)
+    upper = compute_seconds[1] + comm_seconds
     executed = program.num_microbatches * sum(one.times * one.operations for one in work)
     tflops = _tflops(program)
     return StepTime(lower, upper, compute_seconds, comm_seconds, executed, tflops, peak)
@@ -226,7 +236,8 @@ def communication_costs(program: Program) -> list[CommCost]:
 
 
 def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
-    sharding, parameters = program.sharding, program.model.parameters
+    sharding = program.sharding
+    parameters = program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
     shape = sharding.mesh.shape
     schedule = program.schedule
@@ -263,10 +274,12 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 
 def _tensor_bytes(program: Program) -> float:
-    config, sharding = program.config.model, program.sharding
+    config = program.config.model
+    sharding = program.sharding
     parameters = program.model.parameters
     layers = config.shape.dimensions.num_layers
-    sums, again = 0.0, 0.0
+    sums = 0.0
+    again = 0.0
     for param in parameters.values():
         axes = [name for name in param.logical_axes if name != "layers"]
         contracted = axes[: param.num_input_dims]
@@ -308,7 +321,8 @@ def _expert_bytes(program: Program) -> float:
 
 def _context_bytes(program: Program) -> float:
     config = program.config.model
-    attention, width = config.attention, np.dtype(config.numerics.dtype).itemsize
+    attention = config.attention
+    width = np.dtype(config.numerics.dtype).itemsize
     layers = softmax_layers(program.model_of_all_stages.config)
     heads = sum(one.dimensions.num_kv_heads * one.dimensions.head_dim for _, one in layers)
     part = 2 * program.local_tokens * heads * float(width)
@@ -327,7 +341,8 @@ def _bandwidth(axis: str, program: Program) -> float:
     """
     chip = program.hardware.chip
     place = MESH_AXES.index(axis)
-    within, across = program.sizes.ici[place], program.sizes.dcn[place]
+    within = program.sizes.ici[place]
+    across = program.sizes.dcn[place]
     several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
     links = chip.links / chip.devices
     if chip.torus and axis in several:

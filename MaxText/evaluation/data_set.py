@@ -92,7 +92,8 @@ def score_data_set(
         began = time.perf_counter()
         sums, num_batches = sum_batches(outputs())
         seconds = time.perf_counter() - began - compiling
-        targets, num_bytes = int(sums["targets"]), int(sums["bytes"])
+        targets = int(sums["targets"])
+        num_bytes = int(sums["bytes"])
         if byte_counts is None:
             is_whole_split = config.evaluation.eval_steps == -1
             num_bytes, why = text_bytes.from_manifest(source, targets, is_whole_split, why)

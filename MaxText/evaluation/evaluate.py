@@ -43,7 +43,8 @@ def parse_request(loaded: LoadedConfig) -> tuple[Config, bool]:
 
     It does without tasks, and with tasks if the user set a data key.
     """
-    config, origins = loaded.config, loaded.origins
+    config = loaded.config
+    origins = loaded.origins
     typed = any(map(loaded.typed, _DATA_KEYS))
     scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
     if origins["eval_steps"].source is Source.SAVED_CONFIG and config.data.dataset_type == "grain":
@@ -59,7 +60,8 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
     input.
     """
     config, scores_data = parse_request(loaded)
-    scoring, typed = config.scoring, loaded.typed("tokenizer_path")
+    scoring = config.scoring
+    typed = loaded.typed("tokenizer_path")
     asks_tasks = bool(scoring.eval_tasks or scoring.harness.tasks)
     weights = resolve_weights(config)
     output_path(scoring.eval_output, weights.folder)  # raises if not writable
@@ -131,7 +133,8 @@ def _open_data_set(
 
         data = config.data
         scores = score_data_set(trained, opened, text_bytes, config, log)
-        length, stride = config.model.shape.max_target_length, config.scoring.eval_stride
+        length = config.model.shape.max_target_length
+        stride = config.scoring.eval_stride
         limit = config.evaluation.eval_steps
         windows = "no overlap" if stride == -1 else f"every {stride} targets"
         across = ", across documents" if data.cross_document_attention else ""

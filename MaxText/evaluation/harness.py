@@ -56,7 +56,9 @@ class MaxTextLM(TemplateLM):
         from MaxText.evaluation.scorers import Scorer
 
         super().__init__()
-        self._trained, self._tokenizer, self._log = trained, tokenizer, log
+        self._trained = trained
+        self._tokenizer = tokenizer
+        self._log = log
         self._scorer = Scorer(trained)
         self.max_length = self._scorer.window
         self._encode, self._decode = _with_control_tokens(tokenizer)
@@ -161,11 +163,13 @@ class MaxTextLM(TemplateLM):
         from MaxText.inference.generate import generate
         from MaxText.parallelism.mesh import microbatch_size
 
-        progress, done = self._begin("generate_until", disable_tqdm), itertools.count(1)
+        progress = self._begin("generate_until", disable_tqdm)
+        done = itertools.count(1)
         by_settings: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(number)
-        trained, config = self._trained, self._trained.config
+        trained = self._trained
+        config = self._trained.config
         # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
         parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
         num_ids = self._tokenizer.tokenizer.entry.vocab_size
@@ -189,7 +193,8 @@ class MaxTextLM(TemplateLM):
                 decode=self._tokenizer.tokenizer.decode,
             )
             for place, completion in completions:
-                number, text = numbers[place], self._decode(completion.tokens)
+                number = numbers[place]
+                text = self._decode(completion.tokens)
                 text = postprocess_generated_text(text, stopping.stop_strings, think_end_token=None)
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)

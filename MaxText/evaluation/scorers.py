@@ -56,7 +56,8 @@ class Scorer:
                 "only causal models can score continuations, and this model has causal=false: it "
                 "was trained to predict masked tokens. eval.py scores it on data sets."
             )
-        config, sharding = trained.config, trained.sharding
+        config = trained.config
+        sharding = trained.sharding
         per_device = config.evaluation.eval_per_device_batch_size
         self.window: int = trained.model.config.shape.max_target_length
         self._num_tokens = microbatch_size(config.batch, sharding, per_device) * self.window
@@ -86,7 +87,8 @@ class Scorer:
             request.positions.extend(range(len(read) - len(ids), len(read)))
             request.targets.extend(ids)
             request.owners.append(number)
-        requests, done = list(by_input.values()), 0
+        requests = list(by_input.values())
+        done = 0
         scores: dict[int, Loglikelihood] = {}
         outputs = itertools.chain(self._outputs(requests), [([], ())])
         # Outputs are fetched one batch late, to keep the devices busy.
@@ -156,7 +158,8 @@ def _score_positions(model, num_parts, params, tokens_BT, positions_BC, targets_
         return losses_BC, jnp.argmax(logits_BCV, axis=-1) == targets_BC
 
     num_rows, num_positions = targets_BC.shape
-    at_once, vocab_size = num_positions, model.config.shape.vocab_size
+    at_once = num_positions
+    vocab_size = model.config.shape.vocab_size
     # num_positions is a power of two, so it halves evenly.
     while at_once > 1 and num_rows // num_parts * at_once * vocab_size > CHUNK_LOGITS:
         at_once //= 2

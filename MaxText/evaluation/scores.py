@@ -161,7 +161,8 @@ def source_table(scores: Sequence[SourceScore]) -> str:
 
 
 def _cells(score: SourceScore) -> list[str]:
-    size, bits = score.num_bytes, score.bits_per_byte
+    size = score.num_bytes
+    bits = score.bits_per_byte
     cells = [
         score.name,
         f"{score.num_targets:,}",

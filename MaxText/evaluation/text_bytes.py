@@ -143,7 +143,8 @@ class TextBytes:
         """Returns the bytes of scored targets by the manifest, or None and `why`."""
         if source is None or self.masked or not source.data.num_text_bytes:
             return None, why
-        data, store = source.data, source.data.store
+        data = source.data
+        store = source.data.store
         all_targets = len(store) - (len(store.document_offsets) - 1)
         # The first token of each text is a target only if a bos precedes it.
         if data.has_bos and is_whole_split and num_targets >= all_targets:
@@ -152,7 +153,8 @@ class TextBytes:
 
     def _tokenizer(self, source: "OpenDataSource") -> Tokenizer:
         """Returns the tokenizer of a source's ids; raises if there is none."""
-        folder, sha256 = source.data.tokenizer_folder, source.data.tokenizer_sha256
+        folder = source.data.tokenizer_folder
+        sha256 = source.data.tokenizer_sha256
         if folder is None:
             if isinstance(self.model_tokenizer, UserError):
                 raise self.model_tokenizer
@@ -164,7 +166,8 @@ class TextBytes:
 
     def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
-        folder, model = source.data.tokenizer_folder, self.model_tokenizer
+        folder = source.data.tokenizer_folder
+        model = self.model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""
         own = self._of_path(str(folder))

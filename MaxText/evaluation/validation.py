@@ -27,7 +27,8 @@ def evaluate(
     """Evaluates all batches, including a partial last one."""
     began = time.perf_counter()
     totals, num_batches = sum_batches(eval_step(params, batch) for batch in batches)
-    total_weights, correct = totals.pop("total_weights", 0.0), totals.pop("correct", None)
+    total_weights = totals.pop("total_weights", 0.0)
+    correct = totals.pop("correct", None)
     nats = totals.pop(_NATS, None)
     return EvaluationReport(
         step=step,
@@ -61,7 +62,8 @@ def make_eval_step(
     """Returns a step to sum loss, weight and optionally argmax hits."""
 
     def eval_step(params, batch: Batch) -> dict[str, jax.Array]:
-        module, objective = model.merge(params), model.config.objective
+        module = model.merge(params)
+        objective = model.config.objective
         sums = loss_sums(module, batch, objective, count_correct=count_correct)
         counts = {"total_weights": jnp.sum(batch.loss_mask_BT)}
         if sums.correct is not None:

@@ -25,7 +25,10 @@ SET_PER_RUN = {
     "run_name": "output=",
 }
 # Names of what to solve for, besides key names.
-WIDTH, DEPTH, SLOTS, STEPS = "width", "depth", "slots", "steps"
+WIDTH = "width"
+DEPTH = "depth"
+SLOTS = "slots"
+STEPS = "steps"
 _SOLVED_NAMES = (WIDTH, DEPTH, SLOTS, STEPS)
 # Key of a name, if it differs.
 KEY_OF = {WIDTH: "base_emb_dim", DEPTH: "base_num_decoder_layers", SLOTS: "slot_num"}
@@ -54,7 +57,8 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _solve_for(text: str) -> tuple[str, ...]:
-    names, keys = tuple(_items(text)), all_keys()
+    names = tuple(_items(text))
+    keys = all_keys()
     for name in names:
         if name not in (*_SOLVED_NAMES, *keys):
             close = close_matches(name, [*_SOLVED_NAMES, *keys])
@@ -143,7 +147,9 @@ class CompareArgs(CompareOptions):
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:
     """Returns the request and all problems in the program's own arguments."""
     options, words = read_options(CompareOptions, arguments)
-    keys, problems, budget = [*words.others, *words.keys], words.problems, options.budget
+    keys = [*words.others, *words.keys]
+    problems = words.problems
+    budget = options.budget
 
     def refuse(what: str, word: str = "", **facts: str) -> None:
         place = f"command line, {word}" if word else "command line"

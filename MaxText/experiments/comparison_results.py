@@ -38,7 +38,8 @@ from MaxText.metrics.run_record import RunHistory, read_run
 from MaxText.metrics.step_line import perplexity
 from MaxText.reports.page import PageSection, PageTable
 
-COMPLETED, DIVERGED = "completed", "diverged"
+COMPLETED = "completed"
+DIVERGED = "diverged"
 # A diverged run is a result; a run in any other state is resumed.
 FINISHED = (COMPLETED, DIVERGED)
 _LABELS_OF_TITLE = 3  # more would not fit on a line
@@ -141,7 +142,8 @@ def load_chain(chain: StageSequence) -> list[RunHistory]:
 
 
 def summarize(chain: StageSequence, records: Sequence[RunHistory]) -> RunResult:
-    run, final = chain[-1], records[-1]
+    run = chain[-1]
+    final = records[-1]
     last = final.evaluations[-1] if final.evaluations else {}
     rows = [row for record in records for row in record.steps]
     return RunResult(
@@ -202,9 +204,16 @@ _CROSS_ENTROPIES = (
     "The objectives differ, so the losses are the cross entropies beside them (eval/lm_loss)."
 )
 HEADER = (
-    "configuration", "validation loss", "sd", "runs", "perplexity", "parameters", "FLOPs",
-    "tokens", "train seconds",
-)  # fmt: skip
+    "configuration",
+    "validation loss",
+    "sd",
+    "runs",
+    "perplexity",
+    "parameters",
+    "FLOPs",
+    "tokens",
+    "train seconds",
+)
 
 
 def _table_notes(groups: Sequence[ConfigResults]) -> list[str]:
@@ -265,8 +274,11 @@ def no_verdict_lines(problems: Sequence[str]) -> list[str]:
 def _conclusions(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
-    lines = [f"{group.label}: {group.diverged} diverged, excluded from means."
-             for group in groups if group.diverged]  # fmt: skip
+    lines = [
+        f"{group.label}: {group.diverged} diverged, excluded from means."
+        for group in groups
+        if group.diverged
+    ]
     tokens = groups[0].mean("validation_tokens")
     for group in groups[1:]:
         others = group.mean("validation_tokens")
@@ -311,7 +323,8 @@ def best_value_lines(variants: Sequence[Variant], losses: Mapping[str, float]) -
 def _arms(variants: Sequence[Variant]) -> list[list[Variant]]:
     arms: dict[Any, list[Variant]] = {}
     for variant in variants:
-        keys, numbers = flatten(variant.config), _numbers(variant)
+        keys = flatten(variant.config)
+        numbers = _numbers(variant)
         others = tuple(to_yaml(keys[name]) for name in variant.swept if name not in numbers)
         arms.setdefault((variant.source, variant.swept, others), []).append(variant)
     return list(arms.values())
@@ -355,10 +368,12 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
 
 def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
     """Returns how runs missed the budget; empty if it was equal."""
-    lines, unit = [], UNITS[plan.question.match]
+    lines = []
+    unit = UNITS[plan.question.match]
     for group in groups:
         planned = plan.planned[group.label]
-        steps, seconds = planned.total("steps"), planned.total("seconds")
+        steps = planned.total("steps")
+        seconds = planned.total("seconds")
         if abs(planned.deviation) > _EQUAL:
             lines.append(
                 f"{group.label} has {abs(planned.deviation):.1%} "
@@ -433,7 +448,8 @@ def write_summary_csv(
 ) -> None:
     """Writes one row per configuration, with differences to the first if there is a verdict."""
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
-    found, rows = differences(groups) if has_verdict else {}, []
+    found = differences(groups) if has_verdict else {}
+    rows = []
     for group in groups:
         difference = found.get(group.label, Estimate(0))
         rows.append(

@@ -80,7 +80,8 @@ def run_comparison(
     # Leaves accelerators to the runs: this process only evaluates shapes.
     jax.config.update("jax_platforms", "cpu")
 
-    folder, num_devices = folder_of(request, variants), _num_devices(request, variants)
+    folder = folder_of(request, variants)
+    num_devices = _num_devices(request, variants)
     budget = cast(float | None, request.budget)
     question = ComparisonSpec(request.match, budget, solve_for, request.tolerance, num_devices)
     is_script = request.launch == "print"
@@ -188,7 +189,9 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
 def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Log) -> None:
     done = len(runs) - len(left)
     log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
-    work, seconds = 0.0, 0.0  # of whole runs so far
+    # of whole runs so far
+    work = 0.0
+    seconds = 0.0
     for number, run in enumerate(runs, 1):
         if run not in left:
             continue
@@ -197,7 +200,8 @@ def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Lo
             log(f"{name}: skipped, because an earlier stage diverged")
             continue
         before = comparison_results.load_record(run)
-        is_resumed, began = before is not None and before.steps, time.monotonic()
+        is_resumed = before is not None and before.steps
+        began = time.monotonic()
         log(f"{name}: {'resumed' if is_resumed else 'started'}")
         code = train(run)
         # After exit code 0 the record must be readable: read_run raises otherwise.
@@ -214,7 +218,8 @@ def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Lo
             continue
         line = f"{name}: validation loss {format_loss(record.final_loss)}, {format_duration(took)}"
         if not is_resumed:
-            work, seconds = work + run.weight, seconds + took
+            work = work + run.weight
+            seconds = seconds + took
         ahead = sum(later.weight for later in runs[number:] if later in left)
         if work and ahead:
             line += f", about {format_duration(seconds / work * ahead)} left"
@@ -331,7 +336,8 @@ def write_config(run: Trial) -> None:
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     # Keys of a module that only other configurations import are unknown to this run.
     others = [one.keys.model_fields for one in registrations() if one.keys and not one.is_built_in]
-    values, known = flatten(run.config), all_keys()
+    values = flatten(run.config)
+    known = all_keys()
     omitted = {n for fields in others for n in fields if values[n] == known[n].default}
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 

@@ -27,7 +27,8 @@ class Estimate:
         # scipy.special, because scipy.stats takes a second to import.
         from scipy.special import stdtr, stdtrit
 
-        mean, std = statistics.fmean(numbers), statistics.stdev(numbers)
+        mean = statistics.fmean(numbers)
+        std = statistics.stdev(numbers)
         error = std / math.sqrt(count)
         half = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * error
         p_value = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
@@ -57,7 +58,8 @@ def holm_corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
     tested = sorted(
         (one.p_value, name) for name, one in estimates.items() if one.p_value is not None
     )
-    corrected, least = dict(estimates), 0.0
+    corrected = dict(estimates)
+    least = 0.0
     for rank, (p_value, name) in enumerate(tested):
         least = max(least, min(p_value * (len(tested) - rank), 1.0))
         corrected[name] = dataclasses.replace(estimates[name], p_value=least)
@@ -68,7 +70,9 @@ def format_difference(
     first: str, other: str, difference: Estimate, num_comparisons: int = 1
 ) -> str:
     """Describes the difference of two losses in nats per token."""
-    mean, low, high = difference.mean, difference.ci_low, difference.ci_high
+    mean = difference.mean
+    low = difference.ci_low
+    high = difference.ci_high
     seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
     if mean is None:
         return f"{other} and {first} have no completed seed in common."

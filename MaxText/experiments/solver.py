@@ -30,7 +30,9 @@ from MaxText.training.backend_defaults import resolve_auto
 
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
-_LARGEST_STEPS, _LARGEST_OTHER = 10**12, 2**20  # largest values to search
+# largest values to search
+_LARGEST_STEPS = 10**12
+_LARGEST_OTHER = 2**20
 _MAX_TRIED = 512  # candidates tried until one breaks no rule
 # Matrix sizes stay multiples of these, for hardware efficiency, if at least _TIMES as large:
 # coarser steps would leave no choice.
@@ -99,7 +101,8 @@ def solve(
     """
     if amount(stages) == budget:
         return stages
-    search, helpful = _Search(stages, solve_for, amount), _helpful_keys(match, stages[-1])
+    search = _Search(stages, solve_for, amount)
+    helpful = _helpful_keys(match, stages[-1])
     model = stages[-1].model
     has_slots = model.attention.attention_projections != "dense"
     if solve_for == WIDTH and has_slots and model.shape.head_dim != -1:
@@ -190,7 +193,8 @@ class _Search:
         """Returns the stages at `value` of the key; None if a rule forbids it."""
         if value == self.start:
             return self._stages
-        parts, found = self._parts(value), []
+        parts = self._parts(value)
+        found = []
         if min(parts) < self._bound:
             return None
         for number, part in enumerate(parts):
@@ -213,7 +217,8 @@ class _Search:
 
     def _changes(self, number: int, part: int) -> dict[str, Any]:
         """Returns the solved key of a stage and its dependent keys."""
-        keys, factor = self._flats[number], part / self._starts[number]
+        keys = self._flats[number]
+        factor = part / self._starts[number]
         changes: dict[str, Any] = {self.key: part}
         if self.solve_for == WIDTH and not _is_of_slots(self._stages[number]):
             changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
@@ -296,20 +301,25 @@ def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stag
 
 def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
     """Sets budget and solved configurations; UserError if out of reach."""
-    question, match, budget = plan.question, plan.question.match, plan.question.budget
+    question = plan.question
+    match = plan.question.match
+    budget = plan.question.budget
     for variant in variants:
-        label, seconds = variant.label, [0.0] * len(variant.stages)
+        label = variant.label
+        seconds = [0.0] * len(variant.stages)
         if match == "time":
             names = (name for name, _ in variant.named_stages)
             seconds = [plan.seconds_per_step(name) for name in names]
         amount = budget_metric(match, question.num_devices, seconds)
         if budget is None:
             budget = float(amount(variant.stages))
-        key, tolerance = question.solve_for[label], question.tolerance
+        key = question.solve_for[label]
+        tolerance = question.tolerance
         solved = solve(label, variant.stages, key, amount, budget, match=match, tolerance=tolerance)
         stages = []
         for old, new, of_step in zip(variant.stages, solved, seconds, strict=True):
-            before, after = flatten(old), flatten(new)
+            before = flatten(old)
+            after = flatten(new)
             changes = {name: value for name, value in after.items() if value != before[name]}
             of = cost(new, question.num_devices)
             time = of_step * of.steps if match == "time" else None

@@ -41,18 +41,41 @@ _LONGEST_FOLDER = 120  # file systems allow about twice as many
 _PLACE = ("base_output_directory", *SET_PER_RUN)
 _SHOWN_SECTIONS = ("decoding", "scoring", "monitoring", "guard", "mesh", "run")
 _WITHOUT_EFFECT = {
-    "model_name", "jax_cache_dir", "log_config", "async_checkpointing",
-    "enable_checkpointing", "checkpoint_period", "save_checkpoint_on_start",
-    "save_checkpoint_on_completion", "max_to_keep", "keep_period", "eval_interval",
-    "data_cache_dir", "grain_worker_count", "prepare_num_workers", "num_vocab_tiling",
-}  # fmt: skip
+    "model_name",
+    "jax_cache_dir",
+    "log_config",
+    "async_checkpointing",
+    "enable_checkpointing",
+    "checkpoint_period",
+    "save_checkpoint_on_start",
+    "save_checkpoint_on_completion",
+    "max_to_keep",
+    "keep_period",
+    "eval_interval",
+    "data_cache_dir",
+    "grain_worker_count",
+    "prepare_num_workers",
+    "num_vocab_tiling",
+}
 # Keys that make losses incomparable if they differ.
 _UNLIKE_LOSSES = {
-    "vocab_size", "max_target_length", "dataset_type", "dataset_path", "data_mixture_weights",
-    "grain_train_files", "grain_eval_files", "train_split", "eval_split", "eval_steps",
-    "tokenizer_path", "tokenizer_vocab_size", "prepare_source", "mlm_training", "loss_type",
+    "vocab_size",
+    "max_target_length",
+    "dataset_type",
+    "dataset_path",
+    "data_mixture_weights",
+    "grain_train_files",
+    "grain_eval_files",
+    "train_split",
+    "eval_split",
+    "eval_steps",
+    "tokenizer_path",
+    "tokenizer_vocab_size",
+    "prepare_source",
+    "mlm_training",
+    "loss_type",
     "entmax_alpha",
-}  # fmt: skip
+}
 
 
 SOURCE = "load_parameters_path"  # key of the previous stage's folder, which differs for each run
@@ -128,10 +151,13 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
         fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
         found.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(found)
-    entries, labels, stems = [], [], _stems(request.configs)
+    entries = []
+    labels = []
+    stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
         chain = [({}, "")]  # keys of stages and their place
-        assignments, place = request.sweep or [{}], "command line, sweep=..."
+        assignments = request.sweep or [{}]
+        place = "command line, sweep=..."
         in_file = sources.collect([path]).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
             place = in_file["sweep"].origin.place
@@ -184,7 +210,8 @@ def _load_stages(
     swept = _words(assignment, place)
     _check_names("sweep", assignment, place, given)
     taken = given | dict.fromkeys(map(_own_name, assignment), place)
-    stages, problems = [], []
+    stages = []
+    problems = []
     for number, (keys, where) in enumerate(chain):
         try:
             _check_names("stages", keys, where, taken)
@@ -215,14 +242,16 @@ def _check_names(
     """Refuses keys set per run or stage, or also given elsewhere."""
     done = "swept" if block == "sweep" else "set by a stage"
     for name in map(_own_name, assignment):
-        problem, places = "", (place,)
+        problem = ""
+        places = (place,)
         if block == "stages" and name in (SOURCE, "load_full_state_path"):
             problem = f"stages: {name}: each stage starts from the previous one"
         elif name in _PLACE:
             setter = SET_PER_RUN.get(name, "output=")
             problem = f"{block}: {name} cannot be {done}; {setter} sets it for each run"
         elif name in given:
-            problem, places = f"{name}: set for all runs and also {done}", (given[name], place)
+            problem = f"{name}: set for all runs and also {done}"
+            places = (given[name], place)
         if problem:
             raise ConfigurationError([ConfigIssue(problem, places)])
 

@@ -170,7 +170,8 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
 
 def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
     """Returns why the depth cannot change, if it has to."""
-    old, new = _layers(stored), _layers(wanted)
+    old = _layers(stored)
+    new = _layers(wanted)
     depths = sum(old.values()), sum(new.values())
     if depths[0] == depths[1]:
         return []
@@ -243,7 +244,8 @@ def grow_shard(
     index = (slice(None),) * len(shape) if index is None else index
     spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
     part = np.full([stop - start for start, stop in spans], fresh, leaf.new.dtype)
-    source, place = [slice(*span) for span in spans], [slice(None)] * len(shape)
+    source = [slice(*span) for span in spans]
+    place = [slice(None)] * len(shape)
     if leaf.slots:
         axis, old, _ = leaf.slots
         start, stop = spans[axis]

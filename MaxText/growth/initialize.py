@@ -55,7 +55,8 @@ def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_sta
         if name not in plans:
             return fresh
         assert growth.source.read_other is not None  # its arrays are among the plans
-        stored, means = growth.source.read_other(_OPT_STATE + name), None
+        stored = growth.source.read_other(_OPT_STATE + name)
+        means = None
         if growth.opt_state == "warmed" and _SECOND_MOMENT in name.split("/"):
             means = _mean_over_slots(plans[name], stored)
         fresh.delete()
@@ -66,11 +67,13 @@ def grow_opt_state(growth: PendingGrowth, abstract_opt_state: Any, fresh_opt_sta
 
 def _moment_plans(growth: PendingGrowth, wanted: Mapping[str, ArraySpec]) -> dict[str, ParamGrowth]:
     others = growth.source.others
-    plans, expected = {}, {}
+    plans = {}
+    expected = {}
     for name, new in wanted.items():
         if name.split("/")[0] != str(BASE_TRANSFORM):
             continue  # the schedule's step
-        parts, leaves = name.split("/"), growth.plan.leaves
+        parts = name.split("/")
+        leaves = growth.plan.leaves
         ends = ("/".join(parts[start:]) for start in range(len(parts)))
         parameter = next((leaves[end] for end in ends if end in leaves), None)
         if parameter is None or parameter.new.shape != new.shape:

@@ -72,7 +72,8 @@ def _as_recorded(
 ) -> ResolvedGrowth:
     """Resolves a run with a restored full state, its own or another's."""
     newest_first = (each.try_metadata() for each in reversed(checkpoints))
-    metadata, stored = next(filter(None, newest_first), {}), checkpoints[-1]
+    metadata = next(filter(None, newest_first), {})
+    stored = checkpoints[-1]
     record = growth_plan.from_metadata(metadata)
     # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
@@ -113,7 +114,8 @@ def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGro
 
     checkpoint = config.checkpoint
     growth = source.plan(abstract_model(config).parameters, flatten(config))
-    mode, changes = checkpoint.growth.mode, growth.slots or growth.layers
+    mode = checkpoint.growth.mode
+    changes = growth.slots or growth.layers
     _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
     if changes:
         _check_possible(config, growth, source)
@@ -294,7 +296,8 @@ def _other_changes(stored: Config | None, config: Config) -> list[str]:
     """Describes differing keys of model.pattention, except sizes and zoom."""
     if stored is None or not _places(config):
         return []
-    old, new = stored.model.pattention, config.model.pattention
+    old = stored.model.pattention
+    new = config.model.pattention
     was, now = (
         dict(pattention) | {f"scale_factors.{name}": one for name, one in pattention.scale_factors}
         for pattention in (old, new)

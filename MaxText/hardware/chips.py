@@ -39,41 +39,144 @@ class Chip:
 
 _ROWS = "benchmarks/plan.py, published runs"
 _TPUS = (
-    Chip("v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2,
-         speed_of_8_bits=1),
-    Chip("v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2,
-         speed_of_8_bits=1),
-    Chip("v4", "TPU v4", "tpu", 32 * GB, 1228 * GB, 300 * GB, 3, 4096, 6 * GB, 2, 1,
-         (0.65, 0.80), _ROWS, 1),
-    Chip("v5e", "TPU v5 lite", "tpu", 15.75 * 2**30, 819 * GB, 200 * GB, 2, 256, 6 * GB, 1, 1,
-         (0.80, 1.00), _ROWS),
-    Chip("v5p", "TPU v5", "tpu", 95.74 * 2**30, 2765 * GB, 600 * GB, 3, 8960, 6 * GB, 2, 1,
-         (0.80, 0.92), _ROWS),
-    Chip("v6e", "TPU v6 lite", "tpu", 31.25 * 2**30, 1638 * GB, 448 * GB, 2, 256, 12 * GB, 1, 1,
-         (0.55, 0.75), _ROWS),
+    Chip(
+        "v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2, speed_of_8_bits=1
+    ),
+    Chip(
+        "v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2, speed_of_8_bits=1
+    ),
+    Chip(
+        "v4",
+        "TPU v4",
+        "tpu",
+        32 * GB,
+        1228 * GB,
+        300 * GB,
+        3,
+        4096,
+        6 * GB,
+        2,
+        1,
+        (0.65, 0.80),
+        _ROWS,
+        1,
+    ),
+    Chip(
+        "v5e",
+        "TPU v5 lite",
+        "tpu",
+        15.75 * 2**30,
+        819 * GB,
+        200 * GB,
+        2,
+        256,
+        6 * GB,
+        1,
+        1,
+        (0.80, 1.00),
+        _ROWS,
+    ),
+    Chip(
+        "v5p",
+        "TPU v5",
+        "tpu",
+        95.74 * 2**30,
+        2765 * GB,
+        600 * GB,
+        3,
+        8960,
+        6 * GB,
+        2,
+        1,
+        (0.80, 0.92),
+        _ROWS,
+    ),
+    Chip(
+        "v6e",
+        "TPU v6 lite",
+        "tpu",
+        31.25 * 2**30,
+        1638 * GB,
+        448 * GB,
+        2,
+        256,
+        12 * GB,
+        1,
+        1,
+        (0.55, 0.75),
+        _ROWS,
+    ),
     Chip("tpu7x", "TPU7x", "tpu", 192 * GB, 7380 * GB, 1200 * GB, 3, 9216, 12 * GB, 2, 2),
-)  # fmt: skip
+)
 # Servers of 8 GPUs with NVLink and a 400 Gbit/s network card per GPU (A100: 200). PCIe cards have
 # no NVLink.
 _GPUS = (
     Chip("A100", "NVIDIA A100-SXM4-80GB", "gpu", 80 * GB, 2039 * GB, 300 * GB, 0, 8, 25 * GB),
     Chip("A100-40", "NVIDIA A100-SXM4-40GB", "gpu", 40 * GB, 1555 * GB, 300 * GB, 0, 8, 25 * GB),
-    Chip("H100", "NVIDIA H100 80GB HBM3", "gpu", 80 * GB, 3350 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
-         (0.42, 0.68), _ROWS),
-    Chip("H200", "NVIDIA H200", "gpu", 141 * GB, 4800 * GB, 450 * GB, 0, 8, 50 * GB, 1, 1,
-         (0.65, 0.90), "benchmarks/gpu.py, one GPU"),
+    Chip(
+        "H100",
+        "NVIDIA H100 80GB HBM3",
+        "gpu",
+        80 * GB,
+        3350 * GB,
+        450 * GB,
+        0,
+        8,
+        50 * GB,
+        1,
+        1,
+        (0.42, 0.68),
+        _ROWS,
+    ),
+    Chip(
+        "H200",
+        "NVIDIA H200",
+        "gpu",
+        141 * GB,
+        4800 * GB,
+        450 * GB,
+        0,
+        8,
+        50 * GB,
+        1,
+        1,
+        (0.65, 0.90),
+        "benchmarks/gpu.py, one GPU",
+    ),
     Chip("B200", "NVIDIA B200", "gpu", 180 * GB, 8000 * GB, 900 * GB, 0, 8, 50 * GB),
     Chip("L4", "NVIDIA L4", "gpu", 24 * GB, 300 * GB, 32 * GB, 0, 8, 12 * GB),
     Chip("L40S", "NVIDIA L40S", "gpu", 48 * GB, 864 * GB, 32 * GB, 0, 8, 25 * GB),
-    Chip("V100", "NVIDIA V100-SXM2-16GB", "gpu", 16 * GB, 900 * GB, 150 * GB, 0, 8, 12 * GB,
-         speed_of_8_bits=1),
-)  # fmt: skip
+    Chip(
+        "V100",
+        "NVIDIA V100-SXM2-16GB",
+        "gpu",
+        16 * GB,
+        900 * GB,
+        150 * GB,
+        0,
+        8,
+        12 * GB,
+        speed_of_8_bits=1,
+    ),
+)
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
 # No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small
 # models reached on two cores.
-CPU = Chip("cpu", "cpu", "cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-           30 * GB, math.inf, 0, 1, math.inf, 1, 1, (0.3, 0.8),
-           "measured: small models on two cores")  # fmt: skip
+CPU = Chip(
+    "cpu",
+    "cpu",
+    "cpu",
+    float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+    30 * GB,
+    math.inf,
+    0,
+    1,
+    math.inf,
+    1,
+    1,
+    (0.3, 0.8),
+    "measured: small models on two cores",
+)
 _BY_NAME = {chip.name.lower(): chip for chip in (*_TPUS, *_GPUS, CPU)}
 # Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
 # T4. Patterns match jax.Device.device_kind in order. TPU v2, v3 and 7x chips are two devices each.
@@ -101,9 +204,13 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 )
 
 ALIASES = {
-    "v5litepod": "v5e", "v5lite": "v5e", "v6lite": "v6e", "v6": "v6e",
-    "v7x": "tpu7x", "7x": "tpu7x",
-}  # fmt: skip
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "v6lite": "v6e",
+    "v6": "v6e",
+    "v7x": "tpu7x",
+    "7x": "tpu7x",
+}
 _NAME = re.compile(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?")
 
 
@@ -142,7 +249,8 @@ def find_hardware(name: str) -> Hardware:
     match = _NAME.fullmatch(name.strip().lower())
     count, kind, number = match.groups() if match else (None, "", None)
     if count and f"{kind}-{number}" in _BY_NAME:  # 8xA100-40, of 40 GB each
-        kind, number = f"{kind}-{number}", None
+        kind = f"{kind}-{number}"
+        number = None
     chip = _BY_NAME.get(ALIASES.get(kind, kind))
     if chip is None:
         words = [*CHIPS, *ALIASES]
@@ -153,7 +261,8 @@ def find_hardware(name: str) -> Hardware:
             "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a "
             f"number of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
         )
-    times, number = int(count or 1), None if number is None else int(number)
+    times = int(count or 1)
+    number = None if number is None else int(number)
     if 0 in (times, number):
         raise UserError(f"hardware={name}: numbers start at 1.")
     if chip.platform == "tpu":

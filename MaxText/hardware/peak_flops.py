@@ -52,7 +52,8 @@ def peak_flops(
         return known
     if not cache_folder:
         return measure_peak(device)
-    file, name = epath.Path(cache_folder) / _MEASURED_FILE, _name_of(device)
+    file = epath.Path(cache_folder) / _MEASURED_FILE
+    name = _name_of(device)
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         peaks = {key: PeakFlops(**peak) for key, peak in stored.items()}

@@ -38,7 +38,8 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     Raises UserError without usable weights, tokenizer, prompts or output file, and
     UnexpectedOutputError if the text differs from autoregressive_decode_assert.
     """
-    config, decoding = loaded.config, loaded.config.decoding
+    config = loaded.config
+    decoding = loaded.config.decoding
     prompts = read_prompts(decoding)
     check_not_input(
         "decode_output_path", decoding.decode_output_path, "prompt_file", decoding.prompt_file
@@ -48,7 +49,8 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
     tokenizer = trained.open_tokenizer(typed=loaded.typed("tokenizer_path"))
     batch_size = microbatch_size(config.batch, trained.sharding)
     if jax.process_index() > 0:  # all hosts generate the same texts
-        write, output = lambda text: None, JsonlWriter("")
+        write = _discard
+        output = JsonlWriter("")
     engine = Engine(
         trained.model,
         trained.model.unstack_params(trained.params),
@@ -65,6 +67,10 @@ def decode(loaded: LoadedConfig, write: Write) -> None:
             f"the generated text is not the expected one\n  generated: {texts[0]!r}\n"
             f"  expected:  {expected!r}"
         )
+
+
+def _discard(text: str) -> None:
+    """A `Write` for processes that do not report."""
 
 
 def write_sample(
@@ -139,8 +145,10 @@ def _generate(
     streams = len(asked) == 1 and config.decode_stream
     if streams:
         write(f"Input `{_shown(asked[0])}` -> `")
-    began, timing = time.perf_counter(), Timing()
-    texts, num_tokens = [], 0
+    began = time.perf_counter()
+    timing = Timing()
+    texts = []
+    num_tokens = 0
     for number, completion in generate(
         engine,
         ids,

@@ -60,8 +60,10 @@ class Engine:
         """
         self.window = model.config.shape.max_target_length  # of a sequence
         self.batch_divisor = sharding.num_batch_parts  # batch sizes are multiples
-        self._model, self._params = model, params
-        self._sampling, self._num_ids = sampling, num_ids
+        self._model = model
+        self._params = params
+        self._sampling = sampling
+        self._num_ids = num_ids
         # Sampled tokens are replicated, so that every host can read them.
         outputs = {"out_shardings": (None, sharding.replicated)}
         self._prefill_step = sharding.jit(self._prefill, static_argnums=6, **outputs)
@@ -133,7 +135,8 @@ class Engine:
         decoder = self._model.merge(params)
         h_BTD, cache = decoder.prefill(tokens_BT, lengths_B, capacity)
         last_B1D = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)
-        key, fold = jax.random.key(seed), jax.random.fold_in
+        key = jax.random.key(seed)
+        fold = jax.random.fold_in
         keys_B = jax.vmap(lambda name: fold(fold(key, name[0]), name[1]))(names_B2)
         generated_BV = None
         if self._sampling.repetition_penalty != 1:
@@ -153,14 +156,16 @@ class Engine:
 
     def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
-        tokens_BT, positions_BT = state.tokens_B[:, None], state.lengths_B[:, None] - 1
+        tokens_BT = state.tokens_B[:, None]
+        positions_BT = state.lengths_B[:, None] - 1
         h_B1D, cache = decoder.decode_step(tokens_BT, positions_BT, state.cache)
         return self._draw(decoder, h_B1D, state._replace(cache=cache))
 
     def _draw(
         self, decoder: Decoder, h_B1D: jax.Array, state: DecodeState
     ) -> tuple[DecodeState, StepOutput]:
-        head_state, positions_B1 = state.cache[-1], state.lengths_B[:, None] - 1
+        head_state = state.cache[-1]
+        positions_B1 = state.lengths_B[:, None] - 1
         logits_BV = decoder.logits(h_B1D, head_state, positions_B1)[:, 0]
         keys_B = jax.vmap(jax.random.fold_in)(state.keys_B, state.num_drawn_B)
         generated_BV = state.generated_BV

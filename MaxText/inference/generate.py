@@ -76,8 +76,10 @@ def generate(
     for first in range(0, len(order), batch_size):
         batch = []
         for number in sorted(order[first : first + batch_size]):
-            prompt, wanted = prompts[number], stopping.max_new_tokens
-            room, half = engine.window - len(prompt), engine.window // 2
+            prompt = prompts[number]
+            wanted = stopping.max_new_tokens
+            room = engine.window - len(prompt)
+            half = engine.window // 2
             if wanted == -1:
                 wanted = room if room > 0 else half
             # Of a long prompt the end, with at most half of the window reserved for new tokens.
@@ -177,10 +179,12 @@ class _ActiveSequence:
                 "logits are not finite: the weights are corrupted or training diverged. Use an "
                 "earlier checkpoint."
             )
-        completion, stream = self.completion, self.stream
+        completion = self.completion
+        stream = self.stream
         completion.tokens.append(token)
         completion.log_probabilities.append(log_probability)
-        is_end, is_full = token in self.eos_ids, len(completion.tokens) >= self.wanted
+        is_end = token in self.eos_ids
+        is_full = len(completion.tokens) >= self.wanted
         piece = "" if is_end else stream.add(token)
         if is_end or is_full:
             completion.finish_reason = "end" if is_end else "length"
@@ -199,7 +203,8 @@ def _run(
         contexts = [row.context(engine.window) if row.is_active else [0] for row in batch]
         padding = batch_size - len(batch)
         length = max(map(len, contexts)) + 1
-        began, seconds = time.perf_counter(), timing.prompts
+        began = time.perf_counter()
+        seconds = timing.prompts
         state, output = engine.prefill(
             contexts + [[0]] * padding,
             [row.name for row in batch] + [(0, 0)] * padding,
@@ -223,7 +228,8 @@ def _run(
                     row.take(token, log_probability)
             now = time.perf_counter()
             seconds.append(now - began)
-            began, seconds = now, timing.steps
+            began = now
+            seconds = timing.steps
             active = [row for row in active if row.is_active]
             if not room:
                 break

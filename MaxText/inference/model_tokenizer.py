@@ -118,7 +118,8 @@ def load_model_tokenizer(
         adds_bos = read_json(folder / CONFIG_NAME).get("add_bos_token")
     # An explicit setting takes precedence over a tokenizer.json's post-processor.
     prefix = () if isinstance(adds_bos, bool) else _post_processor_prefix(folder)
-    entry, rows = tokenizer.entry, config.model.shape.vocab_size
+    entry = tokenizer.entry
+    rows = config.model.shape.vocab_size
     bos = entry.bos_id
     if bos is not None and not prefix and (adds_bos is True or config.preparation.add_bos):
         prefix = (bos,)
@@ -139,7 +140,8 @@ def load_model_tokenizer(
 
 
 def _find(config: Config, weights: str) -> Path | None:
-    asked, data = config.preparation.tokenizer_path, config.data
+    asked = config.preparation.tokenizer_path
+    data = config.data
     if asked and Path(asked).expanduser().exists():
         return Path(asked).expanduser()
     # weights is <run>/checkpoints/<step>; the tokenizer is in the run folder.

@@ -95,9 +95,12 @@ def resolve_weights(config: Config) -> ResolvedWeights:
     from MaxText.conversion import hf_checkpoint
     from MaxText.storage.paths import parse_path
 
-    path, key, run = config.checkpoint.load_parameters_path, "load_parameters_path", config.run
+    path = config.checkpoint.load_parameters_path
+    key = "load_parameters_path"
+    run = config.run
     if not path:
-        path, key = f"{run.base_output_directory}/{run.run_name}", "run_name"
+        path = f"{run.base_output_directory}/{run.run_name}"
+        key = "run_name"
         checkpoints = parse_path(path, key) / checkpoint_files.CHECKPOINTS
         if not checkpoint_files.finalized_steps(checkpoints):
             raise UserError(

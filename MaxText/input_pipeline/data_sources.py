@@ -87,7 +87,8 @@ class OpenDataSource:
 
 def requested_sources(request: OpenRequest) -> list[DataSource]:
     """Returns the datasets to open; UserError unless weights are positive."""
-    data, keys = request.data, ["data_mixture_weights", "grain_train_files"]
+    data = request.data
+    keys = ["data_mixture_weights", "grain_train_files"]
     if not request.for_training:
         keys = ["grain_eval_files", "dataset_path", *keys]
     key = next((key for key in keys if getattr(data, key)), "dataset_path")
@@ -102,7 +103,8 @@ def requested_sources(request: OpenRequest) -> list[DataSource]:
 
 def _open_tokens(request: OpenRequest, entry: DataSource) -> TokenSplit:
     """Opens a dataset; UserError as open_token_data, or for too large ids."""
-    location, vocab_size = entry.location, request.vocab_size
+    location = entry.location
+    vocab_size = request.vocab_size
     tokens = open_token_data(dataclasses.replace(request, location=location, key=entry.key))
     largest = tokens.max_token_id
     if largest is not None and largest >= vocab_size:
@@ -135,7 +137,8 @@ def prepare_sources(config: Config) -> None:
     if data.dataset_type == "grain" and config.preparation.prepare_source:
         from MaxText.input_pipeline.prepare.prepare import prepare
 
-        cache_dir, most = data.local_cache_dir, data.bad_records.maximum
+        cache_dir = data.local_cache_dir
+        most = data.bad_records.maximum
         prepare(config.preparation, data.dataset_path, cache_dir=cache_dir, max_bad_records=most)
     check_sources(config)
 
@@ -169,8 +172,10 @@ def open_sources(
     `num_samples` are the sequences of the whole run; None for evaluation. Raises UserError if a
     dataset is missing, damaged, does not fit vocab_size or is shorter than one sequence.
     """
-    data, masking = config.data, config.masking
-    length, vocab_size = config.model.shape.max_target_length, config.model.shape.vocab_size
+    data = config.data
+    masking = config.masking
+    length = config.model.shape.max_target_length
+    vocab_size = config.model.shape.vocab_size
     if masking.mlm_training and masking.mlm.cls_token_id >= 0:
         length -= 1  # for CLS
     truncate = data.use_truncation and not data.packing
@@ -228,7 +233,8 @@ def _slice(
     options: SequenceOptions,
     num_samples: int | None,
 ) -> Windows:
-    data, cache_dir = request.data, request.data.local_cache_dir
+    data = request.data
+    cache_dir = request.data.local_cache_dir
     kind = _window_kind(data, tokens.labels is not None or _are_sequences(tokens, options.length))
     if tokens.labels is not None and (kind is GptNeoxSamples or entry.sampling != CHUNKS):
         raise UserError(
@@ -265,7 +271,8 @@ def _gpt_neox_part(
     request: OpenRequest, tokens: TokenSplit, length: int, num_samples: int | None
 ) -> tuple[tuple[int, int], int | None]:
     """Returns the documents to visit, and the number of samples to read."""
-    offsets, data = tokens.store.document_offsets, request.data
+    offsets = tokens.store.document_offsets
+    data = request.data
     documents = 0, len(offsets) - 1
     if data.megatron.split:
         which = 0 if request.for_training else 1
@@ -305,10 +312,12 @@ def weights(data: DataConfig, opened: list[OpenDataSource]) -> list[float]:
 
 def describe(data: DataConfig, opened: list[OpenDataSource], num_rows: int) -> str:
     """Describes the sources: contents, share, and epochs."""
-    lines, shares = [], weights(data, opened)
+    lines = []
+    shares = weights(data, opened)
     for source, share in zip(opened, shares, strict=True):
         lines.append(source.data.description)
-        windows, location = source.rows.windows, source.entry.location
+        windows = source.rows.windows
+        location = source.entry.location
         if windows.padding_share > 0.01:
             why = "packing=true packs documents"
             if source.data.labels is not None:

@@ -58,7 +58,8 @@ def measure_tokens(
 
     Reads about `max_tokens` in all, and at least one block.
     """
-    found, digest = TokenStatistics(), hashlib.sha256()
+    found = TokenStatistics()
+    digest = hashlib.sha256()
     num_blocks = -(-len(store) // BLOCK_TOKENS)
     num_read = num_blocks if max_tokens >= len(store) else max(max_tokens // BLOCK_TOKENS, 1)
     for block in np.linspace(0, num_blocks, num_read, endpoint=False, dtype=np.int64).tolist():
@@ -77,7 +78,8 @@ def measure_tokens(
 
 def _compare_checksums(source: OpenDataSource, found: TokenStatistics) -> str:
     """Returns what protects the tokens; UserError if they changed."""
-    data, location = source.data, source.entry.location
+    data = source.data
+    location = source.entry.location
     if data.store.is_checked:
         return "CRC-32C of every 4 KiB, compared at each read"
     if not data.tokens_sha256:
@@ -160,7 +162,8 @@ class Inspection:
         self._check_ids(max(max_token_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
-        store, windows = source.data.store, source.rows.windows
+        store = source.data.store
+        windows = source.rows.windows
         num_bytes = _ID_BYTES * min(max_tokens, len(store))
         progress = progress_in_bytes("Reading tokens", num_bytes, self._log)
         found = measure_tokens(store, max_tokens, lambda done: progress(_ID_BYTES * done))
@@ -220,7 +223,8 @@ def batch_lines(
     `origins` are (document, first token, tokens) by sample, which is several rows if sequences are
     shortened.
     """
-    tokens_BT, loss_mask_BT = np.asarray(batch.tokens_BT), np.asarray(batch.loss_mask_BT)
+    tokens_BT = np.asarray(batch.tokens_BT)
+    loss_mask_BT = np.asarray(batch.loss_mask_BT)
     num_rows, length = tokens_BT.shape
     rows_of_sample = num_rows // len(origins)
     lines = [

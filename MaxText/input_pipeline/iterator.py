@@ -172,7 +172,8 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
         Commutes with a seek to an earlier position. Returns whether anything changed. Raises
         UserError unless 0 <= first < end.
         """
-        exclusions, known = ExcludedRanges([(first, end)]), self.source.excluded
+        exclusions = ExcludedRanges([(first, end)])
+        known = self.source.excluded
         if known | exclusions == known:
             return False
         self.close()
@@ -213,7 +214,8 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
                 + ". Restore these settings to resume that run, or start a new run (another "
                 "run_name) from its weights with load_parameters_path."
             )
-        step, samples = position["step"], position.get("samples")
+        step = position["step"]
+        samples = position.get("samples")
         saved = ExcludedRanges(position.get("excluded", ()))
         self.source.exclusions |= saved
         self.seek(step)

@@ -72,13 +72,15 @@ def make_train_iterator(
         vocab_size; the batch does not split over the hosts; or excluded_samples is not a list of
         ranges.
     """
-    data, masking = config.data, config.masking
+    data = config.data
+    masking = config.masking
     identity: dict[str, Any] = {
         "data_set": "synthetic",
         "seed": data.data_shuffle_seed,
         "max_target_length": schedule.window,
     }
-    exclusions, retries = ExcludedRanges(data.excluded_samples), Retries(data.data_retry, log)
+    exclusions = ExcludedRanges(data.excluded_samples)
+    retries = Retries(data.data_retry, log)
     opened: list[OpenDataSource] = []
     if data.dataset_type == "synthetic":
         rows = _synthetic(config, TRAIN_STREAM)
@@ -168,9 +170,11 @@ def _eval_batches(
 ) -> EvalBatches:
     schedule = BatchSchedule.constant(batch_size, config.model.shape.max_target_length)
     rows = Concatenation([source.rows for source in opened])
-    num_steps, unlimited = config.evaluation.eval_steps, sys.maxsize
+    num_steps = config.evaluation.eval_steps
+    unlimited = sys.maxsize
     if not opened:
-        rows, unlimited = _synthetic(config, EVAL_STREAM), _SYNTHETIC_EVAL_STEPS
+        rows = _synthetic(config, EVAL_STREAM)
+        unlimited = _SYNTHETIC_EVAL_STEPS
     num_steps = unlimited if num_steps == -1 else num_steps
     batches = GlobalBatch(rows, schedule, share, num_steps, **_processing(config, opened))
     return EvalBatches(batches, opened, Retries(config.data.data_retry, log))
@@ -184,13 +188,15 @@ def _synthetic(config: Config, stream: int) -> SyntheticSequences:
 
 
 def _sliding_windows(config: Config, source: OpenDataSource) -> SlidingWindows:
-    name, stride = f"{source.entry.key}={source.entry.location}", config.scoring.eval_stride
+    name = f"{source.entry.key}={source.entry.location}"
+    stride = config.scoring.eval_stride
     if source.data.labels is not None:
         raise UserError(
             f"{name} has labels, so its windows cannot be moved by eval_stride={stride}. Leave "
             "eval_stride=-1."
         )
-    data, length = config.data, config.model.shape.max_target_length
+    data = config.data
+    length = config.model.shape.max_target_length
     options = SequenceOptions(length, data.cross_document_attention, data.zero_loss)
     windows = SlidingWindows(source.data, options, stride)
     if len(windows) == 0:
@@ -203,7 +209,8 @@ def _sliding_windows(config: Config, source: OpenDataSource) -> SlidingWindows:
 
 def _processing(config: Config, opened: list[OpenDataSource]) -> dict[str, Any]:
     """Returns how GlobalBatch checks and masks the sequences of some sources."""
-    vocab_size, masked = config.model.shape.vocab_size, None
+    vocab_size = config.model.shape.vocab_size
+    masked = None
     if config.masking.mlm_training and opened:
         for source in opened:
             if source.data.labels is not None:

@@ -52,7 +52,8 @@ class Arrays:
         self._maps: dict[str, mmap.mmap] = {}
 
     def __getitem__(self, name: str) -> np.ndarray:
-        array, mapped = self._arrays.get(name), self._maps.get(name)
+        array = self._arrays.get(name)
+        mapped = self._maps.get(name)
         if mapped is not None and mapped.size() < len(mapped):
             array = None  # reading what was cut off would kill the process
         if array is None:
@@ -93,7 +94,8 @@ def cached_arrays(
     if mark_used(folder):
         return Arrays(folder)
     blocks = iter(compute())
-    first, num_items = [], 0
+    first = []
+    num_items = 0
     for block in blocks:
         first.append(block)
         num_items += sum(array.size for array in block.values())

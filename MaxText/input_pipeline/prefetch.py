@@ -123,7 +123,8 @@ class Retries:
 
     def drain(self) -> list[str]:
         """Returns the messages since the last call."""
-        news, self._news = self._news, []
+        news = self._news
+        self._news = []
         return news
 
     def call(
@@ -134,7 +135,10 @@ class Retries:
         Errors for which `is_worth_it` is false are raised at once. Raises UserError, starting with
         `what`, after the last attempt, and WaitCancelledError if `stopping` returned true.
         """
-        began, tries, number, delay = time.monotonic(), self.options.attempts + 1, 1, 0.0
+        began = time.monotonic()
+        tries = self.options.attempts + 1
+        number = 1
+        delay = 0.0
         while True:
             try:
                 return attempt()

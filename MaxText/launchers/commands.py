@@ -39,9 +39,14 @@ class LaunchOptions(ProgramOptions):
     """Options of all places."""
 
     RENAMED: ClassVar = {
-        "devices": "devices_per_process", "grace": "grace_period", "job": "job_id",
-        "lines": "tail", "logs": "log_dir", "tries": "max_attempts", "type": "accelerator_type",
-    }  # fmt: skip
+        "devices": "devices_per_process",
+        "grace": "grace_period",
+        "job": "job_id",
+        "lines": "tail",
+        "logs": "log_dir",
+        "tries": "max_attempts",
+        "type": "accelerator_type",
+    }
 
     dry_run: bool = key(False, "Print the commands.")
     max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")

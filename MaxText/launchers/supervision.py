@@ -50,7 +50,8 @@ def supervise(
     SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded and end restarting. A second SIGTERM
     or SIGINT kills. Returns the last attempt's exit code, or 128 + n for signal n.
     """
-    most, restarts = options.max_restarts if options.supervise else 0, 0
+    most = options.max_restarts if options.supervise else 0
+    restarts = 0
     received: list[int] = []
     attempt: LocalProcesses | None = None
 
@@ -116,9 +117,15 @@ def combined_exit_code(codes: Sequence[int | None]) -> int:
     coordinator exited first. Processes that had to be stopped (None) are ignored.
     """
     ranks = [
-        exit_codes.USER_ERROR, exit_codes.DIVERGED, "error", "signal",
-        exit_codes.STALLED, -signal.SIGABRT, exit_codes.PREEMPTED, exit_codes.SUCCESS,
-    ]  # fmt: skip
+        exit_codes.USER_ERROR,
+        exit_codes.DIVERGED,
+        "error",
+        "signal",
+        exit_codes.STALLED,
+        -signal.SIGABRT,
+        exit_codes.PREEMPTED,
+        exit_codes.SUCCESS,
+    ]
 
     def rank(code: int) -> int:
         return ranks.index(code if code in ranks else "error" if code > 0 else "signal")

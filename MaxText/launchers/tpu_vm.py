@@ -118,7 +118,8 @@ class TpuVm:
     """
 
     def __init__(self, options: GcloudOptions, commands: Commands):
-        self._options, self._commands = options, commands
+        self._options = options
+        self._commands = commands
 
     def create(self) -> None:
         """Creates the TPU VM; retries while there is no capacity."""
@@ -126,7 +127,8 @@ class TpuVm:
 
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
-        asked, most = self._options, self._options.max_attempts
+        asked = self._options
+        most = self._options.max_attempts
         create = [*self._gcloud(_QUEUED, "create", asked.name), f"--node-id={asked.name}"]
         if asked.best_effort:
             create.insert(1, "alpha")  # whose API has this tier
@@ -176,9 +178,16 @@ class TpuVm:
     def run(self, arguments: Sequence[str]) -> None:
         """Starts training on every host in the background, supervised."""
         launch = [
-            ".venv/bin/python", "MaxText/launch.py", "local", "1", "--supervise",
-            f"--max-restarts={self._options.max_restarts}", f"--log-dir={_LOGS}", "--", *arguments,
-        ]  # fmt: skip
+            ".venv/bin/python",
+            "MaxText/launch.py",
+            "local",
+            "1",
+            "--supervise",
+            f"--max-restarts={self._options.max_restarts}",
+            f"--log-dir={_LOGS}",
+            "--",
+            *arguments,
+        ]
         with contextlib.suppress(UserError):  # no type given, or newer than the table
             number = find_hardware(self._options.accelerator_type).num_devices
             launch = ["env", f"{NUM_DEVICES_VARIABLE}={number}", *launch]

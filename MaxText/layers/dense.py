@@ -40,15 +40,21 @@ class Dense(nnx.Module):
         self.is_quantizable = used_in is None
         dtype = init.weight_dtype
         self.kernel = param(
-            rngs, inputs + outputs, axes, initializer,
-            dtype=dtype, num_input_dims=len(inputs), used_in=self.dtype,
-        )  # fmt: skip
+            rngs,
+            inputs + outputs,
+            axes,
+            initializer,
+            dtype=dtype,
+            num_input_dims=len(inputs),
+            used_in=self.dtype,
+        )
         self.bias = (
             param(rngs, outputs, axes[len(inputs) :], zeros, dtype=dtype) if use_bias else None
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-        dtype, n = dtype or self.dtype, self.num_input_dims
+        dtype = dtype or self.dtype
+        n = self.num_input_dims
         contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
         y = self.dot_general(
             x.astype(dtype),
@@ -80,9 +86,13 @@ class Embedding(nnx.Module):
         draw = init.initializers
         initial = draw.position if row_axis == "position" else draw.embedding
         self.embedding = param(
-            rngs, (num_rows, D), (row_axis, "embed"), initial,
-            dtype=init.weight_dtype, used_in=used_in or init.dtype,
-        )  # fmt: skip
+            rngs,
+            (num_rows, D),
+            (row_axis, "embed"),
+            initial,
+            dtype=init.weight_dtype,
+            used_in=used_in or init.dtype,
+        )
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
         rows_BTD = jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
@@ -167,7 +177,8 @@ def _dot_in_double_backward(dims: Any, operands: Any, g: jax.Array) -> tuple[jax
     lhs, rhs = operands
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     swapped = (rhs_contracted, lhs_contracted), (rhs_batch, lhs_batch)
-    num_batch, num_rhs = len(lhs_batch), rhs.ndim - len(rhs_batch) - len(rhs_contracted)
+    num_batch = len(lhs_batch)
+    num_rhs = rhs.ndim - len(rhs_batch) - len(rhs_contracted)
     # Dimensions of g are those of the batch, what lhs keeps, what rhs keeps.
     from_rhs = tuple(range(g.ndim - num_rhs, g.ndim))
     from_lhs = tuple(range(num_batch, g.ndim - num_rhs))
@@ -215,9 +226,11 @@ def _cpu_dot_backward(dims: Any, precision: Any, operands: Any, g: jax.Array) ->
     rows = tuple(range(x.ndim - len(inputs)))
     dot = functools.partial(jax.lax.dot_general, precision=precision)
     grad_x = dot(g, kernel, ((tuple(range(len(rows), g.ndim)), outputs), ((), ())))
-    narrower_first, axes = (x, g), inputs + outputs
+    narrower_first = (x, g)
+    axes = inputs + outputs
     if g.size < x.size:
-        narrower_first, axes = (g, x), outputs + inputs
+        narrower_first = (g, x)
+        axes = outputs + inputs
     grad_kernel = dot(*narrower_first, ((rows, rows), ((), ())))
     return grad_x, grad_kernel.transpose([axes.index(axis) for axis in range(kernel.ndim)])
 
@@ -229,7 +242,8 @@ def pad_vocab(kernel: jax.Array, axes: Axes) -> jax.Array:
     """Pads the vocabulary of a head on GPUs; callers crop the logits."""
     if "vocab" not in axes or platform() != "gpu":
         return kernel
-    dim, sharding = axes.index("vocab"), current_sharding(axes, kernel.shape)
+    dim = axes.index("vocab")
+    sharding = current_sharding(axes, kernel.shape)
     if sharding is not None and split_axes(sharding, dim):
         return kernel
     widths = [(0, 0)] * kernel.ndim

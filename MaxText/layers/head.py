@@ -24,15 +24,23 @@ class LinearHead(Head):
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.config = head = config.head
         self.dtype = jnp.dtype(jnp.float32) if head.logits_dot_in_fp32 else init.dtype
-        D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
+        D = init.dimensions.emb_dim
+        V = init.dimensions.vocab_size
         if head.logits_via_embedding:
             self.logits_dense = None
         else:
-            draw, has_bias = init.initializers.kernel, head.logits_bias
+            draw = init.initializers.kernel
+            has_bias = head.logits_bias
             self.logits_dense = Dense(
-                (D,), (V,), ("embed", "vocab"), draw, init, rngs,
-                use_bias=has_bias, used_in=self.dtype,
-            )  # fmt: skip
+                (D,),
+                (V,),
+                ("embed", "vocab"),
+                draw,
+                init,
+                rngs,
+                use_bias=has_bias,
+                used_in=self.dtype,
+            )
 
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: Any, positions_BT: jax.Array

@@ -127,7 +127,8 @@ class SlidingWindowCache:
         spec: AttentionSpec,
     ) -> tuple[jax.Array, "SlidingWindowCache"]:
         """Attends from T new tokens, and returns the cache with them."""
-        window, length = self.keys_BKWH.shape[2], positions_BT.shape[1]
+        window = self.keys_BKWH.shape[2]
+        length = positions_BT.shape[1]
         old_BW = _ring_positions(positions_BT[:, 0], window)
         positions_BS = jnp.concatenate([old_BW, positions_BT], axis=1)
         keys, values = (

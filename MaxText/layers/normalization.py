@@ -31,7 +31,8 @@ class RMSNorm(nnx.Module):
         parametric: bool = True,
         initial: float = 1.0,  # factor at the start
     ):
-        self.size, self.epsilon = size, epsilon
+        self.size = size
+        self.epsilon = epsilon
         self.zero_centered = init.zero_centered_norms
         stored = constant(initial - 1.0 if self.zero_centered else initial)
         dtype = init.weight_dtype
@@ -112,7 +113,8 @@ def rms_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: boo
 
 @register("norm", "layer_norm")
 def layer_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    size, epsilon = init.dimensions.emb_dim, config.normalization_layer_epsilon
+    size = init.dimensions.emb_dim
+    epsilon = config.normalization_layer_epsilon
     norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
     if config.normalization_bias and parametric:
         norm.bias = param(rngs, (size,), ("norm",), zeros, dtype=init.weight_dtype)
@@ -121,7 +123,8 @@ def layer_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: b
 
 @register("norm", "scale_norm")
 def scale_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
-    epsilon, initial = config.normalization_layer_epsilon, math.sqrt(init.dimensions.emb_dim)
+    epsilon = config.normalization_layer_epsilon
+    initial = math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)
 
 

@@ -128,7 +128,9 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     attention slots, and its PyTorch program; elsewhere key slots are drawn as kernels and value
     slots as outputs. gpt_neo: GPT-Neo's code, with the scale of attention in the queries.
     """
-    kind, depth, width = config.weight_init, dimensions.num_layers, dimensions.emb_dim
+    kind = config.weight_init
+    depth = dimensions.num_layers
+    width = dimensions.emb_dim
     table = math.sqrt(2 / (5 * width)) if kind == "neox" else config.init_std
     kernel = output = _normal(table)
     if kind == "gpt2":
@@ -136,7 +138,9 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     elif kind in ("neox", "wang"):
         output = _normal(2 / (depth * math.sqrt(width)))
     elif kind in ("fan_in", "tokenformer"):
-        kernel, output, table = _truncated_fan_in, _truncated_fan_in, 1.0
+        kernel = _truncated_fan_in
+        output = _truncated_fan_in
+        table = 1.0
     elif kind.startswith("xavier"):
         kernel = output = _xavier_uniform if kind == "xavier_uniform" else _xavier_normal
         table = 1.0
@@ -147,7 +151,8 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     if config.init_scale_by.depth:
         output = _times(lambda _: depth**-0.5, output)
     query = key_value = kernel
-    attention_output, position = output, _normal(table)
+    attention_output = output
+    position = _normal(table)
     if kind == "gpt_neo":
         query = _normal((width * dimensions.head_dim) ** -0.5)
         key_value = _normal(width**-0.5)

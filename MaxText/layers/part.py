@@ -26,9 +26,21 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.params import Init
 
 __all__ = [
-    "Connection", "FeedForward", "Flops", "Head", "Init", "LayerInputs", "Mixer", "Nothing", "Part",
-    "Position", "Scalars", "record", "register", "tag",
-]  # fmt: skip
+    "Connection",
+    "FeedForward",
+    "Flops",
+    "Head",
+    "Init",
+    "LayerInputs",
+    "Mixer",
+    "Nothing",
+    "Part",
+    "Position",
+    "Scalars",
+    "record",
+    "register",
+    "tag",
+]
 
 Scalars = dict[str, jax.Array]  # added to the loss
 

@@ -46,8 +46,10 @@ def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
     a, b = operands
     (a_contracted, b_contracted), (a_batch, b_batch) = dims
     swapped = (b_contracted, a_contracted), (b_batch, a_batch)
-    num_batch, num_b_free = len(b_batch), b.ndim - len(b_contracted) - len(b_batch)
-    a_free, b_free = range(num_batch, g.ndim - num_b_free), range(g.ndim - num_b_free, g.ndim)
+    num_batch = len(b_batch)
+    num_b_free = b.ndim - len(b_contracted) - len(b_batch)
+    a_free = range(num_batch, g.ndim - num_b_free)
+    b_free = range(g.ndim - num_b_free, g.ndim)
     return _grad(kind, dims, a.ndim, b, g, b_free), _grad(kind, swapped, b.ndim, a, g, a_free)
 
 
@@ -82,7 +84,8 @@ def _product(
         quantized_a = qwix.quantize(a, jnp.int8, channelwise_axes=a_rows)
         quantized_b = qwix.quantize(b, jnp.int8, channelwise_axes=b_rows)
         return qwix.dot_general(quantized_a, quantized_b, dims)
-    quantized_a, quantized_b = qwix.quantize(a, float8_a), qwix.quantize(b, jnp.float8_e4m3fn)
+    quantized_a = qwix.quantize(a, float8_a)
+    quantized_b = qwix.quantize(b, jnp.float8_e4m3fn)
     product = jax.lax.dot_general(
         quantized_a.qvalue, quantized_b.qvalue, dims, preferred_element_type=a.dtype
     )

@@ -38,10 +38,12 @@ def rotary_table(
     rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
     """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, config)
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    sin = jnp.sin(angles)
+    cos = jnp.cos(angles)
     if config.rope_type == "yarn":
         factor = 0.1 * math.log(config.rope_factor) + 1.0
-        sin, cos = factor * sin, factor * cos
+        sin = factor * sin
+        cos = factor * cos
     if config.rope_table_dtype != "float32":
         # Without the barrier XLA may drop the rounding, as the cast back undoes it at once.
         rounded = jax.lax.optimization_barrier(
@@ -61,7 +63,8 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
     yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
               (Peng et al. 2023, section 3.2)
     """
-    theta, factor = config.rope_max_timescale, config.rope_factor
+    theta = config.rope_max_timescale
+    factor = config.rope_factor
     if config.rope_type == "default":
         # By XLA: NumPy's power differs in the last bit, which would change existing runs.
         exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
@@ -72,7 +75,8 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
         kept = np.zeros_like(plain)
     elif config.rope_type == "llama3.1":
         turns = first_length * plain / (2 * math.pi)
-        low, high = config.low_freq_factor, config.high_freq_factor
+        low = config.low_freq_factor
+        high = config.high_freq_factor
         kept = np.clip((turns - low) / (high - low), 0, 1)
     else:
 
@@ -94,7 +98,8 @@ def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.A
     sin, cos = table
     half = sin.shape[-1]
     x_float = x_BTNH[..., : 2 * half].astype(jnp.float32)
-    first, second = x_float[..., :half], x_float[..., half:]
+    first = x_float[..., :half]
+    second = x_float[..., half:]
     turned = jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x_BTNH.dtype)

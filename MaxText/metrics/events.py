@@ -40,18 +40,40 @@ PHASES: dict[str, str] = {
 
 # Kinds repeated by an attempt that resumes before the last step of the previous one.
 REPEATED = (
-    "step", "step_skipped", "record_skipped", "rollback", "data_retry", "warning", "evaluation",
-    "checkpoint", "sample",
-)  # fmt: skip
+    "step",
+    "step_skipped",
+    "record_skipped",
+    "rollback",
+    "data_retry",
+    "warning",
+    "evaluation",
+    "checkpoint",
+    "sample",
+)
 
 
 # Keys that readers ask for first: shown also with their defaults, and compared between runs.
 MAIN_KEYS = (
-    "model_name", "decoder_block", "base_emb_dim", "base_num_decoder_layers", "max_target_length",
-    "dataset_path", "per_device_batch_size", "gradient_accumulation_steps", "steps", "dtype",
-    "weight_dtype", "opt_type", "learning_rate", "lr_schedule_type", "warmup_steps_fraction",
-    "adam_weight_decay", "gradient_clipping_threshold", "init_weights_seed", "data_shuffle_seed",
-)  # fmt: skip
+    "model_name",
+    "decoder_block",
+    "base_emb_dim",
+    "base_num_decoder_layers",
+    "max_target_length",
+    "dataset_path",
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "steps",
+    "dtype",
+    "weight_dtype",
+    "opt_type",
+    "learning_rate",
+    "lr_schedule_type",
+    "warmup_steps_fraction",
+    "adam_weight_decay",
+    "gradient_clipping_threshold",
+    "init_weights_seed",
+    "data_shuffle_seed",
+)
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 

@@ -62,7 +62,8 @@ class Goodput:
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Returns running seconds at each row, without downtime, float [N]."""
-        offsets, before = {}, 0.0
+        offsets = {}
+        before = 0.0
         for attempt in self.attempts:
             offsets[attempt.number] = before - attempt.launched
             before += attempt.seconds
@@ -97,7 +98,8 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
-    skips, total = collections.Counter[int | None](), 0.0
+    skips = collections.Counter[int | None]()
+    total = 0.0
     for row in rows:
         if row["event"] == "step_skipped":
             skips[row.get("step")] += row.get("count") or 1

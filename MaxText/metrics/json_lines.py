@@ -297,13 +297,17 @@ def _rows(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
 _KINDS = {"rewind": "rollback", "retry": "data_retry"}
 _PHASES = {"start_up": "startup", "finish": "shutdown"}
 _FIELDS = {
-    "attempt": "restart", "unigram_entropy": "unigram_entropy_nats",
-    "to": "restored_step", "noticed": "detected_step", "began": "onset_step",
-}  # fmt: skip
+    "attempt": "restart",
+    "unigram_entropy": "unigram_entropy_nats",
+    "to": "restored_step",
+    "noticed": "detected_step",
+    "began": "onset_step",
+}
 
 
 def _current_event(row: dict[str, Any]) -> dict[str, Any]:
-    kind, phase = row["event"], row.get("phase")
+    kind = row["event"]
+    phase = row.get("phase")
     if kind == "skip":
         kind = "record_skipped" if row.pop("what", "") == "record" else "step_skipped"
     row = {_FIELDS.get(name, name): value for name, value in row.items()}

@@ -9,19 +9,25 @@ from typing import Any, NamedTuple
 _WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
 _SCATTER_WINDOW = 33  # newest reports that the scatter is measured on
 # Differences between reports that measure a scatter; with fewer, a small one may be chance.
-_MIN_DIFFERENCES, _MIN_ROUGH_DIFFERENCES = 16, 6
+_MIN_DIFFERENCES = 16
+_MIN_ROUGH_DIFFERENCES = 6
 _ASSUMED_SCATTER = 0.3  # nats per step at least until it is measured, as of 32 to 64 tokens
 _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal noise
 # Margin above a level, as a share of the first loss, but at least so many nats.
-_MARGIN_SHARE, _MIN_MARGIN = 0.05, 0.25
+_MARGIN_SHARE = 0.05
+_MIN_MARGIN = 0.25
 # The margin grows with the scatter: so many standard deviations between the first report and the
 # last median, between the first report and the highest median, and between two medians. With these,
 # at most 1 % of runs on pure noise of any length count as diverged (tests/metrics/
 # test_loss_trend.py).
-_DEVIATIONS_OF_LAST, _DEVIATIONS_OF_HIGHEST, _DEVIATIONS_OF_MEDIANS = 5.0, 6.5, 3.5
+_DEVIATIONS_OF_LAST = 5.0
+_DEVIATIONS_OF_HIGHEST = 6.5
+_DEVIATIONS_OF_MEDIANS = 3.5
 # No scatter explains a rise of the first loss itself, or of so many nats: as in the spike guard.
 _EARLY_LOSS_RISE = 4.0
-_OUTLIER_DEVIATIONS, _MIN_DEVIATION_SHARE = 6.0, 0.03  # as in the spike guard
+# as in the spike guard
+_OUTLIER_DEVIATIONS = 6.0
+_MIN_DEVIATION_SHARE = 0.03
 
 
 class _Report(NamedTuple):
@@ -84,7 +90,8 @@ class LossTrend:
         return self
 
     def roll_back(self) -> None:
-        self._last, self._highest = [], -math.inf
+        self._last = []
+        self._highest = -math.inf
 
     @property
     def state(self) -> dict[str, Any]:
@@ -102,7 +109,8 @@ class LossTrend:
     @property
     def diverged(self) -> str:
         """Description of a divergence; empty if there is none."""
-        first, baseline = self._first, self._baseline
+        first = self._first
+        baseline = self._baseline
         if first is None or len(self._last) < 2:
             return ""
         now = self._now()

@@ -114,7 +114,8 @@ def short_time(seconds: float) -> str:
     """Formats a time in a common unit: "8.6 ms", "10.2 minutes"."""
     size, unit = (1e-3, "ms") if seconds < 1 else time_unit(seconds)
     if seconds >= 2 * _YEAR:
-        size, unit = _YEAR, "years"
+        size = _YEAR
+        unit = "years"
     number = seconds / size
     return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
 

@@ -95,7 +95,8 @@ def _sizes(config: MeshConfig, network: str) -> list[int]:
 def _fill_sizes(config: MeshConfig, network: str, number: int, things: str) -> tuple[int, ...]:
     """Returns sizes with product `number`; raises UserError if they misfit."""
     sizes = _sizes(config, network)
-    fixed, fills = math.prod(size for size in sizes if size != -1), -1 in sizes
+    fixed = math.prod(size for size in sizes if size != -1)
+    fills = -1 in sizes
     if fills and number % fixed == 0:
         sizes[sizes.index(-1)] = number // fixed
     if math.prod(sizes) != number:

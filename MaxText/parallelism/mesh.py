@@ -141,7 +141,8 @@ class ShardingPlan:
 
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
-        shape, held = (self.num_batch_parts, 1), {}
+        shape = (self.num_batch_parts, 1)
+        held = {}
         for device, (rows, _) in self.batch_sharding(shape[0]).devices_indices_map(shape).items():
             held.setdefault(device.process_index, set()).add(rows.start or 0)
         return process_batch_slice(held, jax.process_index())
@@ -264,7 +265,8 @@ def make_sharding_plan(
     config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig = _DEFAULT_PIPELINE
 ) -> ShardingPlan:
     """Returns the plan; raises UserError if the devices do not support it."""
-    mesh, axis = make_mesh(config, devices), "data" if config.shard_optimizer_over_data else ""
+    mesh = make_mesh(config, devices)
+    axis = "data" if config.shard_optimizer_over_data else ""
     offloads = config.optimizer_memory_host_offload
     return ShardingPlan(mesh, config.logical_axis_rules, axis, pipeline, offloads)
 
@@ -282,7 +284,8 @@ def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: flo
 
 
 def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
-    num_devices, multiple = sharding.mesh.size, sharding.batch_divisor
+    num_devices = sharding.mesh.size
+    multiple = sharding.batch_divisor
     batch_size = per_device * num_devices
     if batch_size % multiple:
         better = max(multiple, round(batch_size / multiple) * multiple) / num_devices

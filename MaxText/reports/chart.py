@@ -15,9 +15,17 @@ AxisName = Literal["tokens", "flops", "time", "step"]
 
 # Runs differ by color, then by dashes. A test simulates three color-vision deficiencies.
 PALETTE = (
-    "#057fdc", "#dc4a66", "#1b9062", "#d27a3b", "#785cb6",
-    "#1b9eb9", "#af7747", "#cf5da7", "#688115", "#3f6b84",
-)  # fmt: skip
+    "#057fdc",
+    "#dc4a66",
+    "#1b9062",
+    "#d27a3b",
+    "#785cb6",
+    "#1b9eb9",
+    "#af7747",
+    "#cf5da7",
+    "#688115",
+    "#3f6b84",
+)
 DASHES = ("solid", "dash", "dot", "dashdot")
 
 # Kind of mark -> plotly symbol, matplotlib marker.
@@ -31,7 +39,9 @@ SYMBOLS: dict[str, tuple[str, str]] = {
     "diverged or failed": ("x", "X"),
 }
 
-_INK, _GRID, _REFERENCE = "#333333", "#e6e6e6", "#7a7a7a"
+_INK = "#333333"
+_GRID = "#e6e6e6"
+_REFERENCE = "#7a7a7a"
 
 _TITLE_WIDTH = 90  # characters of a line of the title
 
@@ -122,7 +132,9 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for series in chart.series:
-        x, color, dashes = series.x[axis.name], color_of(series.color), dash_of(series.color)
+        x = series.x[axis.name]
+        color = color_of(series.color)
+        dashes = dash_of(series.color)
         if series.low is not None and series.high is not None:
             axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
         # matplotlib hides labels that start with an underscore.
@@ -133,7 +145,8 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
     for kind, (_, marker) in SYMBOLS.items():
         if marks := [mark for mark in chart.marks if mark.kind == kind]:
-            x, y = [mark.x[axis.name] for mark in marks], [mark.y for mark in marks]
+            x = [mark.x[axis.name] for mark in marks]
+            y = [mark.y for mark in marks]
             axes.scatter(x, y, marker=marker, color=_INK, s=34, zorder=3, label=kind)
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)

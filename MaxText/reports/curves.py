@@ -67,7 +67,8 @@ def curve(
     lines: dict[int, Series] = {}  # by id of the run
     for run in entry.runs.values():
         rows = rows_of(run)
-        values, places = value(run, rows), axes.places(run, rows)
+        values = value(run, rows)
+        places = axes.places(run, rows)
 
         def drawn(kind: Kind, indices: np.ndarray, y: np.ndarray, places=places) -> Series:
             x = {name: place[indices] for name, place in places.items()}
@@ -95,7 +96,8 @@ def _mean(lines: Sequence[Series]) -> Series:
     known = [np.isfinite(line.y) for line in lines]
     steps_of = [line.x["step"][there] for line, there in zip(lines, known, strict=True)]
     steps = np.unique(np.concatenate(steps_of))
-    begin, end = max(steps[0] for steps in steps_of), min(steps[-1] for steps in steps_of)
+    begin = max(steps[0] for steps in steps_of)
+    end = min(steps[-1] for steps in steps_of)
     steps = steps[(begin <= steps) & (steps <= end)]
     x: dict[AxisName, np.ndarray] = {
         name: np.mean([np.interp(steps, line.x["step"], line.x[name]) for line in lines], axis=0)
@@ -144,7 +146,8 @@ def median_window(count: int) -> int:
 
 def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (indices [M], medians [M]), M at most 400; NaN where values are."""
-    count, half = values_N.size, median_window(values_N.size) // 2
+    count = values_N.size
+    half = median_window(values_N.size) // 2
     indices_M = np.unique(np.linspace(0, count - 1, min(count, MAX_SMOOTH_POINTS)).astype(int))
     medians_M = values_N[indices_M]
     for place in np.flatnonzero(np.isfinite(medians_M)):

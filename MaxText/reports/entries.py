@@ -37,7 +37,8 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     groups: dict[str, list[str]] = {}
     problems: list[str] = []
     for path in paths:
-        folder, unread = parse_path(str(path), "RUN"), []
+        folder = parse_path(str(path), "RUN")
+        unread = []
         try:
             # Without a run inside, reading the folder raises the error.
             inside = list(_folders_of_runs(folder, set())) if folder.is_dir() else []

@@ -88,7 +88,8 @@ def render(
     `others` of page.html: title, made, warnings, axes, links (addresses of the runs' own reports)
     and refresh (seconds until the page reloads; 0 for never).
     """
-    program, library = _own("page.js"), plotly.offline.get_plotlyjs()
+    program = _own("page.js")
+    library = plotly.offline.get_plotlyjs()
     figures = ",".join(
         f"{json.dumps(plot.name)}:{plot.figure.to_json()}"
         for section in sections
@@ -99,7 +100,8 @@ def render(
     )
     environment.globals |= {"color_of": color_of, "dash_of": dash_of}
     environment.filters["breakable"] = _breakable
-    runs, present = all_runs(entries), {mark.kind for chart in charts for mark in chart.marks}
+    runs = all_runs(entries)
+    present = {mark.kind for chart in charts for mark in chart.marks}
     named = [(name, each.color) for each in entries for name in (*each.runs, each.label)]
     return environment.from_string(_own("page.html")).render(
         others,

@@ -12,7 +12,9 @@ from MaxText.reports.curves import Axes
 from MaxText.reports.entries import Entry, all_runs, shown_parts
 from MaxText.reports.page import Plot
 
-_QUIET, _GRID, _INK = "#7a8691", "#dde3e8", "#1d2730"
+_QUIET = "#7a8691"
+_GRID = "#dde3e8"
+_INK = "#1d2730"
 
 _LOGARITHMIC = 30.0  # ratio of the largest to the smallest value that a logarithmic axis suits
 
@@ -71,7 +73,8 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             showlegend=False,
             meta={"kind": "reference", "needs": []},
         )
-    kind, form = "log" if chart.log_y else "linear", _PERCENT if chart.percent else None
+    kind = "log" if chart.log_y else "linear"
+    form = _PERCENT if chart.percent else None
     figure.update_yaxes(type=kind, range=chart.y_range, tickformat=form)
     size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
     subtitle = "; ".join(text for text in (chart.y_title, chart.note) if text)
@@ -101,7 +104,8 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
         )
     style = {**_LINES[series.kind]}
     if "hoverinfo" not in style:
-        step, tokens = names.index("step"), names.index("tokens")
+        step = names.index("step")
+        tokens = names.index("tokens")
         style["hovertemplate"] = (
             f"%{{y:{_PERCENT if chart.percent else '.5~g'}}} (step %{{customdata[{step}]:,d}}, "
             f"%{{customdata[{tokens}]:.4~s}} tokens)"

@@ -15,7 +15,8 @@ from MaxText.reports.run_tables import event_text
 
 # Share of initial steps that are excluded from the y range if their high loss would flatten the
 # rest to less than this share of the height.
-_BEGINNING, _MIN_HEIGHT = 0.05, 0.4
+_BEGINNING = 0.05
+_MIN_HEIGHT = 0.4
 
 _ROOM = 0.5  # a reference line is in the initial view if it raises the chart by at most this share
 
@@ -23,11 +24,16 @@ _GRAD_NORM = "learning/grad_norm"
 _UPDATE_RATIO = "learning/update_norm / param_norm"
 
 _OWN_CHARTS = (
-    "learning/lm_loss", "learning/current_learning_rate", _GRAD_NORM,
-    "perf/per_device_tokens_per_sec", "perf/mfu", "eval/avg_loss",
-)  # fmt: skip
+    "learning/lm_loss",
+    "learning/current_learning_rate",
+    _GRAD_NORM,
+    "perf/per_device_tokens_per_sec",
+    "perf/mfu",
+    "eval/avg_loss",
+)
 
-_steps, _evaluations = operator.attrgetter("steps"), operator.attrgetter("evaluations")
+_steps = operator.attrgetter("steps")
+_evaluations = operator.attrgetter("evaluations")
 
 _MAX_MARKS = 300  # maximum marks per kind and run, chosen evenly
 
@@ -67,15 +73,19 @@ def loss_chart(
     alone = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
-        train, validation, color = f"{entry.label}, training", f"{entry.label}, validation", None
+        train = f"{entry.label}, training"
+        validation = f"{entry.label}, validation"
+        color = None
         if alone:
             (run,) = entry.runs.values()
             last = next((row.get(eval_tag) for row in reversed(run.evaluations)), None)
             final = "" if last is None else f" (final {last:.4f})"
             train = f"training, running median of {median_window(len(run.steps))} reports"
             # A single run has two colors, several runs have one each.
-            validation, color = f"validation{final}", entry.color + 1
-        loss, measured = _training_loss(train_tag), column(eval_tag)
+            validation = f"validation{final}"
+            color = entry.color + 1
+        loss = _training_loss(train_tag)
+        measured = column(eval_tag)
         series += curve(entry, axes, _steps, loss, label=train, kind="smooth")
         series += curve(
             entry, axes, _evaluations, measured, label=validation, kind="dots", color=color
@@ -211,7 +221,8 @@ def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[
     """Returns the range of losses without spikes, and without a beginning far above the rest."""
     smooth = [each.y for each in series if each.kind != "raw"]
     shown = np.concatenate([y[int(_BEGINNING * y.size) :] for y in smooth])
-    low, high = float(np.nanmin(shown)), float(np.nanmax(shown))
+    low = float(np.nanmin(shown))
+    high = float(np.nanmax(shown))
     whole_high = float(np.nanmax(np.concatenate(smooth)))
     if high - low >= _MIN_HEIGHT * (whole_high - low):
         high = whole_high

@@ -57,9 +57,20 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
     `keys` are hyperparameters with their values by run.
     """
     header = [
-        "run", "state", "validation loss", "training loss", "steps", "tokens", "FLOPs",
-        "time running", "tokens/s", "MFU", "goodput", "parameters", "devices",
-    ]  # fmt: skip
+        "run",
+        "state",
+        "validation loss",
+        "training loss",
+        "steps",
+        "tokens",
+        "FLOPs",
+        "time running",
+        "tokens/s",
+        "MFU",
+        "goodput",
+        "parameters",
+        "devices",
+    ]
     header[3:3] = keys
     comparable = not differing_peaks(entries)
     kinds = {run.loss_kind for run in all_runs(entries).values()}
@@ -92,7 +103,8 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
     planned = facts.get("num_steps")
     done = 0 if run.last_step is None else run.last_step + 1
     loss, updates = run.training_loss or (None, 0)
-    state, seconds = run.state, _median(recent, "perf/step_time_seconds")
+    state = run.state
+    seconds = _median(recent, "perf/step_time_seconds")
     if state == "running" and seconds is not None and planned:
         state = f"running, {format_time(seconds * max(planned - done, 0))} left"
     return [
@@ -138,12 +150,14 @@ def provenance(entries: Sequence[Entry]) -> list[PageSection]:
         rows += [[name, value, who if len(values) > 1 else "all"] for who, value in values]
     header = ["fact", "value", "runs"]
     if len(runs) == 1:
-        header, rows = header[:2], [row[:2] for row in rows]
+        header = header[:2]
+        rows = [row[:2] for row in rows]
     return [PageSection("Provenance", table=PageTable(header, rows))] if rows else []
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
-    facts, found = run.facts, run.facts.get("provenance") or {}
+    facts = run.facts
+    found = run.facts.get("provenance") or {}
     data = facts.get("data") or {}
     packages = found.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
     shown = {
@@ -214,14 +228,16 @@ def goodput_table(entries: Sequence[Entry]) -> PageTable:
             f"{time(goodput.seconds[part])} ({format_share(goodput.share(part))})"
             for part in present
         ]
-        total, down = time(goodput.running_seconds), time(goodput.down_seconds)
+        total = time(goodput.running_seconds)
+        down = time(goodput.down_seconds)
         rows.append([name, *parts, total, str(len(goodput.attempts)), down])
     return PageTable(header, rows)
 
 
 def event_table(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns starts, stops, skipped steps, and other unusual events."""
-    rows, omitted = [], 0
+    rows = []
+    omitted = 0
     for name, run in all_runs(entries).items():
         described = [(row, words) for row in run.events if (words := event_text(row))]
         omitted += max(len(described) - _MAX_LISTED, 0)
@@ -233,7 +249,8 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
         return []
     header = ["run", "time", "attempt", "step", "what"]
     if len(all_runs(entries)) == 1:
-        header, rows = header[1:], [row[1:] for row in rows]
+        header = header[1:]
+        rows = [row[1:] for row in rows]
     note = [f"{omitted:,} earlier rows are omitted."] if omitted else []
     return [PageSection("Events", note, PageTable(header, rows))]
 
@@ -243,7 +260,8 @@ def event_text(row: Mapping[str, Any]) -> str:
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
-        words, lost = f"{kind} from {row.get('source') or 'an unknown source'}", row.get("lost")
+        words = f"{kind} from {row.get('source') or 'an unknown source'}"
+        lost = row.get("lost")
         if not lost or not lost.get("steps"):
             return words
         seconds = math.fsum((lost.get("seconds") or {}).values())
@@ -272,11 +290,14 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
     costs = alike(entries, lambda run: run.facts.get("cost"))
     if not costs:
         return []
-    rows, notes = [], []
+    rows = []
+    notes = []
     for names, found in costs:
-        parameters, flops = found.get("parameters") or 0, found.get("flops_per_token") or 0
+        parameters = found.get("parameters") or 0
+        flops = found.get("flops_per_token") or 0
         for part in (*(found.get("parts") or ()), {**found, "name": "total"}):
-            held, spent = part.get("parameters") or 0, part.get("flops_per_token") or 0
+            held = part.get("parameters") or 0
+            spent = part.get("flops_per_token") or 0
             held_share = format_share(held / (parameters or math.nan))
             spent_share = format_share(spent / (flops or math.nan))
             numbers = [format_whole(held), held_share, short_count(spent), spent_share]
@@ -293,7 +314,8 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
         )
     header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
     if len(costs) == 1:
-        header, rows = header[1:], [row[1:] for row in rows]
+        header = header[1:]
+        rows = [row[1:] for row in rows]
     notes = list(dict.fromkeys(notes))
     return [PageSection("Parameters and operations", notes, PageTable(header, rows))]
 
@@ -366,7 +388,8 @@ def _ancestor(ancestor: Mapping[str, Any]) -> str:
 
 def samples(entries: Sequence[Entry]) -> list[PageSection]:
     """Returns sampled texts, the newest of a few runs unfolded."""
-    texts, runs = [], all_runs(entries)
+    texts = []
+    runs = all_runs(entries)
     for name, run in runs.items():
         rows = [row for row in run.events if row["event"] == "sample" and row.get("text")]
         for age, row in enumerate(reversed(rows[-_MAX_SAMPLES:])):

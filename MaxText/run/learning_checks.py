@@ -166,7 +166,8 @@ class LearningChecks:
         if not self._reads_opt_state or not self._max.get("grad_norm"):
             return  # a gradient of 0 everywhere is reported as such
         seen = _seen_gradients(state.params, state.opt_state, self._specs, self._jit)
-        dead, idle = [], []
+        dead = []
+        idle = []
         for name, seen_LE in seen.items():
             axes = self._specs[name].logical_axes
             if not seen_LE.any():
@@ -181,16 +182,18 @@ class LearningChecks:
                 idle.append(f"{name}: {int((~seen_LE).sum())} of {seen_LE.size}")
         if dead:
             self._report(
-                "dead", self._newest_step,
+                "dead",
+                self._newest_step,
                 "the gradient of these parameters was exactly 0 in every step so far, so they do "
                 f"not learn: {_listed(dead)}. {self._blocking_keys()}",
-            )  # fmt: skip
+            )
         if idle:
             self._report(
-                "experts", self._newest_step,
+                "experts",
+                self._newest_step,
                 f"some experts got no token in the whole run, so they did not learn: "
                 f"{_listed(idle)}. Raise load_balance_loss_weight, or train on more tokens",
-            )  # fmt: skip
+            )
 
     def finish(self, state: Any) -> None:
         """Warns at the end of a run; `state` is the final one."""
@@ -211,9 +214,11 @@ class LearningChecks:
             self._report(*cause)
 
     def _cause(self, *, is_end: bool) -> tuple[str, int, str] | None:
-        step, reports = self._newest_step, f"all {self._num_reports} reports"
+        step = self._newest_step
+        reports = f"all {self._num_reports} reports"
         if not self._max:
-            before, now = self._num_skipped[0], self._num_skipped[-1]
+            before = self._num_skipped[0]
+            now = self._num_skipped[-1]
             reason = f"every reported step was skipped ({now - before + 1:.0f} or more in all)"
             return ("skipped", step, f"{reason}: no parameter changed") if is_end else None
         if not self._max["total_weights"]:
@@ -225,20 +230,22 @@ class LearningChecks:
         if len(self._losses) == 1 and self._num_reports > 2 and self._max["update_norm"]:
             (loss,) = self._losses
             return (
-                "loss", step,
+                "loss",
+                step,
                 f"the loss was exactly {loss:.6g} in {reports} though parameters changed: it does "
                 "not depend on them. Check initializations of 0, and parts of your own",
-            )  # fmt: skip
+            )
         if not self._max["learning_rate"]:
             return "rate", step, f"the learning rate was 0 in {reports}: no parameter changed"
         if not self._max["update_norm"]:
             return "updates", step, self._no_updates(reports)
         if self._decays_only:
             return (
-                "decay", step,
+                "decay",
+                step,
                 f"weight decay alone changed the parameters in {reports}: the gradient's part of "
                 f"the updates is 0. {self._small_keys()}",
-            )  # fmt: skip
+            )
         if is_end:
             return self._too_small()
         return None
@@ -249,7 +256,8 @@ class LearningChecks:
         Only for decay of all parameters, next to updates of normalized gradients: other optimizers
         may have gradients too small to show in the norm.
         """
-        optimizer, rate = self._config.optimizer, metrics["learning_rate"]
+        optimizer = self._config.optimizer
+        rate = metrics["learning_rate"]
         partial = optimizer.adamw_mask or optimizer.weight_decay_overrides
         frozen = optimizer.learning_rate_overrides or optimizer.trainable_parameters_mask
         if optimizer.opt_type not in ("adamw", "lion", "muon") or partial or frozen or not rate:
@@ -296,20 +304,23 @@ class LearningChecks:
         return f"{text}, though gradient and learning rate were not 0. {self._small_keys()}"
 
     def _too_small(self) -> tuple[str, int, str] | None:
-        step, dtype = self._newest_step, self._config.model.numerics.weight_dtype
+        step = self._newest_step
+        dtype = self._config.model.numerics.weight_dtype
         spacing = float(jnp.finfo(dtype).eps)
         if self._max_ratio < spacing / 4:
             return (
-                "rounding", step,
+                "rounding",
+                step,
                 f"updates were at most {self._max_ratio:.1e} of the parameters (norms), less than "
                 f"{dtype} can resolve ({spacing:.1e}): most are rounded away. {self._small_keys()}",
-            )  # fmt: skip
+            )
         if self._change < _NEGLIGIBLE_CHANGE:
             return (
-                "change", step,
+                "change",
+                step,
                 f"all updates together were {self._change:.1e} of the parameters (norms): the "
                 f"model is the one it started with. {self._small_keys()}",
-            )  # fmt: skip
+            )
         return None
 
     def _small_keys(self) -> str:

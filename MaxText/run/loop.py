@@ -35,7 +35,9 @@ from MaxText.training.objective import is_in_nats
 
 _JUDGING_BATCHES = 3  # newest batches that are kept on the devices
 
-COMPLETED, PREEMPTED, TARGET_REACHED = "completed", "preempted", "target_eval_loss is reached"
+COMPLETED = "completed"
+PREEMPTED = "preempted"
+TARGET_REACHED = "target_eval_loss is reached"
 STORAGE_FAILED = "storage failed"
 
 
@@ -236,7 +238,8 @@ class Loop:
     def save(self, step: int, **fields: Any) -> None:
         self._is_saving = True
         self.watchdog.enter("checkpoint", step)
-        run_logger, events = self.run_logger, self.run_logger.events
+        run_logger = self.run_logger
+        events = self.run_logger.events
         self.metric_logger.complete()
         with self.metric_logger.exclude_time():
             events.flush()
@@ -248,8 +251,10 @@ class Loop:
 
     def write_sample(self, run_folder: epath.Path, model: Model) -> None:
         """Generates text with the final parameters, if the configuration asks for it."""
-        config, run_logger = self.config, self.run_logger
-        line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
+        config = self.config
+        run_logger = self.run_logger
+        line = run_logger.terminal.line
+        tokenizer = self.batches.tokenizer_folder
         if not config.decoding.sample_tokens or tokenizer is None:
             return
         with _optional("sample", line):
@@ -270,7 +275,9 @@ class Loop:
         last_step = int(self.state.step) - 1
         self.learning_checks.finish(self.state)
         num_skipped = skipped_at_end(self.state.guard, last_step)
-        state, self.state = self.state, None  # donated
+        # donated
+        state = self.state
+        self.state = None
         reason = broken_state_reason(
             self.train_step,
             state,
@@ -331,8 +338,11 @@ class Loop:
         Raises:
           TrainingDivergedError: If the training loss diverged or the final state is broken.
         """
-        config, run_logger, model = self.config, self.run_logger, setup.model
-        line, tokenizer = run_logger.terminal.line, self.batches.tokenizer_folder
+        config = self.config
+        run_logger = self.run_logger
+        model = setup.model
+        line = run_logger.terminal.line
+        tokenizer = self.batches.tokenizer_folder
         entropy = self.batches.unigram_entropy_nats if is_in_nats(model.config.objective) else None
         if self.eval_loss is not None and entropy is not None:
             line(f"Validation loss {self.eval_loss:.3f}, unigram entropy {entropy:.3f} nats")
@@ -347,7 +357,8 @@ class Loop:
             and model.config.attention.causal
             and all(lookup("mixer", name).decodes() for name in set(model.config.mixers))
         )
-        folder, newest = shlex.quote(str(run_folder)), self.checkpoints.latest_step()
+        folder = shlex.quote(str(run_folder))
+        newest = self.checkpoints.latest_step()
         if newest is not None:
             line(f"Checkpoint:  {self.checkpoints.directory / str(newest)}")
         if newest is not None and can_generate:
@@ -383,11 +394,13 @@ def recorded_end(
     A diverged run ends normally, with its exit code. After any other failure, one process of
     several exits here, because the others may wait for it forever.
     """
-    end, failure = End(), None
+    end = End()
+    failure = None
     try:
         yield end
     except TrainingDivergedError as error:
-        end.reason, end.exit_code = "diverged", exit_codes.DIVERGED
+        end.reason = "diverged"
+        end.exit_code = exit_codes.DIVERGED
         end.message = f"error: {error}"
     except BaseException as error:
         end.reason = "interrupted" if isinstance(error, KeyboardInterrupt) else "error"

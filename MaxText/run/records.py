@@ -84,7 +84,9 @@ def open_run_logger(
 
     `details` are lines for START_FILE; `callbacks` get each event as a row of events.jsonl.
     """
-    run, monitoring, model = config.run, config.monitoring, setup.model
+    run = config.run
+    monitoring = config.monitoring
+    model = setup.model
     num_steps = last_step + 1
     stats = TrainingStats(model, config.batch, batch_schedule, len(devices), num_steps, peak)
     lineage = Lineage.of(restored, stats)
@@ -113,7 +115,8 @@ def open_run_logger(
         callbacks=callbacks,
     )
     baseline = batches.unigram_entropy_nats if in_nats else None
-    given, chosen = flatten(config), flatten(config.model_copy(update={"model": model.config}))
+    given = flatten(config)
+    chosen = flatten(config.model_copy(update={"model": model.config}))
     fields = {
         "run_name": run.run_name,
         "num_steps": num_steps,
@@ -160,7 +163,8 @@ def emit_start(events: EventLog, restored: RestoreResult, fields: Mapping[str, A
     if restored.changes:
         changes = {name: list(values) for name, values in restored.changes.items()}
         events.emit("config_change", step=restored.first_step, changes=changes)
-    record, places = restored.growth, {"from": restored.folder}
+    record = restored.growth
+    places = {"from": restored.folder}
     # A model grown by convert.py is first trained here, and no run has reported that.
     if restored.how == "parameters":
         places = {"from": parent(restored.metadata).get("folder", ""), "through": restored.folder}
@@ -220,7 +224,8 @@ class MetricLogger:
         self.flush()
         averaged = {name: x for name, x in metrics.items() if is_loss(name) or name == "skipped"}
         self._losses.append(averaged)
-        self._newest, self.newest_step = metrics, step
+        self._newest = metrics
+        self.newest_step = step
         self._waiting = step % self.config.monitoring.step_log_period == 0 or step == self.last_step
 
     @property
@@ -238,8 +243,10 @@ class MetricLogger:
         metrics = {name: np.asarray(value).item() for name, value in newest.items()}
         shown = metrics | self._mean_losses()
         now = time.perf_counter()
-        elapsed, updates = now - self._since, step - self._reported_step
-        self._since, self._reported_step = now, step
+        elapsed = now - self._since
+        updates = step - self._reported_step
+        self._since = now
+        self._reported_step = step
         stats = self.run_logger.stats
         tokens = stats.tokens_per_device(step)
         tflops = stats.flops(step).tflops(tokens)
@@ -249,7 +256,8 @@ class MetricLogger:
         else:
             self._beaten = []
         row = step_row(shown, elapsed / updates, tokens, tflops, self._peak.tflops)
-        data_seconds, self._data_seconds = min(self._data_seconds, elapsed), 0.0
+        data_seconds = min(self._data_seconds, elapsed)
+        self._data_seconds = 0.0
         fields: dict[str, Any] = {}
         if not self._has_reported:
             self._has_reported = True
@@ -294,7 +302,8 @@ class MetricLogger:
             source = f"measured: the fastest of {number} reports that all exceeded a matmul"
             peak = PeakFlops(max(self._beaten), source)
         if peak.tflops > self._peak.tflops:
-            previous, self._peak = self._peak, peak
+            previous = self._peak
+            self._peak = peak
             self.run_logger.events.emit(
                 "peak_measured",
                 step=step,
@@ -310,7 +319,8 @@ class MetricLogger:
 
         Empty if those are of the last step. Skipped steps count only if all were skipped.
         """
-        steps, self._losses = self._losses, []
+        steps = self._losses
+        self._losses = []
         if len(steps) < 2:
             return {}
         steps = [losses for losses in jax.device_get(steps) if not losses.pop("skipped", 0)]

@@ -75,8 +75,10 @@ def restore_or_initialize(
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
-        growth, state = resolved.growth, initialize()
-        source, moments = growth.source, state.opt_state
+        growth = resolved.growth
+        state = initialize()
+        source = growth.source
+        moments = state.opt_state
         if growth.opt_state != "zeroed":
             moments = grow_opt_state(growth, abstract_state.opt_state, moments)
         params = grow_params(growth, abstract_state.params, state.params)
@@ -87,9 +89,12 @@ def restore_or_initialize(
         )
     elif config.load_parameters_path:
         given = open_pretrained(
-            config.load_parameters_path, "load_parameters_path", abstract_state.params,
-            config_flat, log,
-        )  # fmt: skip
+            config.load_parameters_path,
+            "load_parameters_path",
+            abstract_state.params,
+            config_flat,
+            log,
+        )
         # Drops the fresh parameters before reading the stored ones: one copy in memory.
         state = dataclasses.replace(initialize(), params=None)
         state = dataclasses.replace(state, params=given.read())
@@ -116,7 +121,8 @@ def restore_or_initialize(
 
 
 def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
-    full, params = config.load_full_state_path, config.load_parameters_path
+    full = config.load_full_state_path
+    params = config.load_parameters_path
     newest = next(iter(checkpoints.steps_to_resume()), None)
     own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
@@ -162,7 +168,8 @@ def _resume(
         if restored is not None:
             state, position, metadata = restored
             checkpoints.resume_from(step)
-            source, place = f"checkpoint of step {step}", str(checkpoints.stored(step))
+            source = f"checkpoint of step {step}"
+            place = str(checkpoints.stored(step))
             return RestoreResult(state, step + 1, position, source, "resume", metadata, place, step)
         failures.append(f"step {step}: {reason}")
         log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
@@ -179,7 +186,8 @@ def _load_full_state(
     path = config.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
     with corruption_as_user_error(stored, "load_full_state_path"):
-        position, metadata = None, stored.metadata.values
+        position = None
+        metadata = stored.metadata.values
         if (stored.folder / checkpoint_files.POSITION).exists():
             position = stored.position()
         else:
@@ -187,9 +195,15 @@ def _load_full_state(
         reader = CheckpointReader(stored, config_flat, log, storage=config.checkpoint_storage)
         state = reader.restore_state(abstract_state)
     return RestoreResult(
-        state, int(state.step), position, f"full state of {stored}", "full_state",
-        metadata, str(stored), stored.step,
-    )  # fmt: skip
+        state,
+        int(state.step),
+        position,
+        f"full state of {stored}",
+        "full_state",
+        metadata,
+        str(stored),
+        stored.step,
+    )
 
 
 def restore_data_position(
@@ -297,17 +311,21 @@ class Lineage:
     def of(cls, restored: RestoreResult, stats: TrainingStats) -> "Lineage":
         if restored.how == "scratch":
             return cls(stats)
-        metadata, first = restored.metadata, restored.first_step
+        metadata = restored.metadata
+        first = restored.first_step
         if restored.how == "resume":
             stored = metadata.get("spent")
             spent = TrainingCost(**stored) if stored else cls(stats).spent_before(first)
             return cls(stats, metadata.get("lineage", ()), first, spent)
-        folder, step, how = restored.folder, restored.stored_step, restored.how
+        folder = restored.folder
+        step = restored.stored_step
+        how = restored.how
         return cls(stats, ancestors_of(metadata, folder, step, how, restored.growth), first)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns this run's usage before a step, without its ancestors."""
-        stats, first = self.stats, self.first_step
+        stats = self.stats
+        first = self.first_step
         tokens = stats.tokens_before(step) - stats.tokens_before(first)
         flops = stats.flops_before(step) - stats.flops_before(first)
         return TrainingCost(self.spent.tokens + tokens, self.spent.flops + flops)
@@ -329,11 +347,13 @@ def ancestors_of(
     `step` is the step after which that was saved, `how` "parameters", "full_state" or "growth".
     Its `tokens` and `flops` include those of its own ancestors; None if unknown.
     """
-    ancestors, spent = metadata.get("lineage", []), metadata.get("spent")
+    ancestors = metadata.get("lineage", [])
+    spent = metadata.get("spent")
     earlier = ancestors[-1] if ancestors else _NOTHING._asdict()
     tokens = flops = None
     if spent is not None and earlier["tokens"] is not None and earlier["flops"] is not None:
-        tokens, flops = earlier["tokens"] + spent["tokens"], earlier["flops"] + spent["flops"]
+        tokens = earlier["tokens"] + spent["tokens"]
+        flops = earlier["flops"] + spent["flops"]
     run_name = (metadata.get("config") or {}).get("run_name")
     newest = {"run_name": run_name, "folder": folder, "step": step, "how": how}
     return [*ancestors, {**newest, "tokens": tokens, "flops": flops, "growth": growth}]

@@ -24,7 +24,8 @@ from MaxText.run.restore import RestoreResult, active_rollbacks
 
 # Metrics reported with a rollback: medians over this many steps right before it, and over those
 # before them. Gao et al. and others saw such signs before spikes; they need not be the cause.
-_LATE_STEPS, _EARLY_STEPS = 16, 64
+_LATE_STEPS = 16
+_EARLY_STEPS = 64
 _WATCHED = ("update_norm", "log_z", "grad_norm", "param_norm", "loss")
 _RISE_FACTOR = 1.1
 
@@ -117,7 +118,8 @@ class RollbackController:
         config = self.config
         if "recent_skips" not in metrics:
             return None
-        recent, rise = int(metrics["recent_skips"]), metrics["loss_rise"]
+        recent = int(metrics["recent_skips"])
+        rise = metrics["loss_rise"]
         window = config.skip_step_interval
         if config.rollback.after_skips and recent >= config.rollback.after_skips:
             reason = f"{recent} of the last {window} steps were skipped"
@@ -147,15 +149,18 @@ class RollbackController:
         Returns the restored state. Raises TrainingDivergedError without a healthy one, or at
         rollback.maximum.
         """
-        trigger, batches = self.trigger, self.batches
+        trigger = self.trigger
+        batches = self.batches
         assert trigger is not None
         signs = self._warning_signs(trigger.onset_step)
-        maximum, before = self.config.rollback.maximum, trigger.onset_step
+        maximum = self.config.rollback.maximum
+        before = trigger.onset_step
         failed = self._failed_target(trigger)
         if failed is not None:
             # Without its data the same state failed again, so the state is at fault. Such a
             # rollback goes to another state each time, and so may exceed the maximum.
-            maximum, before = 2 * maximum, min(failed, before)
+            maximum = 2 * maximum
+            before = min(failed, before)
             self.checkpoints.log(
                 f"The state of step {failed} failed at once after a rollback to it: rolling back "
                 "to an earlier one."
@@ -175,7 +180,8 @@ class RollbackController:
         excluded = batches.get_state().get("excluded", ())
         began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
-        first, end = data.sample_range(began)[0], data.sample_range(trigger.detected_step)[1]
+        first = data.sample_range(began)[0]
+        end = data.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
             restored_step=target + 1,

@@ -59,8 +59,10 @@ class TrainingStats:
 
     def summary(self, training_bytes: int) -> str:
         """Returns a few lines; the state includes gradients and optimizer."""
-        d, last = self.model.config.shape.dimensions, max(self.num_steps - 1, 0)
-        flops, parameters = self.flops(last), self.model.num_parameters
+        d = self.model.config.shape.dimensions
+        last = max(self.num_steps - 1, 0)
+        flops = self.flops(last)
+        parameters = self.model.num_parameters
         batches = ["Batch"]
         if self.plan.has_stages:
             batches = [f"Batch, stage from step {stage.first_step}" for stage in self.plan.stages]
@@ -85,10 +87,14 @@ class TrainingStats:
 
     def describe(self) -> str:
         """Returns derived sizes as lines "name = formula = numbers = value"."""
-        batch, last, parameters = self.batch, max(self.num_steps - 1, 0), self.model.num_parameters
-        flops, tokens_of_run = self.flops(last), self.tokens_of_run
+        batch = self.batch
+        last = max(self.num_steps - 1, 0)
+        parameters = self.model.num_parameters
+        flops = self.flops(last)
+        tokens_of_run = self.tokens_of_run
         sizes = (batch.per_device_batch_size, self.num_devices, batch.gradient_accumulation_steps)
-        stages, steps = [], []
+        stages = []
+        steps = []
         for stage in self.plan.stages:
             first, end = self.plan.steps_of(stage, self.num_steps)
             name = f"tokens per step from step {first}"
@@ -96,16 +102,31 @@ class TrainingStats:
             stages.append((name, "sequences x length", shape, self.tokens(first)))
             steps.append(f"{end - first} x {self.tokens(first)}")
         rows = [
-            ("sequences per step", "per_device_batch_size x devices x gradient_accumulation_steps",
-             " x ".join(f"{size:g}" for size in sizes), self.plan.at(last).samples),
+            (
+                "sequences per step",
+                "per_device_batch_size x devices x gradient_accumulation_steps",
+                " x ".join(f"{size:g}" for size in sizes),
+                self.plan.at(last).samples,
+            ),
             *stages,
             ("tokens of the run", "steps x tokens per step", " + ".join(steps), tokens_of_run),
-            ("tokens per parameter", "tokens of the run / parameters",
-             f"{tokens_of_run} / {parameters}", tokens_of_run / parameters),
-            ("FLOPs per token", "6 x matmul parameters + attention + depth aggregation",
-             f"6 x {flops.matmul_parameters} + {flops.attention:.0f} + {flops.aggregation:.0f}",
-             flops.per_token),
-            ("FLOPs of the run", "tokens of the run x FLOPs per token", "",
-             f"{self.flops_of_run:.3e}"),
-        ]  # fmt: skip
+            (
+                "tokens per parameter",
+                "tokens of the run / parameters",
+                f"{tokens_of_run} / {parameters}",
+                tokens_of_run / parameters,
+            ),
+            (
+                "FLOPs per token",
+                "6 x matmul parameters + attention + depth aggregation",
+                f"6 x {flops.matmul_parameters} + {flops.attention:.0f} + {flops.aggregation:.0f}",
+                flops.per_token,
+            ),
+            (
+                "FLOPs of the run",
+                "tokens of the run x FLOPs per token",
+                "",
+                f"{self.flops_of_run:.3e}",
+            ),
+        ]
         return derived_quantities(rows)

@@ -42,8 +42,11 @@ _SLURM_STEP_NODES = "SLURM_STEP_NODELIST"
 _TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 # Keys that may differ between machines of a run.
 _MACHINE_SPECIFIC_KEYS = {
-    "dataset_path", "jax_cache_dir", "prepare_num_workers", "grain_worker_count"
-}  # fmt: skip
+    "dataset_path",
+    "jax_cache_dir",
+    "prepare_num_workers",
+    "grain_worker_count",
+}
 
 
 def choose_platform(hardware: str) -> list[str]:
@@ -97,7 +100,8 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         if not found.is_certain:
             return [f"single process: {found.source} lists no others ({first_line(error)})"]
-        which, over = "this process", ""
+        which = "this process"
+        over = ""
         if found.num_processes is not None:
             which = f"process {found.process_id} of {found.num_processes}"
             over = f" over {found.address}"

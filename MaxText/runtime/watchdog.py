@@ -70,16 +70,22 @@ class Watchdog:
         several = folder is not None and process_count > 1
         self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
         self._timeout = timeout
-        self._index, self._count = process_index, process_count
+        self._index = process_index
+        self._count = process_count
         self._say = say or functools.partial(print, file=sys.__stderr__, flush=True)
         self._read_seconds = read_seconds
         period = max(_MIN_WRITE_SECONDS, process_count / _WRITES_PER_SECOND)
         self._period = min(period, timeout / 20) if timeout > 0 else period
         self._silent_seconds = _SILENT_WRITES * self._period + 1.0
         self._row: dict[str, Any] = {
-            "process": process_index, "host": socket.gethostname(), "pid": os.getpid(),
-            "state": "running", "phase": "startup", "step": None, "since": round(time.time(), 3),
-        }  # fmt: skip
+            "process": process_index,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "state": "running",
+            "phase": "startup",
+            "step": None,
+            "since": round(time.time(), 3),
+        }
         self._progress = time.monotonic()
         self._over = threading.Event()
         self._writing = threading.Lock()
@@ -142,7 +148,9 @@ class Watchdog:
             return []
         # Starts at its own index, so that processes do not all read the same file at once.
         order = [(self._index + other) % self._count for other in range(self._count)]
-        unread, rows = iter(order), list[dict[str, Any]]()  # shared by the readers
+        # shared by the readers
+        unread = iter(order)
+        rows = list[dict[str, Any]]()
 
         def read() -> None:
             for process in unread:
@@ -167,8 +175,10 @@ class Watchdog:
             if suspended > 0:  # otherwise a concurrent `enter` could be undone
                 self._progress += suspended
             before = now
-            phase, silent = self._row["phase"], now - self._progress
-            own, longest = _TIMEOUT_FACTORS.get(phase, 1.0), max(_TIMEOUT_FACTORS.values())
+            phase = self._row["phase"]
+            silent = now - self._progress
+            own = _TIMEOUT_FACTORS.get(phase, 1.0)
+            longest = max(_TIMEOUT_FACTORS.values())
             if phase == "prepare" or silent <= self._timeout * own:
                 continue  # preparing text may take hours
             # A collective takes as long as its last participant.
@@ -229,7 +239,9 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
     now = max((row.get("written", 0.0) for row in rows), default=0.0)
 
     def order(row: Mapping[str, Any]) -> tuple:
-        state, phase, step = row.get("state", ""), row.get("phase"), row.get("step")
+        state = row.get("state", "")
+        phase = row.get("phase")
+        step = row.get("step")
         is_silent = state != _ENDED and now - row.get("written", 0.0) > silent_seconds
         return (
             not is_silent,
@@ -241,7 +253,8 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
         )
 
     ordered = sorted(rows, key=order)
-    slowest, shown = ordered[0], ordered[:_MAX_ROWS]
+    slowest = ordered[0]
+    shown = ordered[:_MAX_ROWS]
     lines = [f"  {'process':>7}  {'host':<20}  {'step':>8}  {'phase':<11}  {'for':>7}  state"]
     for row in sorted(shown, key=lambda row: row["process"]):
         if "written" not in row:
@@ -277,7 +290,8 @@ def peer_in_long_phase(
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    phase, step = row.get("phase", "an unknown phase"), row.get("step")
+    phase = row.get("phase", "an unknown phase")
+    step = row.get("step")
     if step is None:
         return phase
     return f"step {step}" if phase == "step" else f"{phase} of step {step}"

@@ -20,12 +20,23 @@ _DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 # Answers of storage that works: missing, not permitted, or of another type.
 _ANSWERS = (
-    FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError, FileExistsError
-)  # fmt: skip
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    FileExistsError,
+)
 _PERMANENT = {
-    errno.EDQUOT, errno.EFBIG, errno.EINVAL, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC,
-    errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS,
-}  # fmt: skip
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EINVAL,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EROFS,
+}
 
 
 class ObjectStoreError(OSError, UserError):
@@ -47,7 +58,10 @@ class BadRecordError(UserError):
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
         super().__init__(f"{path} at {unit} {offset}: {reason}")
-        self.path, self.offset, self.reason, self.unit = path, offset, reason, unit
+        self.path = path
+        self.offset = offset
+        self.reason = reason
+        self.unit = unit
 
     def __reduce__(self):
         return type(self), (self.path, self.offset, self.reason, self.unit)

@@ -82,7 +82,8 @@ def files_matching(pattern: str) -> Iterator[LocalFile]:
     prefix = existing_prefix(pattern)
     *folder_parts, file_part = pattern[len(prefix) :].split("/")
     if file_part == "**":
-        folder_parts, file_part = [*folder_parts, "**"], "*"
+        folder_parts = [*folder_parts, "**"]
+        file_part = "*"
     expression = re.compile(glob_translate(file_part))
     folders = [_open_folder(prefix)]
     for part in folder_parts:

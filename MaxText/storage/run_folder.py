@@ -30,8 +30,13 @@ _SECONDS_BEFORE_NOTICE = 3.0
 _LOCK_FILE = ".lock"
 # Error numbers of file systems that have no locks.
 _WITHOUT_LOCKS = (
-    errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOTTY
-)  # fmt: skip
+    errno.ENOSYS,
+    errno.ENOLCK,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.EINVAL,
+    errno.ENOTTY,
+)
 _locks: "list[Lease | BaseFileLock]" = []
 _ended: set[str] = set()  # tokens of this process without a heartbeat, maybe still in a bucket
 
@@ -125,10 +130,12 @@ class Lease:
         An advisory lease is silent, and its loss does not end the process.
         """
         self._is_advisory = is_advisory
-        self._renewal_seconds, self._timeout_seconds = renewal_seconds, timeout_seconds
+        self._renewal_seconds = renewal_seconds
+        self._timeout_seconds = timeout_seconds
         self._takeover_seconds = takeover_seconds
         self._url, self._holder, self._token = url, _this_process(), uuid.uuid4().hex
-        self._renewals, self._watched = 0, ""
+        self._renewals = 0
+        self._watched = ""
         self._over = threading.Event()
         self._storage, self._path = file_system(url)
 
@@ -160,7 +167,8 @@ class Lease:
     def _is_renewed(self, found: dict[str, Any]) -> bool:
         """Watches a lease; False once it expires, InUseError if renewed."""
         if not self._is_advisory and (who := describe_holder(found)) != self._watched:
-            seconds, self._watched = f"{self._timeout_seconds:g} s", who
+            seconds = f"{self._timeout_seconds:g} s"
+            self._watched = who
             sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who} ({self._url})\n")
         until = time.monotonic() + self._timeout_seconds
         while time.monotonic() < until:

@@ -79,7 +79,8 @@ def setup_train(
 
 def _trace(model: Model) -> None:
     """Checks the parts by tracing the model on one sequence."""
-    config, shape = model.config, (1, model.config.shape.max_target_length)
+    config = model.config
+    shape = (1, model.config.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def logits(params: Any, ids_BT: jax.Array) -> jax.Array:

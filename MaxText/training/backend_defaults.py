@@ -41,21 +41,29 @@ def resolve_auto(
     few = dimensions.num_layers <= CPU_UNROLLED_LAYERS and dimensions.emb_dim <= CPU_UNROLLED_WIDTH
     on_one_gpu = backend == "gpu" and sharding is not None and sharding.mesh.size == 1
     if config.scan_unsupported_reason is not None:
-        scanned, reason = False, config.scan_unsupported_reason
+        scanned = False
+        reason = config.scan_unsupported_reason
     elif not config.layer_plan.repeats:
-        scanned, reason = False, "no layers repeat"
+        scanned = False
+        reason = "no layers repeat"
     elif on_cpu and few:
-        scanned, reason = False, "few small layers run faster unrolled on CPU"
+        scanned = False
+        reason = "few small layers run faster unrolled on CPU"
     elif on_one_gpu and dimensions.num_layers <= GPU_UNROLLED_LAYERS:
-        scanned, reason = False, "few layers run faster unrolled on one GPU"
+        scanned = False
+        reason = "few layers run faster unrolled on one GPU"
     else:
-        scanned, reason = True, "compile time does not grow with depth"
+        scanned = True
+        reason = "compile time does not grow with depth"
     scan = choose("scan_layers", config.memory.scan_layers, scanned, reason)
-    policy, reason = "full", "least memory"
+    policy = "full"
+    reason = "least memory"
     if on_cpu and scan:
-        policy, reason = "minimal", "recomputed matmuls take longer than memory on CPU"
+        policy = "minimal"
+        reason = "recomputed matmuls take longer than memory on CPU"
     elif on_cpu:
-        policy, reason = "none", "saves no memory for unrolled layers on CPU"
+        policy = "none"
+        reason = "saves no memory for unrolled layers on CPU"
     policy = choose("remat_policy", config.memory.remat_policy, policy, reason)
     config = _with(config, "numerics", dtype=dtype)
     config = _with(config, "memory", scan_layers=scan, remat_policy=policy)
@@ -67,7 +75,8 @@ def resolve_auto(
             replaced=("auto", "kernel"),
         )
         config = _with(config, "dense_connections", dense_aggregation_impl=impl)
-    attention, may_be_flash = config.attention.attention, ("autoselected", "flash")
+    attention = config.attention.attention
+    may_be_flash = ("autoselected", "flash")
     if attention in may_be_flash:
         problem = _flash_problem(config, backend, sharding)
         chosen, reason = ("blocked", problem) if problem else ("flash", "scores stay on the chip")
@@ -97,7 +106,8 @@ def _aggregation_impl(
     config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
     """Returns the form of depth-wise aggregation, and the reason."""
-    dense, dimensions = config.dense_connections, config.shape.dimensions
+    dense = config.dense_connections
+    dimensions = config.shape.dimensions
     if backend == "cpu":
         if dense.dense_aggregation_impl == "kernel":
             return "kernel", "asked for"

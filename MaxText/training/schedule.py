@@ -15,7 +15,8 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
     `learning_rate_decay.multiplies_warmup` starts at step 0 and is multiplied by it, as in GPT-Neo.
     """
     peak = config.learning_rate
-    total, warmup = config.learning_rate_schedule_steps, config.num_warmup_steps
+    total = config.learning_rate_schedule_steps
+    warmup = config.num_warmup_steps
     warm_up = optax.linear_schedule(0.0, peak, max(warmup, 1))
     if config.lr_schedule_type == "constant":
         return optax.join_schedules([warm_up, optax.constant_schedule(peak)], [warmup])
@@ -29,7 +30,8 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
 
 
 def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
-    peak, fraction = config.learning_rate, config.learning_rate_final_fraction
+    peak = config.learning_rate
+    fraction = config.learning_rate_final_fraction
     final = peak * fraction
     if config.lr_schedule_type == "wsd":
         total = config.learning_rate_schedule_steps

@@ -65,9 +65,16 @@ def _empty_state(window: int) -> GuardState:
 
 # What `decide` reports.
 METRICS = frozenset(
-    ("skipped", "num_skipped", "last_skipped", "recent_skips", "skips_began", "loss_rise",
-     "rise_began")
-)  # fmt: skip
+    (
+        "skipped",
+        "num_skipped",
+        "last_skipped",
+        "recent_skips",
+        "skips_began",
+        "loss_rise",
+        "rise_began",
+    )
+)
 
 
 def decide(
@@ -168,6 +175,7 @@ def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax
 def _median(values_QW: jax.Array, count: jax.Array) -> jax.Array:
     filled_QW = jnp.where(jnp.arange(values_QW.shape[1]) < count, values_QW, jnp.inf)
     sorted_QW = jnp.sort(filled_QW, axis=1)
-    lower, upper = jnp.maximum((count - 1) // 2, 0), count // 2
+    lower = jnp.maximum((count - 1) // 2, 0)
+    upper = count // 2
     median_Q = (sorted_QW[:, lower] + sorted_QW[:, upper]) / 2
     return jnp.where(count > 0, median_Q, 0.0)

@@ -102,7 +102,8 @@ def make_train_step(
         totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
         grad_fn = loss_and_gradients if num_microbatches == 1 else accumulate_gradients
         losses, aux, gradients = grad_fn(state.params, batch, totals, dropout_key)
-        params, opt_state = state.params, state.opt_state
+        params = state.params
+        opt_state = state.opt_state
         if offloads_opt_state:
             # Fetched once gradients exist and activations have left the device.
             gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
@@ -120,7 +121,8 @@ def make_train_step(
         metrics = losses | aux | norms
         guard_state = None
         if state.guard is None:
-            params, opt_state = optax.apply_updates(params, updates), new_opt_state
+            params = optax.apply_updates(params, updates)
+            opt_state = new_opt_state
         else:
             accept, guard_state, decided = spike_guard.decide(
                 guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms

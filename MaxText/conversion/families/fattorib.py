@@ -43,8 +43,10 @@ FATTORIB = hf.Family(
     in_transformers=False,
 )
 
-_BLOCK, _ENDS = "TransformerBlock_{layer}/", ("/kernel", "/bias")
-_CORE, _MLP = f"{_BLOCK}CausalAttention_0/", f"{_BLOCK}MLPBlock_0/"
+_BLOCK = "TransformerBlock_{layer}/"
+_ENDS = ("/kernel", "/bias")
+_CORE = f"{_BLOCK}CausalAttention_0/"
+_MLP = f"{_BLOCK}MLPBlock_0/"
 _ENDS_OF_NORM = ("/scale", "/bias")
 FLAX_ROWS = (
     hf.row("wte/embedding", "token_embedder/embedding", "V D", "V D"),

@@ -9,7 +9,8 @@ from typing import Any
 
 from MaxText.conversion import family as hf
 
-_LAYER, _PARAMS = "layers.{layer}.", "layers/"
+_LAYER = "layers.{layer}."
+_PARAMS = "layers/"
 _NORM = "pre_self_attention_layer_norm"
 _CONNECTION = "connections/after/{layer+1}/"
 

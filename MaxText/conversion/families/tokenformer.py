@@ -13,11 +13,19 @@ _LAYER = "sequential.{layer+2}."
 def _slots(hf_name: str, params: str, letter: str) -> hf.Rows:
     """Returns rows of key and value slots; `letter` is their layout letter."""
     return (
-        hf.row(f"{_LAYER}{hf_name}.key_param_tokens", f"layers/{params}/keys/kernel",
-            f"{letter} D", f"D {letter}"),
-        hf.row(f"{_LAYER}{hf_name}.value_param_tokens", f"layers/{params}/values/kernel",
-            f"{letter} D", f"{letter} D"),
-    )  # fmt: skip
+        hf.row(
+            f"{_LAYER}{hf_name}.key_param_tokens",
+            f"layers/{params}/keys/kernel",
+            f"{letter} D",
+            f"D {letter}",
+        ),
+        hf.row(
+            f"{_LAYER}{hf_name}.value_param_tokens",
+            f"layers/{params}/values/kernel",
+            f"{letter} D",
+            f"{letter} D",
+        ),
+    )
 
 
 TOKENFORMER = hf.Family(

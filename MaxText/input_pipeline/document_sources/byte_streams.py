@@ -159,7 +159,8 @@ class _Frames(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         while True:
-            chunk, self._unused = self._unused, b""
+            chunk = self._unused
+            self._unused = b""
             # A decompressor that filled the buffer continues without more input.
             if not chunk and (self._frame is None or self._frame.needs_input):
                 chunk = self._file.read(_CHUNK_BYTES)

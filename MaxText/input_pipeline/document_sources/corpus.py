@@ -94,7 +94,8 @@ class Shard:
         """
         skipped.limit = self.max_bad_records
         for each in self.ranges:
-            name, has_begun = each.name, False
+            name = each.name
+            has_begun = False
             try:
                 with read_errors_as_user_error(each.file.path):
                     for row, text in range_texts(each, self.text_field, skipped):
@@ -262,7 +263,8 @@ def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
 
 def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
     """Yields (number, text) of documents of a file range, with empty ones."""
-    file, path = part.file, part.file.path
+    file = part.file
+    path = part.file.path
     if file.size >= 0 and not is_url(path) and os.path.getsize(local_path(path)) != file.size:
         raise UserError(
             f"{path} changed while it was read. Run again when nothing writes to the files of "

@@ -49,9 +49,28 @@ TABLE_LAYOUTS = {Layout.PARQUET, Layout.ARROW}
 RECORD_LAYOUTS = {Layout.ARRAY_RECORD, Layout.TFRECORD}
 
 NOT_TEXT = {
-    ".bin", ".h5", ".idx", ".model", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pth",
-    ".safetensors", ".doc", ".docx", ".pdf", ".gif", ".jpeg", ".jpg", ".png", ".7z", ".rar", ".zip",
-}  # fmt: skip
+    ".bin",
+    ".h5",
+    ".idx",
+    ".model",
+    ".npy",
+    ".npz",
+    ".pickle",
+    ".pkl",
+    ".pt",
+    ".pth",
+    ".safetensors",
+    ".doc",
+    ".docx",
+    ".pdf",
+    ".gif",
+    ".jpeg",
+    ".jpg",
+    ".png",
+    ".7z",
+    ".rar",
+    ".zip",
+}
 """Endings of files that are certainly no text."""
 
 READ_ENDINGS = (

@@ -53,7 +53,8 @@ def scan_records(part: FileRange) -> _Records:
     copied to local disk temporarily. Raises BadRecordError if no further record can be found, and
     READ_ERRORS for failed reads.
     """
-    path, (layout, compression) = part.file.path, part.file.format
+    path = part.file.path
+    (layout, compression) = part.file.format
     with open_stream(path) as file:
         if layout is Layout.TFRECORD:
             yield from tfrecord.scan_records(decompressed(file, compression), path)
@@ -232,7 +233,8 @@ def _archive_tensors(path: str, fields: Sequence[str]) -> Iterator[tuple[int, by
 
 def _samples(path: str) -> Iterator[dict[str, tuple[int, bytes]]]:
     """Yields {field: (offset, contents)} of consecutive members of one name."""
-    key, sample = "", {}
+    key = ""
+    sample = {}
     with open_stream(path) as file:
         members = scan_members(decompressed(file, format_of(path).compression))
         for member, content in members:

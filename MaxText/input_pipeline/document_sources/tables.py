@@ -24,7 +24,8 @@ IGNORED = -100
 _MAX_NAMED_FIELDS = 10  # in a message
 _BATCH_ROWS = 256  # parquet rows decoded at a time
 _TEXT_TYPES = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
-_MASK, _LABELS = "attention_mask", "labels"
+_MASK = "attention_mask"
+_LABELS = "labels"
 _MAX_ID = np.iinfo(np.int32).max
 
 
@@ -102,7 +103,8 @@ def _parquet_batches(file: Any, part: FileRange, columns: list[str]) -> Iterator
 
 
 def _arrow_batches(reader: Any, part: FileRange, columns: list[str]) -> Iterator[tuple[int, Any]]:
-    numbers, row = part.partition(reader.num_record_batches), 0
+    numbers = part.partition(reader.num_record_batches)
+    row = 0
     for number in range(numbers.stop):
         batch = reader.get_batch(number)
         if number >= numbers.start:
@@ -116,7 +118,8 @@ def _arrow_stream_batches(
     import pyarrow
 
     source.seek(0)
-    reader, row = pyarrow.ipc.open_stream(source), 0
+    reader = pyarrow.ipc.open_stream(source)
+    row = 0
     while part.stop is None or source.tell() < part.stop:
         offset = source.tell()
         try:

@@ -234,7 +234,8 @@ def text_chunks(
     `file` must be seekable if `first` > 0. A byte order mark is dropped. An empty file has one
     empty chunk. Raises UserError unless it is UTF-8.
     """
-    line, partial = b"", b""
+    line = b""
+    partial = b""
     if first:
         file.seek(first * LONGEST_TEXT)
         # The rest of the line belongs to the previous chunk, except for a split character.

@@ -56,7 +56,8 @@ def encode(features: Mapping[str, Value]) -> bytes:
         value = features[name]
         feature = example.features.feature.add(key=name).value
         if isinstance(value, np.ndarray):
-            is_float, values = value.dtype.kind == "f", value.tolist()
+            is_float = value.dtype.kind == "f"
+            values = value.tolist()
         else:
             values = [value] if isinstance(value, bytes | str) else value
             is_float = any(isinstance(item, float | np.floating) for item in values)

@@ -28,9 +28,15 @@ def _tensor_2(storage: np.ndarray, start: int, shape: Any, steps: Any, *rest: An
 
 
 def _tensor_3(
-    storage: np.ndarray, start: int, shape: Any, steps: Any, gradient: Any, hooks: Any, dtype: str,
+    storage: np.ndarray,
+    start: int,
+    shape: Any,
+    steps: Any,
+    gradient: Any,
+    hooks: Any,
+    dtype: str,
     *rest: Any,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     return _tensor_2(storage.view(dtype), start, shape, steps)
 
 

@@ -29,24 +29,41 @@ class _Preset(NamedTuple):
 # et al. 2023) for 70M, and of configs/quickstart.yml, which sets its own.
 _PRESETS = (
     _Preset(
-        1e9, "model_name=gpt2-124m", 96, 1024, 50_000,
+        1e9,
+        "model_name=gpt2-124m",
+        96,
+        1024,
+        50_000,
         (
-            "per_device_batch_size=12", "gradient_accumulation_steps=8", "learning_rate=6e-4",
-            "warmup_steps_fraction=0.02", "checkpoint_period=1000", "max_to_keep=3",
+            "per_device_batch_size=12",
+            "gradient_accumulation_steps=8",
+            "learning_rate=6e-4",
+            "warmup_steps_fraction=0.02",
+            "checkpoint_period=1000",
+            "max_to_keep=3",
             "step_log_period=10",
         ),
     ),
     _Preset(
-        5e7, "model_name=pythia-70m", 64, 1024, 20_000,
+        5e7,
+        "model_name=pythia-70m",
+        64,
+        1024,
+        20_000,
         (
-            "max_target_length=1024", "per_device_batch_size=16", "gradient_accumulation_steps=4",
-            "learning_rate=1e-3", "warmup_steps_fraction=0.02", "checkpoint_period=500",
-            "max_to_keep=3", "step_log_period=10",
+            "max_target_length=1024",
+            "per_device_batch_size=16",
+            "gradient_accumulation_steps=4",
+            "learning_rate=1e-3",
+            "warmup_steps_fraction=0.02",
+            "checkpoint_period=500",
+            "max_to_keep=3",
+            "step_log_period=10",
         ),
     ),
     # Its text is that of the dataset, not the Python standard library's.
     _Preset(0.0, "quickstart.yml", 16, 128, 2_000, ("prepare_source=", "prompt=The")),
-)  # fmt: skip
+)
 
 
 def train_arguments(manifest: Manifest, dataset_path: str) -> list[str]:

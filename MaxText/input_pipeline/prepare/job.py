@@ -61,7 +61,8 @@ class TokenizationJob:
         Returns its manifest with the `options`. Raises UserError if no document has text, a file
         cannot be read or changed while it was read, or a process was killed.
         """
-        start, tokenization = time.monotonic(), self.tokenization
+        start = time.monotonic()
+        tokenization = self.tokenization
         self._open_staging()
         shards, num_kept = self._tokenize_all()
         if tokenization.keys.validation_fraction > 0 and not self.corpus.splits:
@@ -112,7 +113,9 @@ class TokenizationJob:
 
     def _tokenize_all(self) -> tuple[list[TokenizedShard], int]:
         """Returns all shards, and the number of already tokenized ones."""
-        corpus, tokenization, log = self.corpus, self.tokenization, self.log
+        corpus = self.corpus
+        tokenization = self.tokenization
+        log = self.log
         if corpus.splits:
             names = ", ".join(corpus.splits)
             log(f"The source has splits of its own ({names}): validation_fraction is not used")
@@ -123,7 +126,8 @@ class TokenizationJob:
             found = _tokenize_with_beam(tokenization, jobs)
         else:
             sizes = [shard.num_bytes for shard in corpus.shards]
-            most, ledger = tokenization.keys.prepare_num_workers, tokenization.ledger
+            most = tokenization.keys.prepare_num_workers
+            ledger = tokenization.ledger
             found = run_jobs(
                 "Encoding", tokenize_shard, tokenization, jobs, sizes, most, log, ledger
             )

@@ -108,7 +108,8 @@ def prepare(
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
     _check_writable_protocol(dataset_path)
-    source, field = preparation.prepare_source, preparation.text_field
+    source = preparation.prepare_source
+    field = preparation.text_field
     corpus = open_corpus(source, field, max_bad_records=max_bad_records)
     for note in corpus.notes:
         log(note)
@@ -162,7 +163,8 @@ def _prepare_folder(request: _Request, folder: Path) -> Manifest:
 
 def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Manifest]) -> Manifest:
     """Prepares a dataset, or waits until `check` finds another process's."""
-    staging, log = _staging(folder), request.log
+    staging = _staging(folder)
+    log = request.log
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
@@ -226,17 +228,21 @@ def write_error(location: object, error: OSError) -> UserError:
 
 
 def _tokenizer(request: _Request) -> Tokenizer:
-    preparation, corpus = request.preparation, request.corpus
+    preparation = request.preparation
+    corpus = request.corpus
     if request.trains_tokenizer:
         seed = preparation.prepare_seed
         fraction = 0.0 if corpus.splits else preparation.validation_fraction
         texts = _read(request, sampling.sampling_jobs(corpus, seed))
-        sample, start = sampling.join_samples(texts, seed, fraction), time.monotonic()
+        sample = sampling.join_samples(texts, seed, fraction)
+        start = time.monotonic()
         sample_bytes = sum(len(text.encode()) for text in sample)
         origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
-        size, special = preparation.tokenizer_vocab_size, preparation.tokenizer_special_tokens
+        size = preparation.tokenizer_vocab_size
+        special = preparation.tokenizer_special_tokens
         tokenizer = train_tokenizer(sample, size, origin, special)
-        num_ids, seconds = tokenizer.entry.vocab_size, time.monotonic() - start
+        num_ids = tokenizer.entry.vocab_size
+        seconds = time.monotonic() - start
         request.log(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
     else:
         tokenizer = _given_tokenizer(request)
@@ -258,7 +264,8 @@ def _given_tokenizer(request: _Request) -> Tokenizer:
 
 
 def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
-    keys, sizes = request.preparation, [job.shard.num_bytes for job in jobs]
+    keys = request.preparation
+    sizes = [job.shard.num_bytes for job in jobs]
     most = keys.prepare_num_workers
     return run_jobs("Reading", sampling.read_shard, keys, jobs, sizes, most, request.log)
 
@@ -267,7 +274,9 @@ def _control_ids(
     preparation: PreparationConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the ids before and after each document."""
-    entry, add_bos, add_eos = tokenizer.entry, preparation.add_bos, preparation.add_eos
+    entry = tokenizer.entry
+    add_bos = preparation.add_bos
+    add_eos = preparation.add_eos
     separator = preparation.prepare_separator_id
     end = entry.eos_id if separator < 0 else separator
     if separator >= entry.vocab_size:

@@ -116,7 +116,8 @@ def run_jobs(
         ledger.mkdir(exist_ok=True)
         if num_finished := sum(1 for _ in ledger.glob("*.json")):
             log(f"Resuming: {num_finished:,} of {len(jobs):,} parts are finished")
-        function, jobs = functools.partial(run_once, function, ledger), [*enumerate(jobs)]
+        function = functools.partial(run_once, function, ledger)
+        jobs = [*enumerate(jobs)]
     advance = progress_in_bytes(title, sum(sizes), log)
     results: dict[int, Result] = {}
     num_processes = min(max_processes or num_cores(), sum(sizes) // _BYTES_PER_PROCESS)

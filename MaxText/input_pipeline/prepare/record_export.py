@@ -105,7 +105,8 @@ def strided_windows(
     """
     assert 1 <= min_length <= max_length, (min_length, max_length)
     assert 1 <= stride <= max_length, (stride, max_length)
-    begins_D, ends_D = document_offsets[:-1], document_offsets[1:]
+    begins_D = document_offsets[:-1]
+    ends_D = document_offsets[1:]
     sizes_D = ends_D - begins_D
     # The first window that reaches the end is the last: later ones would be inside it.
     counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
@@ -114,7 +115,9 @@ def strided_windows(
     starts_W = begins_D[document_W] + number_W * stride
     stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
     kept_W = stops_W - starts_W > min_length
-    starts_W, stops_W, document_W = starts_W[kept_W], stops_W[kept_W], document_W[kept_W]
+    starts_W = starts_W[kept_W]
+    stops_W = stops_W[kept_W]
+    document_W = document_W[kept_W]
     # Only the last window of a document can be too short, so the others cover a prefix.
     covered_D = begins_D.astype(np.int64)
     np.maximum.at(covered_D, document_W, stops_W)
@@ -138,7 +141,9 @@ class RecordExport:
     keys: ExportedRecords
 
     def plan(self, manifest: Manifest) -> list[RecordFileJob]:
-        jobs, prefix, is_text = [], self.keys.name, self.kind == "text"
+        jobs = []
+        prefix = self.keys.name
+        is_text = self.kind == "text"
         files_of = self._num_files(manifest)
         for split, entry in sorted(manifest.splits.items()):
             name = ("_" if is_text else ".").join(filter(None, (prefix, split)))
@@ -147,7 +152,8 @@ class RecordExport:
             total = entry.num_documents
             if self.kind == "chunks":
                 # Each chunk starts with the last token of the previous one.
-                size, length = entry.num_tokens, self.keys.chunk_length
+                size = entry.num_tokens
+                length = self.keys.chunk_length
                 total = max(-(-(size - 1) // (length - 1)), min(size, 1))
             num_files = max(min(files_of[split], total), 1)
             bounds = [total * number // num_files for number in range(num_files + 1)]
@@ -231,7 +237,8 @@ class RecordExport:
 
     def _write_parquet(self, path: Path, pad_id: int, batches: Iterable[list[np.ndarray]]) -> None:
         pyarrow, parquet = require_pyarrow(_PARQUET)
-        ids, length = pyarrow.list_(pyarrow.int32()), self.keys.max_length
+        ids = pyarrow.list_(pyarrow.int32())
+        length = self.keys.max_length
         columns = {self.field: ids}
         if self.kind == "strided":
             mask = pyarrow.list_(pyarrow.int8())
@@ -257,7 +264,8 @@ def _padded(
 ) -> list[np.ndarray]:
     """Returns inputs, mask (1 for tokens) and labels of windows, flattened."""
     shape = (len(records), length)
-    inputs, mask = np.full(shape, pad_id, np.int32), np.zeros(shape, np.int8)
+    inputs = np.full(shape, pad_id, np.int32)
+    mask = np.zeros(shape, np.int8)
     labels = np.full(shape, ignore_label, np.int32)
     for row, record in enumerate(records):
         num_inputs = min(record.size, length)
@@ -269,19 +277,22 @@ def _padded(
 
 def _batches(ranges: RecordRanges, store: TokenStore) -> Iterator[list[np.ndarray]]:
     """Yields the ids of each range in order, about _BATCH_TOKENS at a time."""
-    first, sizes = 0, ranges.stops_W - ranges.starts_W
+    first = 0
+    sizes = ranges.stops_W - ranges.starts_W
     ends = np.concatenate([[0], np.cumsum(sizes)])
     while first < ranges.starts_W.size:
         stop = int(np.searchsorted(ends, ends[first] + _BATCH_TOKENS, side="right")) - 1
         stop = max(stop, first + 1)
-        starts, stops = ranges.starts_W[first:stop], ranges.stops_W[first:stop]
+        starts = ranges.starts_W[first:stop]
+        stops = ranges.stops_W[first:stop]
         yield np.split(store.read(starts, stops), ends[first + 1 : stop] - ends[first])
         first = stop
 
 
 def make_export(prepared: Path, preparation: PreparationConfig, output: Path) -> RecordExport:
     """Returns the export; UserError for conflicts, missing pyarrow."""
-    keys, output_format = preparation.records, preparation.prepare_output_format
+    keys = preparation.records
+    output_format = preparation.prepare_output_format
     if keys.name and Path(keys.name).name != keys.name:
         raise UserError(
             f"records.name={keys.name} contains a folder, and it is a prefix of file names. Omit "
@@ -316,7 +327,8 @@ def export_records(
                 atomic.sync_file(Path(shutil.copyfile(file, output / file.name)))
     jobs = export.plan(manifest)
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
-    sizes, most = [num_bytes // len(jobs)] * len(jobs), preparation.prepare_num_workers
+    sizes = [num_bytes // len(jobs)] * len(jobs)
+    most = preparation.prepare_num_workers
     ledger = output.with_name(f"{output.name}.finished")
     for record in ledger.glob("*.json"):
         if not (output / json.loads(record.read_bytes())["file"]).exists():
@@ -345,7 +357,8 @@ def _report(
     size = f"{num_tokens:,} tokens"
     if export.kind == "text":
         size = f"{num_tokens / 1e6:,.1f} MB of text"
-    records, in_files = pluralize(num_records, kind), pluralize(len(files), "file")
+    records = pluralize(num_records, kind)
+    in_files = pluralize(len(files), "file")
     log(f"  {split}: {records} of {size} in {in_files}")
     if tokens:
         log(

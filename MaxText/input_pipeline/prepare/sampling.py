@@ -14,10 +14,12 @@ from MaxText.input_pipeline.document_sources.corpus import Corpus, Document, Sha
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
 from MaxText.input_pipeline.sequences.windows import INCREMENT, hash_uint64
 
-TRAIN, VALIDATION = "train", "validation"
+TRAIN = "train"
+VALIDATION = "validation"
 """Names of the splits of a corpus without splits of its own."""
 
-HELD_OUT, SAMPLED = 0, 1
+HELD_OUT = 0
+SAMPLED = 1
 """Purposes of a hash. The hashes of different purposes are independent."""
 
 _BITS = 2**64 - 1
@@ -42,13 +44,17 @@ def numbered_batches(
 
     Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
     """
-    first, batch, size = shard << _SHARD_BITS, [], 0
+    first = shard << _SHARD_BITS
+    batch = []
+    size = 0
     for document in documents:
         batch.append(document)
         size += len(document.text)
         if size >= _BATCH_CHARACTERS:
             yield first + np.arange(len(batch)), batch
-            first, batch, size = first + len(batch), [], 0
+            first = first + len(batch)
+            batch = []
+            size = 0
     if batch:
         yield first + np.arange(len(batch)), batch
 

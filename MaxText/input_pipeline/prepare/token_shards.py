@@ -125,10 +125,13 @@ def _documents_path(staging: Path, split: str, number: int) -> Path:
 
 def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
     """Returns a TokenizedShard; raises UserError as Shard.documents does."""
-    keys, minimum = tokenization.keys, tokenization.minimum_tokens
+    keys = tokenization.keys
+    minimum = tokenization.minimum_tokens
     clean = sampling.text_cleaner(keys.prepare_fix_text)
-    digest, skipped = hashlib.sha256(), Skipped()
-    num_bytes, lowest = 0, 2**64
+    digest = hashlib.sha256()
+    skipped = Skipped()
+    num_bytes = 0
+    lowest = 2**64
     writers: dict[str, _SplitWriter] = {}
     with contextlib.ExitStack() as stack:
         for numbers, documents in sampling.numbered_batches(
@@ -219,9 +222,12 @@ def write_documents(
 
     Holds the documents of only one shard in memory.
     """
-    staging, folder = tokenization.staging, tokenization.staging / "data_set" / split
+    staging = tokenization.staging
+    folder = tokenization.staging / "data_set" / split
     dtype = np.dtype(tokenization.dtype)
-    tokens_digest, offsets_digest = hashlib.sha256(), hashlib.sha256(bytes(8))  # of the first 0
+    # of the first 0
+    tokens_digest = hashlib.sha256()
+    offsets_digest = hashlib.sha256(bytes(8))
     counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
     files: list[RecordFile] = []
     source_files: list[tuple[int, str]] = []
@@ -231,9 +237,11 @@ def write_documents(
         empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}
         yield {"document_offsets": np.zeros(1, "<i8"), **empty}
         for number, part in shards:
-            path, size = _tokens_path(staging, split, number), part.num_tokens
+            path = _tokens_path(staging, split, number)
+            size = part.num_tokens
             with np.load(_documents_path(staging, split, number)) as of_shard:
-                ends, rows = num_tokens + np.cumsum(of_shard["lengths"]), of_shard["rows"]
+                ends = num_tokens + np.cumsum(of_shard["lengths"])
+                rows = of_shard["rows"]
             offsets_digest.update(ends.data)
             checksums = {checksums_name(): file_checksums(path)}
             yield {"document_offsets": ends, "document_rows": rows.astype("<i4"), **checksums}

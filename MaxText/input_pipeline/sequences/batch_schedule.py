@@ -97,7 +97,8 @@ def _rampup_sizes(section: BatchConfig) -> list[float]:
     final = section.per_device_batch_size
     if not section.enable_rampup_batch_size:
         return [final]
-    start, increment = section.per_device_batch_size_start, section.per_device_batch_size_increment
+    start = section.per_device_batch_size_start
+    increment = section.per_device_batch_size_increment
     count = (final - start) / increment
     return [start + increment * index for index in range(round(count))] + [final]
 

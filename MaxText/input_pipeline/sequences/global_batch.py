@@ -120,7 +120,8 @@ class GlobalBatch:
 
         Exclusions before `sample` no longer apply; `passed` are those that earlier steps skipped.
         """
-        self.first_step, self.first_sample = step, sample
+        self.first_step = step
+        self.first_sample = sample
         self._passed = passed.within(0, max(0, sample))
 
     def exclude(self, exclusions: ExcludedRanges, step: int) -> None:
@@ -144,7 +145,8 @@ class GlobalBatch:
 
     def _numbers(self, step: int, indices_N: np.ndarray) -> np.ndarray:
         """Converts indices in a batch to sample numbers in the data (int64 [N])."""
-        excluded, first = self.excluded, max(0, self.first_sample)
+        excluded = self.excluded
+        first = max(0, self.first_sample)
         ahead = self.schedule.samples_before(step) - self.schedule.samples_before(self.first_step)
         first_index = self.first_sample - excluded.within(0, first).count()
         return excluded.samples(first_index + ahead + indices_N)
@@ -169,7 +171,8 @@ class GlobalBatch:
         return self._first
 
     def _batch(self, step: int) -> dict[str, np.ndarray]:
-        stage, rows_B = self.schedule.at(step), self._rows_of(step)
+        stage = self.schedule.at(step)
+        rows_B = self._rows_of(step)
         arrays = self._rows.read(rows_B)
         if self._max_token_id is not None:
             # Targets that are labels need not occur among the tokens.
@@ -193,7 +196,8 @@ class GlobalBatch:
     def _refuse(self, ids_BT: np.ndarray, rows_B: np.ndarray) -> None:
         row = int(ids_BT.max(axis=1).argmax())
         documents = ", ".join(name for name, _, _ in self._rows.origin(int(rows_B[row])))
-        largest, size = ids_BT.max(), (self._max_token_id or 0) + 1
+        largest = ids_BT.max()
+        size = (self._max_token_id or 0) + 1
         raise UserError(
             f"vocab_size={size} is too small: id {largest} occurs in {documents}. Raise "
             "vocab_size, or check that these are token ids of the tokenizer you mean "
@@ -205,7 +209,8 @@ def split_to_length(arrays: Mapping[str, np.ndarray], length: int) -> dict[str, 
     """Splits sequences [B, T] into [B T / length, length]."""
     folded = {name: array.reshape(-1, length) for name, array in arrays.items()}
     if "positions" in folded:
-        segments, positions = folded["segments"], folded["positions"]
+        segments = folded["segments"]
+        positions = folded["positions"]
         first = np.where(segments == segments[:, :1], positions[:, :1], 0)
         folded["positions"] = np.where(segments > 0, positions - first, 0)
     return folded

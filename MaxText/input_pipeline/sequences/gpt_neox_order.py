@@ -92,12 +92,16 @@ class GptNeoxSamples(Windows):
         return self._num_samples
 
     def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        offsets, ends = self.data.store.document_offsets, self._arrays["ends"]
+        offsets = self.data.store.document_offsets
+        ends = self._arrays["ends"]
         first_B = self._arrays["samples"][windows].astype(np.int64) * self.length
         document_B = np.searchsorted(ends, first_B, side="right")
         counts_B = np.searchsorted(ends, first_B + self.length, side="right") - document_B + 1
-        row_P, visit_P = np.repeat(np.arange(len(windows)), counts_B), expand(document_B, counts_B)
-        document_P, end_P, first_P = self._arrays["order"][visit_P], ends[visit_P], first_B[row_P]
+        row_P = np.repeat(np.arange(len(windows)), counts_B)
+        visit_P = expand(document_B, counts_B)
+        document_P = self._arrays["order"][visit_P]
+        end_P = ends[visit_P]
+        first_P = first_B[row_P]
         stop_P = offsets[document_P + 1]
         begin_P = np.maximum(first_P, end_P - (stop_P - offsets[document_P]))
         shift_P = stop_P - end_P  # from places in the shuffled order to places in the store

@@ -138,7 +138,8 @@ class MLMMasking:
         tokens_BT[real_BT[:, 0], 0] = self._cls_id
         result = {name: moved(array) for name, array in rest.items()}
         if "positions" in result:
-            positions_BT, segments_BT = result["positions"], result["segments"]
+            positions_BT = result["positions"]
+            segments_BT = result["segments"]
             positions_BT[:, 1:] += (segments_BT[:, 1:] == segments_BT[:, :1]) & (
                 segments_BT[:, 1:] > 0
             )

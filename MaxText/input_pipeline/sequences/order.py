@@ -32,7 +32,8 @@ _ROUNDS = 8
 _SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 rows
 
 # Streams of random tokens, independent for the same seed.
-TRAIN_STREAM, EVAL_STREAM = 0, 1
+TRAIN_STREAM = 0
+EVAL_STREAM = 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,7 +88,8 @@ class OrderedWindows:
         epoch, window = divmod(number, self._num_windows)
         if not self._shuffle:
             return window
-        first, end = 0, self._num_windows
+        first = 0
+        end = self._num_windows
         if self._groups is not None:
             group = int(np.searchsorted(self._groups, window, side="right"))
             first, end = self._groups[group - 1 : group + 1].tolist()

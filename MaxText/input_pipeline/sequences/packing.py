@@ -91,7 +91,9 @@ def plan_rows(
     offsets: np.ndarray, length: int, best_fit: bool, at_once: int = _AT_ONCE
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yields blocks of `starts` (by item) and `first_item` (by row)."""
-    begins, sizes, num_items = np.empty(0, np.int64), np.empty(0, np.int64), 0
+    begins = np.empty(0, np.int64)
+    sizes = np.empty(0, np.int64)
+    num_items = 0
     for first in range(0, max(len(offsets) - 1, 1), at_once):
         block = np.asarray(offsets[first : first + at_once + 1])
         new = np.diff(block) - 1
@@ -102,7 +104,8 @@ def plan_rows(
         starts, first_item = _plan_groups(begins[:count], sizes[:count], length, best_fit)
         yield {"starts": starts, "first_item": first_item + num_items}
         num_items += len(starts)
-        begins, sizes = begins[count:], sizes[count:]
+        begins = begins[count:]
+        sizes = sizes[count:]
     yield {"starts": np.empty(0, np.int64), "first_item": np.array([num_items])}
 
 
@@ -127,7 +130,9 @@ def _plan_groups(
     group = np.concatenate([short // GROUP, full // GROUP])
     row = np.concatenate([row_D[short], GROUP + np.arange(len(full))])
     order = np.lexsort((row, group))
-    group, row, starts = group[order], row[order], starts[order]
+    group = group[order]
+    row = row[order]
+    starts = starts[order]
     new_row = np.ones(len(starts), bool)
     new_row[1:] = (row[1:] != row[:-1]) | (group[1:] != group[:-1])
     return starts, np.flatnonzero(new_row)

@@ -105,7 +105,8 @@ def expand(first_G: np.ndarray, counts_G: np.ndarray) -> np.ndarray:
 
 def items_of_rows(first_R: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the row and the number of each item of windows with several."""
-    first, end = first_R[windows], first_R[windows + 1]
+    first = first_R[windows]
+    end = first_R[windows + 1]
     return np.repeat(np.arange(len(windows)), end - first), expand(first, end - first)
 
 
@@ -163,7 +164,9 @@ class DocumentWindows(Windows):
         self.padding_share = 1 - float(self._arrays["num_targets"][0]) / num_positions
 
     def _plan(self) -> Iterator[dict[str, np.ndarray]]:
-        offsets, total, num_targets = self.data.store.document_offsets, 0, 0
+        offsets = self.data.store.document_offsets
+        total = 0
+        num_targets = 0
         for block in document_sizes(offsets):
             sizes = block - self._ahead
             counts = np.maximum(-(-sizes // self.length), 0)
@@ -179,7 +182,8 @@ class DocumentWindows(Windows):
         return int(self._arrays["first_window"][-1])
 
     def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        first_window, offsets = self._arrays["first_window"], self.data.store.document_offsets
+        first_window = self._arrays["first_window"]
+        offsets = self.data.store.document_offsets
         documents = np.searchsorted(first_window, windows, side="right") - 1
         starts = offsets[documents] + (windows - first_window[documents]) * self.length
         stops = np.minimum(starts + self.length + self._ahead, offsets[documents + 1])
@@ -207,9 +211,11 @@ class JoinedDocuments(Windows):
         return -(-(len(self.data.store.document_offsets) - 1) // self._stitch)
 
     def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        offsets, first = self.data.store.document_offsets, windows * self._stitch
+        offsets = self.data.store.document_offsets
+        first = windows * self._stitch
         last = np.minimum(first + self._stitch, len(offsets) - 1)
-        starts, ends = np.asarray(offsets[first]), np.asarray(offsets[last])
+        starts = np.asarray(offsets[first])
+        ends = np.asarray(offsets[last])
         if self.random:
             places = np.maximum(ends - starts - self.length, 1).astype(np.uint64)
             starts = starts + (draws % places).astype(np.int64)
@@ -250,8 +256,10 @@ def fill_batch(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.
 
 
 def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarray]:
-    first, counts = parts[0].windows, [len(part.rows) for part in parts]
-    length, num_rows = first.length, sum(counts)
+    first = parts[0].windows
+    counts = [len(part.rows) for part in parts]
+    length = first.length
+    num_rows = sum(counts)
     spans = [
         part.spans._replace(row_P=part.spans.row_P + before)
         for part, before in zip(parts, itertools.accumulate(counts, initial=0), strict=False)
@@ -271,7 +279,8 @@ def _fill(parts: Sequence[BatchPart], has_documents: bool) -> dict[str, np.ndarr
     if first.joined:
         # The first token of a joined range is the target of the token before it.
         rows = _spread(ids, used_B, pad_B, length + 1)
-        tokens_BT, targets_BT = rows[:, :-1], rows[:, 1:]
+        tokens_BT = rows[:, :-1]
+        targets_BT = rows[:, 1:]
         weights_BT = (np.arange(length) < used_B[:, None] - 1).astype(np.float32)
     else:
         ends_P = np.cumsum(sizes_P)
@@ -342,7 +351,8 @@ def _add_documents(
         later = position_Q > 0
         arrays["weights"][row_Q[later], position_Q[later] - 1] = 0
     here = position_Q < length
-    row_Q, position_Q = row_Q[here], position_Q[here]
+    row_Q = row_Q[here]
+    position_Q = position_Q[here]
     number_Q = np.arange(1, len(row_Q) + 1) - np.searchsorted(row_Q, row_Q)
     flat_Q = row_Q * length + position_Q
     counts_Q = np.diff(flat_Q, append=num_rows * length)

@@ -128,10 +128,12 @@ class RecordImport:
 
     def _shared(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the import in the bucket; uploads it if none is there."""
-        header, lock_url = f"{self.url}/{_HEADER_NAME}", f"{self.url}.lock"
+        header = f"{self.url}/{_HEADER_NAME}"
+        lock_url = f"{self.url}.lock"
         # An upload may delay a heartbeat, and hosts take over at about the same time.
         seconds = {"renewal_seconds": 20.0, "timeout_seconds": 300.0, "takeover_seconds": 60.0}
-        lease, waits = Lease(lock_url, is_advisory=True, **seconds), False
+        lease = Lease(lock_url, is_advisory=True, **seconds)
+        waits = False
         ask = functools.partial(_ask, self.cache_url)
         while not ask(file_access.path_type, header):
             if not waits and (waits := bool(ask(file_access.path_type, lock_url))):
@@ -152,7 +154,8 @@ class RecordImport:
         return _load(folder, f"{self.url}/tokens")
 
     def _local(self, log: Callable[[str], None]) -> ImportedRecords:
-        folder, header = self.folder, self.folder / _HEADER_NAME
+        folder = self.folder
+        header = self.folder / _HEADER_NAME
         local_cache.mark_used(folder)
         if not header.exists():
             try:
@@ -190,7 +193,8 @@ class RecordImport:
         if self.dtype == "uint16" and (self.folder / "uint32").exists():
             dataclasses.replace(self, dtype="uint32")._import(log, density)  # resumes
             return
-        began, total = time.monotonic(), sum(file.size for file in self.files) / 1e6
+        began = time.monotonic()
+        total = sum(file.size for file in self.files) / 1e6
         width = np.dtype(self.dtype).itemsize + 4 * self.has_labels
         about = total * (density[0] * width + density[1] * 16)  # a size and an offset of 8 bytes
         places = " and ".join(filter(None, (str(self.folder.parent), self.url)))
@@ -198,7 +202,8 @@ class RecordImport:
             f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
             f"once, into {places}: about {about:,.1f} MB, {width} bytes a token."
         )
-        numbers, sizes = range(len(self.files)), [file.size for file in self.files]
+        numbers = range(len(self.files))
+        sizes = [file.size for file in self.files]
         try:
             ledger = self.folder / self.dtype
             entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log, ledger)
@@ -211,7 +216,9 @@ class RecordImport:
 
     def _density(self) -> tuple[float, float]:
         """Estimates tokens and records a byte from the first file's beginning."""
-        file, ids, records = self.files[0], 0, 0
+        file = self.files[0]
+        ids = 0
+        records = 0
         size = min(2**22, file.size)
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
             sample = Path(folder, file.path.rsplit("/", 1)[-1])
@@ -219,7 +226,8 @@ class RecordImport:
                 sample.write_bytes(stream.read(size))
             for record in self.read(str(sample)):  # an error at the end, where it is cut
                 if isinstance(record, TokenDocument):
-                    ids, records = ids + record.ids.size, records + 1
+                    ids = ids + record.ids.size
+                    records = records + 1
         ids += records * (self.eos_id >= 0)
         # Formats without a readable beginning are compressed to about two bytes a token.
         return (ids / size, records / size) if records else (0.5, 0.0)
@@ -228,7 +236,8 @@ class RecordImport:
         """Merges the per-file results; returns the numbers of records and tokens."""
         bad = [message for entry in entries for message in entry["bad"]]
         self.check_bad(bad)
-        firsts, num_tokens = [0], 0
+        firsts = [0]
+        num_tokens = 0
 
         def offsets() -> Iterator[dict[str, np.ndarray]]:
             nonlocal num_tokens
@@ -281,7 +290,8 @@ def _write_file(
 ) -> Iterator[dict[str, np.ndarray]]:
     """Writes ids and labels; yields record sizes, then fills `entry`."""
     dtypes = np.dtype(job.dtype), np.dtype(np.int32)
-    largest, name = np.iinfo(dtypes[0]).max, job.path("sizes", number).stem
+    largest = np.iinfo(dtypes[0]).max
+    name = job.path("sizes", number).stem
     sizes: list[int] = []
     bad: list[str] = []
 

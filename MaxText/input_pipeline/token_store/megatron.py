@@ -129,7 +129,8 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
     contiguous.
     """
     dtype, num_sequences, num_documents = read_header(file, index)
-    path, at = index.path, HEADER.size
+    path = index.path
+    at = HEADER.size
 
     def mapped(kind: str, count: int, offset: int) -> np.ndarray:
         if not count:
@@ -139,7 +140,8 @@ def read_offsets(file: Path, index: FileInfo) -> Iterator[dict[str, np.ndarray]]
     sizes = mapped("<i4", num_sequences, at)
     pointers = mapped("<i8", num_sequences, at + 4 * num_sequences)
     documents = mapped("<i8", num_documents, at + 12 * num_sequences)
-    total, is_even = 0, num_sequences > 1
+    total = 0
+    is_even = num_sequences > 1
     for start in range(0, num_sequences, _BLOCK):
         block = sizes[start : start + _BLOCK]
         if block.min() < 0:

@@ -127,7 +127,8 @@ def _text_not_read(listed: list[FileInfo], kind: str) -> str:
 
 def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
     """Selects files by eval_split below their common folder, or UserError."""
-    evaluation, for_training = request.data.eval_split, request.for_training
+    evaluation = request.data.eval_split
+    for_training = request.for_training
     names = relative_names([file.path for file in files])
     chosen = [
         file
@@ -153,7 +154,8 @@ def open_token_data(request: OpenRequest) -> TokenSplit:
     grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
     UserError if nothing is there, the format is unknown, or the split is missing.
     """
-    location, kind = request.location, request.data.grain_file_type
+    location = request.location
+    kind = request.data.grain_file_type
     if kind == "prepared" or (kind == "auto" and _is_prepared(request)):
         return _open_prepared(request, location, request.split)
     listed = _find(request)
@@ -171,7 +173,8 @@ def open_token_data(request: OpenRequest) -> TokenSplit:
 
 
 def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
-    data, cache_dir = request.data, request.data.local_cache_dir
+    data = request.data
+    cache_dir = request.data.local_cache_dir
     if kind == "megatron":
         return open_megatron(files, request.key, request.location, cache_dir)
     field = data.token_records.field
@@ -192,8 +195,10 @@ def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> Token
         name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
     read = functools.partial(read_ids, kind=kind, fields=fields)
-    eos_id, bad = data.token_records.eos_id, data.bad_records
-    caches, skip = (cache_dir, data.cache_url), bad.action == "skip"
+    eos_id = data.token_records.eos_id
+    bad = data.bad_records
+    caches = (cache_dir, data.cache_url)
+    skip = bad.action == "skip"
     job = RecordImport(files, read, identity, *caches, eos_id, skip, bad.maximum, has_labels)
     return _open_records(request, kind, job)
 
@@ -217,7 +222,8 @@ def _exists(request: OpenRequest, path: str) -> bool:
 
 
 def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
-    url, folder = location.rstrip("/"), Path(local_path(location))
+    url = location.rstrip("/")
+    folder = Path(local_path(location))
     if is_url(location):
         copy = copy_folder(url, request.data.local_cache_dir)
         if copy is None:
@@ -298,7 +304,8 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
 
 
 def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSplit:
-    files, eos_id = job.files, job.eos_id
+    files = job.files
+    eos_id = job.eos_id
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     labels = imported.store(documents, "labels") if imported.has_labels else None

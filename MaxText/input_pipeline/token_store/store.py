@@ -79,7 +79,8 @@ class TokenStore:
         if checksums is not None and self.is_checked:
             self._num_bytes = np.diff(self._first) * dtype.itemsize
             self._first_sum = np.cumsum([0, *(1 - -self._num_bytes // _CHECKED_BYTES)])
-            self._checksums, self._checksums_name = Arrays(checksums.parent), checksums.stem
+            self._checksums = Arrays(checksums.parent)
+            self._checksums_name = checksums.stem
             try:
                 num_found = len(self._checksums[self._checksums_name])
             # A damaged header can raise anything.
@@ -145,7 +146,8 @@ class TokenStore:
         if total >= _SMALL_PIECE * len(starts_P):
             return self._read(starts_P, stops_P).astype(np.int32)
         order = np.argsort(starts_P, kind="stable")
-        starts, ends = starts_P[order], np.maximum.accumulate(stops_P[order])
+        starts = starts_P[order]
+        ends = np.maximum.accumulate(stops_P[order])
         is_new = np.append(True, starts[1:] > ends[:-1] + _MAX_GAP)
         group_P = np.empty(len(order), np.int64)
         group_P[order] = np.cumsum(is_new) - 1
@@ -167,9 +169,12 @@ class TokenStore:
             starts = np.maximum(np.repeat(starts, num_files), first[files])
             stops = np.minimum(np.repeat(stops, num_files), first[files + 1])
             has_tokens = starts < stops
-            files, starts, stops = files[has_tokens], starts[has_tokens], stops[has_tokens]
+            files = files[has_tokens]
+            starts = starts[has_tokens]
+            stops = stops[has_tokens]
         width = self.dtype.itemsize
-        lows, highs = (starts - first[files]) * width, (stops - first[files]) * width
+        lows = (starts - first[files]) * width
+        highs = (stops - first[files]) * width
         read = self._read_checked if self.is_checked else self._read_plain
         return np.frombuffer(b"".join(read(files, lows, highs)), self.dtype)
 
@@ -179,11 +184,13 @@ class TokenStore:
 
     def _read_checked(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
         """Reads whole blocks, compares checksums, and crops the ranges."""
-        first, last = lows // _CHECKED_BYTES, -(-highs // _CHECKED_BYTES)
+        first = lows // _CHECKED_BYTES
+        last = -(-highs // _CHECKED_BYTES)
         begins = first * _CHECKED_BYTES
         ends = np.minimum(last * _CHECKED_BYTES, self._num_bytes[files])
         blocks = self._read_plain(files, begins, ends)
-        known, of_file = self._checksums[self._checksums_name], self._first_sum[files]
+        known = self._checksums[self._checksums_name]
+        of_file = self._first_sum[files]
         found = [*map(extend_crc, known[of_file + first].tolist(), blocks)]
         if found != (expected := known[of_file + last].tolist()):
             at = int(np.argmax(np.not_equal(found, expected)))
@@ -229,8 +236,10 @@ class TokenWriter:
     """Writes ids to a flat file, synced to disk at the end."""
 
     def __init__(self, path: Path, dtype: np.dtype):
-        self.count, self.largest = 0, -1
-        self._path, self._dtype = path, dtype
+        self.count = 0
+        self.largest = -1
+        self._path = path
+        self._dtype = dtype
         self._writing = temporary_name(path)
         self._file = self._writing.open("wb")
 
@@ -366,7 +375,8 @@ def record_length(offsets: np.ndarray) -> int | None:
     count = len(offsets) - 1
     if count < 2:
         return None
-    length, last = int(offsets[1] - offsets[0]), int(offsets[-1] - offsets[-2])
+    length = int(offsets[1] - offsets[0])
+    last = int(offsets[-1] - offsets[-2])
     if last != length and not (count > 2 and 0 < last < length):
         return None
     is_even = all(bool((sizes == length).all()) for sizes in document_sizes(offsets[:-1]))

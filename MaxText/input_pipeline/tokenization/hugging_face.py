@@ -113,7 +113,8 @@ class HuggingFaceTokenizer(Tokenizer):
         pairs = zip(self.encode(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
         if not same:
-            self._fast, self.engine = None, _REFERENCE
+            self._fast = None
+            self.engine = _REFERENCE
         return same
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -189,7 +190,8 @@ def _check_declared_ids(contents: Any, origin: str) -> None:
     """Raises UserError for too large ids, for which the libraries would allocate tables."""
     if not isinstance(contents, dict):
         return
-    model, added = contents.get("model"), contents.get("added_tokens")
+    model = contents.get("model")
+    added = contents.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     if isinstance(added, list):

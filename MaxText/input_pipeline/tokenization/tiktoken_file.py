@@ -45,7 +45,8 @@ LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}"
@@ -63,14 +64,20 @@ SECONDS_PER_TEXT = 60
 _LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+")
 
 _CL100K_SPECIAL = {
-    "<|endoftext|>": 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259,
-    "<|fim_suffix|>": 100_260, "<|endofprompt|>": 100_276,
-}  # fmt: skip
+    "<|endoftext|>": 100_257,
+    "<|fim_prefix|>": 100_258,
+    "<|fim_middle|>": 100_259,
+    "<|fim_suffix|>": 100_260,
+    "<|endofprompt|>": 100_276,
+}
 _LLAMA3_SPECIAL = {
-    "<|begin_of_text|>": 128_000, "<|end_of_text|>": 128_001, "<|start_header_id|>": 128_006,
-    "<|end_header_id|>": 128_007, "<|eot_id|>": 128_009,
+    "<|begin_of_text|>": 128_000,
+    "<|end_of_text|>": 128_001,
+    "<|start_header_id|>": 128_006,
+    "<|end_header_id|>": 128_007,
+    "<|eot_id|>": 128_009,
     **{f"<|reserved_special_token_{i}|>": 128_005 + i for i in range(5, 251)},
-}  # fmt: skip
+}
 
 
 class _Published(NamedTuple):

@@ -18,7 +18,9 @@ from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logi
 
 # RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
 # activations. Drop path uses the id of dropout plus _PATH.
-ATTENTION, MLP, _PATH = 1, 2, 2
+ATTENTION = 1
+MLP = 2
+_PATH = 2
 
 
 class Block(nnx.Module):

@@ -17,7 +17,9 @@ from MaxText.layers.params import Init, param, zeros
 from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
-_MACARON, _MACARON_RANDOM_SLOPES = 5, 11  # RNG stream ids; block.py has the others
+# RNG stream ids; block.py has the others
+_MACARON = 5
+_MACARON_RANDOM_SLOPES = 11
 
 
 def block_class(layer: LayerConfig) -> type[Block]:

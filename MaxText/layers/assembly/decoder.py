@@ -45,8 +45,10 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
-        numerics, precision = config.numerics, config.numerics.matmul_precision
-        whole_model, layers = LayerConfig(config, config.shape.dimensions), config.layers
+        numerics = config.numerics
+        precision = config.numerics.matmul_precision
+        whole_model = LayerConfig(config, config.shape.dimensions)
+        layers = config.layers
 
         def init_of(layer: LayerConfig) -> Init:
             return Init(
@@ -59,7 +61,8 @@ class Decoder(nnx.Module):
             )
 
         init = init_of(whole_model)
-        D, V = init.dimensions.emb_dim, init.dimensions.vocab_size
+        D = init.dimensions.emb_dim
+        V = init.dimensions.vocab_size
         self.config = config
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
@@ -289,7 +292,8 @@ def _record_inputs(inputs: LayerInputs) -> None:
 
 def _positions_of(layer: LayerConfig) -> Any:
     """Returns a key of a layer's positions; None if mixers read none."""
-    config, d = layer.config.position, layer.dimensions
+    config = layer.config.position
+    d = layer.dimensions
     part = lookup("position", config.position_embedding)
     reads = part.for_mixers is not Position.for_mixers
     return (config, d.head_dim, d.num_query_heads) if reads else None

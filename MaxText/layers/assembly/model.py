@@ -27,7 +27,8 @@ def _as_stored(tree: Any) -> Parameters:
 
 
 def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
-    row, is_recomputed = "", False
+    row = ""
+    is_recomputed = False
     for step in path:
         rows = getattr(type(module), "rows", {})
         own = getattr(type(module), "not_recomputed", None)
@@ -52,7 +53,8 @@ class Model:
         self.abstract: Parameters = nnx.to_pure_dict(state)  # jax.ShapeDtypeStruct
         self.parameters: dict[str, ParamSpec] = {}  # by names such as "layers/mlp/wo/kernel"
         for path, parameter in nnx.to_flat_state(state):
-            name, value = "/".join(map(str, path)), parameter.get_value()
+            name = "/".join(map(str, path))
+            value = parameter.get_value()
             metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
             metadata["row"] = metadata["row"] or self.placed(name)[0].rpartition("/")[0]
             self.parameters[name] = ParamSpec(*(metadata[f] for f in ParamSpec._fields))

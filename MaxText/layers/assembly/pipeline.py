@@ -47,7 +47,8 @@ def pipeline_apply(
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.split(num_microbatches)
-    plan, cycle = blueprint.plan, blueprint.plan.cycle
+    plan = blueprint.plan
+    cycle = blueprint.plan.cycle
     if blueprint.is_stacked:
         weights_SK = stack_by_stage(nnx.state(layers), schedule, per_stage)
     else:
@@ -128,10 +129,12 @@ def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> di
     With several repeats, layers move between stages once per forward and once per backward pass,
     because checkpoints store them in order. `per_stage` is K.
     """
-    num_stages, repeats = schedule.num_stages, schedule.num_repeats
+    num_stages = schedule.num_stages
+    repeats = schedule.num_repeats
 
     def arranged(parameter: Any) -> jax.Array:
-        leaf, names = parameter.get_value(), parameter.get_metadata()["logical_axes"]
+        leaf = parameter.get_value()
+        names = parameter.get_metadata()["logical_axes"]
         if repeats == 1:
             leaf = leaf.reshape(num_stages, per_stage, *leaf.shape[1:])
             return with_logical_constraint(leaf, "layers", None, *names[1:])

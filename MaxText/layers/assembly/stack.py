@@ -259,7 +259,8 @@ def apply_scanned(
     policy: RematPolicy,
 ) -> tuple[Any, Scalars]:
     """Applies all layers: repeats of the cycle in a scan, others unrolled."""
-    weights, plan = weights_dict(layers), blueprint.plan
+    weights = weights_dict(layers)
+    plan = blueprint.plan
     totals: Scalars = {}
 
     def single(carry: Any, index: int) -> Any:
@@ -280,9 +281,14 @@ def apply_scanned(
         if blueprint.is_stacked and not (plan.is_whole or blueprint.is_shared):
             cycle = jax.tree.map(lambda leaf: leaf[plan.prefix : plan.end], weights)
         carry, scalars = scan_cycle(
-            blueprint, cycle, carry, apply, policy,
-            num_repeats=plan.repeats, first=plan.prefix,
-        )  # fmt: skip
+            blueprint,
+            cycle,
+            carry,
+            apply,
+            policy,
+            num_repeats=plan.repeats,
+            first=plan.prefix,
+        )
         _add(totals, scalars)
     for index in range(plan.end, plan.num_layers):
         carry = single(carry, index)
@@ -300,12 +306,14 @@ def scan_cycle(
     first: jax.Array | int = 0,  # index of the first layer
     select: Callable[[Any], Any] | None = None,  # from stored weights to a layer's, inside remat
 ) -> tuple[Any, Scalars]:
-    plan, is_shared = blueprint.plan, blueprint.is_shared
+    plan = blueprint.plan
+    is_shared = blueprint.is_shared
     # Whether a layer slices its weights out of a whole cycle's, which an inner loop cannot do.
     in_layer = blueprint.is_stacked and (is_shared or max(plan.runs) == 1)
 
     def one_run(carry: Any, weights: Any, run: int, start: Any) -> tuple[Any, Scalars]:
-        graphdef, length = blueprint.graphdefs[plan.first_of(run)], plan.runs[run]
+        graphdef = blueprint.graphdefs[plan.first_of(run)]
+        length = plan.runs[run]
         row = run if in_layer and not is_shared else 0
         weights = weights if in_layer else weights[run]
 
@@ -399,7 +407,8 @@ def apply_unrolled(
     (docs/explanation/dense_connections.md). Same result.
     """
     sequential = sequential and platform() == "tpu"
-    totals, new_states = {}, []
+    totals = {}
+    new_states = []
     weights = weights_dict(layers)
     if not sequential or blueprint.is_shared or not blueprint.is_stacked:
         weights = blueprint.layer_weights(weights)[: 1 if blueprint.is_shared else None]

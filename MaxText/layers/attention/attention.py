@@ -64,21 +64,25 @@ class Attention(Mixer):
         projection = functools.partial(
             lookup("projection", attention.attention_projections), config, init, rngs
         )
-        q_axes, kv_axes = ("embed", "q_heads", "kv"), ("embed", "kv_heads", "kv")
+        q_axes = ("embed", "q_heads", "kv")
+        kv_axes = ("embed", "kv_heads", "kv")
         self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
         self.key = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
         self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
-        out_axes, bias = ("q_heads", "kv", "embed"), attention.proj_bias
+        out_axes = ("q_heads", "kv", "embed")
+        bias = attention.proj_bias
         self.out = projection("proj", (N, H), (D,), out_axes, draw.attention_output, bias)
         memories = attention.num_mem_kv if self.has_memories else 0
-        axes, dtype = (None, "kv_heads", "kv"), init.weight_dtype
+        axes = (None, "kv_heads", "kv")
+        dtype = init.weight_dtype
         self.memory_key, self.memory_value = (
             param(rngs, (memories, K, H), axes, draw.persistent_kv, dtype=dtype)
             if memories
             else None
             for _ in range(2)
         )
-        norm, epsilon = attention.use_qk_norm, config.block.normalization_layer_epsilon
+        norm = attention.use_qk_norm
+        epsilon = config.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
         self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
 
@@ -89,7 +93,8 @@ class Attention(Mixer):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        attention, per_key = config.attention, 2 * dimensions.num_query_heads * dimensions.head_dim
+        attention = config.attention
+        per_key = 2 * dimensions.num_query_heads * dimensions.head_dim
         window = cls.sliding_window(attention)
         memories = attention.num_mem_kv if cls.has_memories else 0
         counted = average_keys_visible(length, causal=attention.causal, window=window) + memories
@@ -124,7 +129,8 @@ class Attention(Mixer):
         k_BTKH = tag(self.key(k_BTD), "key_proj")
         v_BTKH = self.values(v_BTD, context)
         if self.query_norm is not None and self.key_norm is not None:
-            q_BTNH, k_BTKH = self.query_norm(q_BTNH), self.key_norm(k_BTKH)
+            q_BTNH = self.query_norm(q_BTNH)
+            k_BTKH = self.key_norm(k_BTKH)
         if context.rotary is not None:
             q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
         q_BTNH = with_logical_constraint(q_BTNH, *QUERY_AXES)
@@ -185,7 +191,8 @@ class Attention(Mixer):
         context: ForwardContext,
     ) -> jax.Array:
         config = self.config
-        segments_BT, key = context.segments_BT, context.key_for(0)
+        segments_BT = context.segments_BT
+        key = context.key_for(0)
         drops = self.dropout_rate > 0 and key is not None
         blocked = config.attention != "dot_product"
         block_size = config.attention_block_size if blocked else None
@@ -199,10 +206,17 @@ class Attention(Mixer):
             if config.context_parallel_strategy == "ring" and not drops:
                 balanced = config.context_parallel_load_balance
                 o_BTNH = ring_attention(
-                    q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
-                    segments_BT=segments_BT, persistent_kv=persistent_kv,
-                    block_size=block_size, balanced=balanced,
-                )  # fmt: skip
+                    q_BTNH,
+                    k_BTKH,
+                    v_BTKH,
+                    spec,
+                    query_sharding,
+                    key_sharding,
+                    segments_BT=segments_BT,
+                    persistent_kv=persistent_kv,
+                    block_size=block_size,
+                    balanced=balanced,
+                )
                 return tag(o_BTNH, "context")
             if not flash:
                 whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
@@ -212,14 +226,26 @@ class Attention(Mixer):
             assert persistent_kv is None, config
             assert not drops, config
             return flash_attention(
-                q_BTNH, k_BTKH, v_BTKH, spec, query_sharding, key_sharding,
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                spec,
+                query_sharding,
+                key_sharding,
                 segments_BT=segments_BT,
-            )  # fmt: skip
+            )
         o_BTNH = dot_product_attention(
-            q_BTNH, k_BTKH, v_BTKH, spec,
-            segments_BT=segments_BT, persistent_kv=persistent_kv, block_size=block_size,
-            parts=parts, dropout_rate=self.dropout_rate, dropout_key=key,
-        )  # fmt: skip
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            spec,
+            segments_BT=segments_BT,
+            persistent_kv=persistent_kv,
+            block_size=block_size,
+            parts=parts,
+            dropout_rate=self.dropout_rate,
+            dropout_key=key,
+        )
         return tag(o_BTNH, "context")
 
 

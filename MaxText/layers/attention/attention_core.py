@@ -68,7 +68,9 @@ def dot_product_attention(
     about W rows: 2 W products per token (3 W if not causal). If T is split into `parts` on several
     devices, while keys and values are unsharded, a block has rows of each and multiplies all keys.
     """
-    length, causal, window = q_BTNH.shape[1], spec.causal, spec.window
+    length = q_BTNH.shape[1]
+    causal = spec.causal
+    window = spec.window
     run = functools.partial(
         attend, spec=spec, persistent_kv=persistent_kv, dropout_rate=dropout_rate
     )
@@ -78,7 +80,8 @@ def dot_product_attention(
             run = functools.partial(run, dropout_key=dropout_key)
             return _local_attention(q_BTNH, k_BSKH, v_BSKH, spec, rows, segments_BT, run)
         block_size = None
-    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    k_BKSH = k_BSKH.transpose(0, 2, 1, 3)
+    v_BKSH = v_BSKH.transpose(0, 2, 1, 3)
     own = block = length // parts
     if block_size is not None and (causal or parts > 1):
         block = min(own, max(block_size, -(-own // MAX_BLOCKS)))
@@ -102,7 +105,8 @@ def dot_product_attention(
         if segments_BT is not None:
             same_BTS = block_rows(segments_BT, 1)[:, :, None] == segments_BT[:, None, :keys_end]
             mask_BTS = mask_BTS & same_BTS
-        k_BKSH, v_BKSH = k_BKSH[:, :, :keys_end], v_BKSH[:, :, :keys_end]
+        k_BKSH = k_BKSH[:, :, :keys_end]
+        v_BKSH = v_BKSH[:, :, :keys_end]
         o_BTNH = run(
             block_rows(q_BTNH, 1),
             k_BKSH,
@@ -139,7 +143,8 @@ def _local_attention(
     """Attends in batched blocks of `rows` >= W queries; small for any T."""
     batch, length, num_heads, head_dim = q_BTNH.shape
     num_blocks = -(-length // rows)
-    behind, before = rows, 0 if spec.causal else rows
+    behind = rows
+    before = 0 if spec.causal else rows
     width = behind + rows + before
 
     def blocks(x: jax.Array) -> jax.Array:
@@ -188,7 +193,8 @@ def prepend_memories(memory_MKH: jax.Array, x_BKSH: jax.Array) -> jax.Array:
 def kv_head_repeats(
     q_BTNH: jax.Array, k_BSKH: jax.Array, query_sharding: NamedSharding, key_sharding: NamedSharding
 ) -> int:
-    axes, num_kv_heads = split_axes(query_sharding, 2), k_BSKH.shape[2]
+    axes = split_axes(query_sharding, 2)
+    num_kv_heads = k_BSKH.shape[2]
     if split_axes(key_sharding, 2) == axes:
         return 1
     parts = math.prod(query_sharding.mesh.shape[axis] for axis in axes)

@@ -44,7 +44,8 @@ def _unsupported_reason(
 ) -> str | None:
     config, d = layer
     attention = config.attention
-    precision, dtype = config.numerics.matmul_precision, np.dtype(config.numerics.dtype)
+    precision = config.numerics.matmul_precision
+    dtype = np.dtype(config.numerics.dtype)
     is_split = num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = config.position.position_embedding == "alibi"
@@ -67,7 +68,8 @@ def _unsupported_reason(
             (window and not attention.causal, "cuDNN has no bidirectional windows"),
         ]
     else:
-        length, is_large = d.max_target_length, d.head_dim * dtype.itemsize > _LARGEST_HEAD
+        length = d.max_target_length
+        is_large = d.head_dim * dtype.itemsize > _LARGEST_HEAD
         refused += [
             (dtype.name == "float16", "splash attention does not support dtype=float16"),
             (is_large, f"head_dim {d.head_dim} is too large for a block in VMEM"),
@@ -85,7 +87,8 @@ def cudnn_failure_reason(
     device = next((x for x in devices if x.process_index == jax.process_index()), None)
     if not isinstance(device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
-    length, on_device = config.shape.max_target_length, SingleDeviceSharding(device)
+    length = config.shape.max_target_length
+    on_device = SingleDeviceSharding(device)
     own_length = length // num_length_parts
 
     def abstract(*shape: int, dtype: Any = config.numerics.dtype) -> jax.ShapeDtypeStruct:
@@ -154,7 +157,8 @@ def flash_attention(
     if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
         _, own_length, own_heads, _ = query_sharding.shard_shape(q_BTNH.shape)
         if on_gpu:
-            mask, mask_spec = jnp.arange(0, q_BTNH.shape[1], own_length), PartitionSpec(length)
+            mask = jnp.arange(0, q_BTNH.shape[1], own_length)
+            mask_spec = PartitionSpec(length)
         else:
             parts = math.prod(mesh.shape[axis] for axis in length)
             shape = own_length * parts, k_BSKH.shape[1]
@@ -234,7 +238,8 @@ def _splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    causal, window = spec.causal, spec.window
+    causal = spec.causal
+    window = spec.window
     if window is not None and window < shape[1]:
         sides = (window - 1, 0 if causal else window)
         mask = _by_diagonal(masks.LocalMask)(shape, sides, 0)
@@ -242,10 +247,15 @@ def _splash_kernel(
         mask = _by_diagonal(masks.CausalMask if causal else masks.FullMask)(shape)
     block = block_size(shape[0] // num_length_parts)
     sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_kv_compute=block,
-        block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=block,
-        block_q_dq=block, block_kv_dq=block,
-    )  # fmt: skip
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * num_heads),
@@ -304,7 +314,8 @@ def _cudnn(
     `first_1` is the position of the first query if sequences are split. Masks of segments and of
     split sequences take [T, S].
     """
-    is_causal, mask_B1TS = spec.causal, None
+    is_causal = spec.causal
+    mask_B1TS = None
     window = None if spec.window is None else (spec.window - 1, 0)
     if query_segments_BT is not None:
         mask_B1TS = (query_segments_BT[:, :, None] == key_segments_BS[:, None])[:, None]
@@ -312,12 +323,18 @@ def _cudnn(
         position_T, position_S = (jnp.arange(x.shape[1]) for x in (q_BTNH, k_BSKH))
         seen_TS = spec.visible((first_1 + position_T)[:, None] - position_S)
         mask_B1TS = seen_TS[None, None] if mask_B1TS is None else mask_B1TS & seen_TS
-        is_causal, window = False, None
+        is_causal = False
+        window = None
     o_BTNH = jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH,
-        mask=mask_B1TS, scale=spec.scale, is_causal=is_causal, local_window_size=window,
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        mask=mask_B1TS,
+        scale=spec.scale,
+        is_causal=is_causal,
+        local_window_size=window,
         implementation="cudnn",
-    )  # fmt: skip
+    )
     return checkpoint_name(o_BTNH, _RESIDUALS)
 
 

@@ -175,7 +175,8 @@ def bidirectional_linear_attention(
     num_kv_heads = k_BTKH.shape[2]
     phi = jax.nn.softmax(q_BTNH.astype(jnp.float32), axis=-1)
     phi = phi.reshape(batch, length, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    k, v = k_BTKH.astype(jnp.float32), v_BTKH.astype(jnp.float32)
+    k = k_BTKH.astype(jnp.float32)
+    v = v_BTKH.astype(jnp.float32)
     if segments_BT is None:
         sums = einsum("bskh,bski->bkhi", jax.nn.softmax(k, axis=1), v, precision)
         o = einsum("btkgh,bkhi->btkgi", phi, sums, precision)
@@ -201,7 +202,8 @@ def _running_max(k: jax.Array, segments_BT: jax.Array, *, reverse: bool = False)
     begins = jnp.broadcast_to(begins.reshape(*begins.shape, *(1,) * (k.ndim - 2)), k.shape)
 
     def join(earlier, later):
-        (a, a_begins), (b, b_begins) = earlier, later
+        (a, a_begins) = earlier
+        (b, b_begins) = later
         return jnp.where(b_begins, b, jnp.maximum(a, b)), a_begins | b_begins
 
     return jax.lax.associative_scan(join, (k, begins), reverse=reverse, axis=1)[0]
@@ -216,14 +218,19 @@ class LinearAttention(Attention):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        N, K, H = dimensions.num_query_heads, dimensions.num_kv_heads, dimensions.head_dim
-        adds, reads = 2.0 * K * H * H, 2.0 * N * H * H
+        N = dimensions.num_query_heads
+        K = dimensions.num_kv_heads
+        H = dimensions.head_dim
+        adds = 2.0 * K * H * H
+        reads = 2.0 * N * H * H
         if not config.attention.causal:
             return {"attention scores": Flops(adds), "attention values": Flops(reads)}
         chunk = min(config.attention.linear_attention.chunk, length)
         filled = -(-length // chunk) * chunk / length
-        square, counts = 2.0 * N * H * chunk, 2.0 * N * H
-        scores, values = filled * (square + counts + adds), filled * (square + reads)
+        square = 2.0 * N * H * chunk
+        counts = 2.0 * N * H
+        scores = filled * (square + counts + adds)
+        values = filled * (square + reads)
         # The scan saves the state after each chunk, so its update is not recomputed.
         again = length > config.attention.linear_attention.chunk
         return {
@@ -235,7 +242,8 @@ class LinearAttention(Attention):
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        K, H = dimensions.num_kv_heads, dimensions.head_dim
+        K = dimensions.num_kv_heads
+        H = dimensions.head_dim
         return 0, 4 * (K * (H * H + H + 1) + 1)
 
     def _core(

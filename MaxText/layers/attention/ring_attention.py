@@ -115,7 +115,8 @@ class _Ring:
     @property
     def steps(self) -> range:
         """Offsets of the visited devices; a window limits them."""
-        window, last = self.spec.window, self.num_parts - 1
+        window = self.spec.window
+        last = self.num_parts - 1
         if window is None:
             return range(self.num_parts)
         reach = min(-(-(window - self.spec.causal) // self.length), last)
@@ -186,7 +187,8 @@ class _Ring:
         def block_fn(rows: _QueryBlock, keys: _KVBlock, dq, d_keys):
             do_BKGRH, delta, log_sums = rows.residuals
             dk, dv = d_keys
-            k_BSKH, v_BSKH = keys.k_BSKH, keys.v_BSKH
+            k_BSKH = keys.k_BSKH
+            v_BSKH = keys.v_BSKH
             scores, seen, slope = self._scores(rows, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
             dp = self._einsum("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
@@ -196,7 +198,8 @@ class _Ring:
             dq = dq + self._einsum("bkgrs,bskh->brkgh", ds, k_BSKH)
             return dq, (dk, dv)
 
-        dq, d_kv = _zeros_like(rows.q_BRKGH), None
+        dq = _zeros_like(rows.q_BRKGH)
+        d_kv = None
         if persistent_kv is not None:
             keys = _memory_block(persistent_kv, batch)
             dq, d_keys = self._fold(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
@@ -264,7 +267,8 @@ class _Ring:
         return jax.lax.scan(one_piece, query_state, (keys, key_state))
 
     def _any_visible(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
-        causal, window = self.spec.causal, self.spec.window
+        causal = self.spec.causal
+        window = self.spec.window
         if keys.positions_S is None or (not causal and window is None):
             return True
         nearest = rows.positions_R[0] - keys.positions_S[-1]
@@ -276,12 +280,14 @@ class _Ring:
 
     def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
         """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
-        spec, scale = self.spec, self.spec.scale_for(rows.q_BRKGH.shape[-1])
+        spec = self.spec
+        scale = self.spec.scale_for(rows.q_BRKGH.shape[-1])
         scores = scale * self._einsum("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
         if cap := spec.soft_cap:
             tanh = jnp.tanh(scores / cap)
-            scores, slope = cap * tanh, scale * (1 - tanh * tanh)
+            scores = cap * tanh
+            slope = scale * (1 - tanh * tanh)
         if keys.positions_S is None:
             return scores, jnp.ones((), bool), slope
         distance_RS = rows.positions_R[:, None] - keys.positions_S
@@ -332,7 +338,8 @@ class _Ring:
 
     def _zigzag(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
         """Moves chunks 2 i and 2 i + 1 from device i to i and 2 C - 1 - i."""
-        halves, last = [], 2 * self.num_parts - 1
+        halves = []
+        last = 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
             pieces = range(parity, last + 1, 2)
             pairs = [(i, min(piece, last - piece)) for i, piece in enumerate(pieces)]

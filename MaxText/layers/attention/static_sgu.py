@@ -43,7 +43,8 @@ class BesideStaticSGU(Mixer):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        kernel, width = config.attention.static_sgu_kernel, dimensions.emb_dim
+        kernel = config.attention.static_sgu_kernel
+        width = dimensions.emb_dim
         rows, num_blocks = sgu_blocks(kernel, length)
         sums = Flops(
             width * average_keys_visible(length, causal=True, window=kernel + 1),
@@ -79,7 +80,8 @@ class BesideStaticSGU(Mixer):
     def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
         first, rest = self._halves(x_BTD)
         out, state = super().prefill(rest, context)
-        lengths_B, kernel = context.lengths_B, self.sgu_kernel
+        lengths_B = context.lengths_B
+        kernel = self.sgu_kernel
         assert lengths_B is not None
         positions_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
         found = jnp.take_along_axis(first, jnp.maximum(positions_BP, 0)[..., None], axis=1)

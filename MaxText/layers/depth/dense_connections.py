@@ -57,8 +57,10 @@ class DenseConnections(Connection):
     not_recomputed = ("after",)
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
-        dense, epsilon = config.dense_connections, config.block.normalization_layer_epsilon
-        num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
+        dense = config.dense_connections
+        epsilon = config.block.normalization_layer_epsilon
+        num_layers = init.dimensions.num_layers
+        D = init.dimensions.emb_dim
         self.num_layers = num_layers
         depths = filter(dense.stands_after, range(1, num_layers + 1))
         after = {str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths}
@@ -69,7 +71,8 @@ class DenseConnections(Connection):
             one.is_saved = True
         self.zero_centered = init.zero_centered_norms
         # Learned scales of the normalized hidden states X_0 to X_L.
-        shape, initial = (num_layers + 1, D), constant(0.0 if self.zero_centered else 1.0)
+        shape = (num_layers + 1, D)
+        initial = constant(0.0 if self.zero_centered else 1.0)
         self.source_norm = (
             nnx.Dict(scale=param(rngs, shape, (None, "norm"), initial, dtype=init.weight_dtype))
             if dense.mudd_prenorm
@@ -78,7 +81,8 @@ class DenseConnections(Connection):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        dense, num_layers = config.dense_connections, dimensions.num_layers
+        dense = config.dense_connections
+        num_layers = dimensions.num_layers
         depths = filter(dense.stands_after, range(1, num_layers + 1))
         terms = {x: len(_streams(dense, x, num_layers)) * len(dense.sources(x)) for x in depths}
         sums = {depth: 2.0 * dimensions.emb_dim * number for depth, number in terms.items()}
@@ -95,7 +99,8 @@ class DenseConnections(Connection):
         self, index: int, carry: LayerOutputs, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, LayerOutputs]:
         """Returns layer `index`'s inputs, fusing `norms` if profitable."""
-        sources, x_BTD = carry, carry[-1].x_BTD
+        sources = carry
+        x_BTD = carry[-1].x_BTD
         if str(index) not in self.after:
             return LayerInputs.all(x_BTD), sources
         scales = None
@@ -128,12 +133,16 @@ class DepthAggregate(nnx.Module):
     not_recomputed = ("wi",)  # every policy saves x W1
 
     def __init__(self, config: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs):
-        num_layers, D = init.dimensions.num_layers, init.dimensions.emb_dim
-        self.config, self.depth, self.epsilon = config, depth, epsilon
+        num_layers = init.dimensions.num_layers
+        D = init.dimensions.emb_dim
+        self.config = config
+        self.depth = depth
+        self.epsilon = epsilon
         self.sources = config.sources(depth)
         self.is_saved = False  # whether its results are saved for the backward pass
         self.streams = _streams(config, depth, num_layers)
-        C, S = len(self.streams), len(self.sources)
+        C = len(self.streams)
+        S = len(self.sources)
         if not config.dense_dynamic:
             self.norm = self.wi = self.wo = None
         else:
@@ -143,7 +152,8 @@ class DepthAggregate(nnx.Module):
             self.norm = RMSNorm(D, epsilon, init, rngs, parametric=config.mudd_prenorm)
             self.wi = Dense((D,), (K,), ("embed", None), normal_fan_in, init, rngs)
             self.wo = Dense((K,), (C, S), (None, None, None), zeros, init, rngs)
-        draw, dtype = constant(self._identity()), init.weight_dtype
+        draw = constant(self._identity())
+        dtype = init.weight_dtype
         static = config.dense_static
         self.static = param(rngs, (C, S), (None, None), draw, dtype=dtype) if static else None
         normed = {"none": "", "residual": "r", "all": "qkvr"}[config.mudd_postnorm]

@@ -42,7 +42,8 @@ def kernel_unsupported_reason(
     if emb_dim % KERNEL_WIDTH:
         return f"emb_dim {emb_dim} is not a multiple of {KERNEL_WIDTH}"
     # The rest is for buffers that do not grow with tokens, and for the compiler's own.
-    needed, limit = KERNEL_TOKENS * bytes_per_token, chip_memory(device_kind) * 7 // 8
+    needed = KERNEL_TOKENS * bytes_per_token
+    limit = chip_memory(device_kind) * 7 // 8
     if needed > limit:
         return f"{KERNEL_TOKENS} tokens take {needed >> 20} of {limit >> 20} MiB of VMEM"
     return None
@@ -150,7 +151,8 @@ def _to_f32(arrays, scales_SD=None):
 
 
 def _sum(weights_BTCS, sources, scales_SD):
-    floats, sums = _to_f32(sources, scales_SD), []
+    floats = _to_f32(sources, scales_SD)
+    sums = []
     for c in range(weights_BTCS.shape[2]):
         terms = (weights_BTCS[:, :, c, s, None] * x for s, x in enumerate(floats))
         sums.append(functools.reduce(jnp.add, terms).astype(sources[0].dtype))
@@ -158,7 +160,8 @@ def _sum(weights_BTCS, sources, scales_SD):
 
 
 def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
-    floats, grad_sums = _to_f32(sources, scales_SD), _to_f32(grad_sums)
+    floats = _to_f32(sources, scales_SD)
+    grad_sums = _to_f32(grad_sums)
     grad_weights_BTCS = jnp.stack(
         [jnp.stack([jnp.sum(g * x, axis=-1) for x in floats], axis=-1) for g in grad_sums], axis=-2
     )
@@ -172,7 +175,8 @@ def _sum_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
 def _product_gradients(weights_BTCS, sources, scales_SD, grad_sums, accumulated):
     """Computes `_sum_gradients` by matmuls, in 0.6 of the time on CPU."""
     grad_sums_BTCD = jnp.stack(_to_f32(grad_sums), axis=2)
-    grad_weights, new = [], []
+    grad_weights = []
+    new = []
     for s, x_BTD in enumerate(_to_f32(sources, scales_SD)):
         grad_weights.append(_product("btcd,btd->btc", grad_sums_BTCD, x_BTD))
         total = _product("btc,btcd->btd", weights_BTCS[..., s], grad_sums_BTCD)
@@ -243,7 +247,8 @@ def _shard_map(run, result_specs, operands: dict[str, Any]) -> Any:
         return run(operands)
     batch, length, dims = state = sharding.spec
     token_axes = (*split_axes(sharding, 0), *split_axes(sharding, 1))
-    weights, rows = PartitionSpec(batch, length), PartitionSpec(None, dims)
+    weights = PartitionSpec(batch, length)
+    rows = PartitionSpec(None, dims)
     specs = {"weights": weights, "scales": rows, "factors": rows}
     return jax.shard_map(
         functools.partial(run, token_axes=token_axes, dim_axes=split_axes(sharding, 2)),

@@ -68,7 +68,8 @@ def backward(
       `grad_weights` [N, K] float32; `grad_sources`, [N, D] each, of scale * x for scaled sources
       (depth_aggregate.scale_grad_only); with norms `grad_factors` [M, D] float32.
     """
-    weights, sources = operands["weights"], operands["sources"]
+    weights = operands["weights"]
+    sources = operands["sources"]
     num_streams = len(operands["grad_sums"])
     state = jax.ShapeDtypeStruct(sources[0].shape, sources[0].dtype)
     results: dict[str, Any] = {
@@ -102,7 +103,8 @@ def _call(
     `body` takes (chunk, inputs, results, scratch). "accumulated" donates its memory to
     "grad_sources", for which both must come first by name.
     """
-    (num_tokens, emb_dim), num_norms = operands["sources"][0].shape, len(norms.streams)
+    (num_tokens, emb_dim) = operands["sources"][0].shape
+    num_norms = len(norms.streams)
 
     def num_bytes(x) -> int:
         return x.size * x.dtype.itemsize
@@ -220,7 +222,8 @@ def _sums(tile: Tile, operands, streams: Sequence[int], token, columns) -> list[
 
 
 def _forward_body(norms, chunk, operands, results, scratch: Any = None):
-    tile, sums = Tile(operands["sources"][0].shape, chunk), results["sums"]
+    tile = Tile(operands["sources"][0].shape, chunk)
+    sums = results["sums"]
     streams = range(len(sums))
 
     def at_tokens(token):
@@ -256,10 +259,13 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).
     """
-    num_norms, grad_sums, factors = len(norms.streams), operands["grad_sums"], operands["factors"]
+    num_norms = len(norms.streams)
+    grad_sums = operands["grad_sums"]
+    factors = operands["factors"]
 
     def measure(columns):
-        squares, inner = [], []
+        squares = []
+        inner = []
         sums = _sums(tile, operands, norms.streams, token, columns)
         for m, (c, y) in enumerate(zip(norms.streams, sums, strict=True)):
             normed[m, token, columns] = y
@@ -278,7 +284,8 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
 
     def differentiate(columns):
         for m, c in enumerate(norms.streams):
-            y, r = normed[m, token, columns], inverse_rms[m]
+            y = normed[m, token, columns]
+            r = inverse_rms[m]
             g = grad_sums[c][token, columns].astype(jnp.float32) * r
             results[_PARTIAL_GRAD_FACTORS][0, pl.ds(m, 1), columns] += jnp.sum(
                 g * y, axis=0, keepdims=True
@@ -290,7 +297,8 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
 
 def _backward_body(norms, chunk, operands, results, scratch: Any = None):
     tile = Tile(operands["sources"][0].shape, chunk)
-    num_sources, grad_sums = len(operands["sources"]), operands["grad_sums"]
+    num_sources = len(operands["sources"])
+    grad_sums = operands["grad_sums"]
     if norms.streams:
         part = results[_PARTIAL_GRAD_FACTORS]
         part[...] = jnp.zeros(part.shape, jnp.float32)

@@ -38,7 +38,8 @@ class MLP(FeedForward):
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
-        config, experts = layer.config.feed_forward, layer.config.mixture_of_experts
+        config = layer.config.feed_forward
+        experts = layer.config.mixture_of_experts
         if experts.num_experts > 1:
             return RoutedMoE(experts, config.mlp_activations, init, rngs)
         return cls(config, init, rngs)
@@ -55,7 +56,8 @@ class MLP(FeedForward):
         rngs: nnx.Rngs,
         rng_stream: int = _RANDOM_SLOPES,
     ):
-        D, F = init.dimensions.emb_dim, init.dimensions.mlp_dim
+        D = init.dimensions.emb_dim
+        F = init.dimensions.mlp_dim
         draw = init.initializers
         bias = config.ffn_bias
         self.activations = config.mlp_activations

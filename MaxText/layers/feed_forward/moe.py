@@ -65,9 +65,11 @@ class Experts(nnx.Module):
     def __init__(
         self, num_experts: int, width: int, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs
     ):
-        D, draw = init.dimensions.emb_dim, init.initializers
+        D = init.dimensions.emb_dim
+        draw = init.initializers
         self.activations = activations
-        self.dtype, self.precision = init.dtype, init.precision
+        self.dtype = init.dtype
+        self.precision = init.precision
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
         self.is_quantizable = True
         many = len(activations) > 1
@@ -75,9 +77,14 @@ class Experts(nnx.Module):
 
         def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
             return param(
-                rngs, (num_experts, inputs, outputs), ("exp", *axes), _for_each(initializer),
-                dtype=init.weight_dtype, num_input_dims=1, used_in=init.dtype,
-            )  # fmt: skip
+                rngs,
+                (num_experts, inputs, outputs),
+                ("exp", *axes),
+                _for_each(initializer),
+                dtype=init.weight_dtype,
+                num_input_dims=1,
+                used_in=init.dtype,
+            )
 
         for name in self.input_names:
             setattr(self, name, matrices(D, width, ("embed", "mlp"), draw.kernel))
@@ -112,7 +119,9 @@ class RoutedMoE(nnx.Module):
     not_recomputed = ()  # gates read the output of each expert
 
     def __init__(self, config: MoEConfig, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs):
-        D, E, draw = init.dimensions.emb_dim, config.num_experts, init.initializers.kernel
+        D = init.dimensions.emb_dim
+        E = config.num_experts
+        draw = init.initializers.kernel
         self.config = config
         used_in = jnp.dtype(jnp.float32)  # rounding could send a token to another expert
         self.gate = Dense((D,), (E,), ("embed", None), draw, init, rngs, used_in=used_in)
@@ -153,7 +162,8 @@ class RoutedMoE(nnx.Module):
         if self.config.num_experts_per_tok != 2:
             return mask
         config = self.config.moe_second
-        second, threshold = gates[..., 1], config.threshold
+        second = gates[..., 1]
+        threshold = config.threshold
         policy = config.policy if context.training else config.policy_eval
         if policy == "none":
             use_second = jnp.zeros(second.shape, bool)
@@ -176,7 +186,8 @@ class RoutedMoE(nnx.Module):
         P_e the mean of p_e (Lepikhin et al. 2020, section 2.2). Router z loss: logsumexp(logits)^2
         (Zoph et al. 2022, equation 5).
         """
-        config, num_experts = self.config, p.shape[-1]
+        config = self.config
+        num_experts = p.shape[-1]
         is_token = is_token[..., None].astype(jnp.float32)
         count = jnp.maximum(is_token.sum(1), 1.0)
         first = jax.nn.one_hot(choices[..., 0], num_experts) * is_token
@@ -192,7 +203,8 @@ class RoutedMoE(nnx.Module):
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array, capacity: int
     ) -> jax.Array:
         num_groups, group, width = x.shape
-        num_experts, experts = self.config.num_experts, self.experts
+        num_experts = self.config.num_experts
+        experts = self.experts
         expert_load = jnp.zeros((num_groups, num_experts), jnp.int32)
         slots = []
         for choice in range(choices.shape[-1]):
@@ -236,7 +248,8 @@ class RoutedMoE(nnx.Module):
     def _dropless(
         self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array
     ) -> jax.Array:
-        experts, num_experts = self.experts, self.config.num_experts
+        experts = self.experts
+        num_experts = self.config.num_experts
         per_token = choices.shape[-1]
 
         def on_one_device(x, gates, choices, routed, wi, wo, tensor_axes=()):

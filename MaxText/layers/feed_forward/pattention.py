@@ -109,7 +109,8 @@ class Pattention(Part):
         outputs: int,
         use_bias: bool,
     ):
-        emb_dim, draw = init.dimensions.emb_dim, init.initializers
+        emb_dim = init.dimensions.emb_dim
+        draw = init.initializers
         n = config.num_slots(place, emb_dim)
         self.theta = Theta(config, place, emb_dim)
         self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
@@ -160,7 +161,8 @@ class PattentionProjection(Pattention):
     ):
         sizes = math.prod(inputs), math.prod(outputs)
         super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
-        self.num_input_dims, self.outputs = len(inputs), outputs
+        self.num_input_dims = len(inputs)
+        self.outputs = outputs
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
@@ -176,7 +178,8 @@ class PattentionFeedForward(Pattention, FeedForward):
     """Pattention in place of the MLP."""
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
-        D, use_bias = init.dimensions.emb_dim, config.feed_forward.ffn_bias
+        D = init.dimensions.emb_dim
+        use_bias = config.feed_forward.ffn_bias
         Pattention.__init__(self, config.pattention, init, rngs, "ffn", D, D, use_bias)
 
     @classmethod

@@ -17,7 +17,9 @@ _MAX_WAITING = 10_000  # queue size in events, some 10 MB
 # Kinds that may be dropped, because only these could fill the memory.
 _DROPPABLE = ("step", "evaluation")
 
-_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds between tries of an upload
+# seconds between tries of an upload
+_FIRST_WAIT = 1.0
+_LONGEST_WAIT = 60.0
 
 
 class BackgroundSink(Sink):
@@ -76,7 +78,8 @@ class BackgroundSink(Sink):
             self._disable(first_line(error))
 
     def _disable(self, why: str) -> None:
-        is_first, self._disabled = not self._disabled, True
+        is_first = not self._disabled
+        self._disabled = True
         if is_first:
             sys.stderr.write(
                 f"warning: {self._name} disabled after an error: {why.rstrip('.')}. Training "
@@ -130,15 +133,19 @@ class BackgroundUploader:
                 self._changed.wait_for(lambda: self._ends or self._asked > self._tried, wait)
                 if self._ends and self._asked == self._tried:
                     return
-                number, content = self._asked, self._content
+                number = self._asked
+                content = self._content
             try:
                 self._path.write_bytes(content())
-                done, wait = number, None
+                done = number
+                wait = None
             except Exception as error:  # storage clients raise anything
                 self._warn(first_line(error))
-                done, wait = self._done, min(max(_FIRST_WAIT, 2 * (wait or 0.0)), _LONGEST_WAIT)
+                done = self._done
+                wait = min(max(_FIRST_WAIT, 2 * (wait or 0.0)), _LONGEST_WAIT)
             with self._changed:
-                self._tried, self._done = number, done
+                self._tried = number
+                self._done = done
                 self._changed.notify_all()
 
     def _warn(self, why: str) -> None:

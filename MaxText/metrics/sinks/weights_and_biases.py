@@ -107,7 +107,8 @@ class WandbSink(Sink):
         # No W&B output on the terminal, and above all no prompt for a key, which would block.
         quiet = {"silent": True, "console": "off"}
         wandb.setup(wandb.Settings(**quiet))
-        kind, model = self._config.get("decoder_block"), self._config.get("model_name")
+        kind = self._config.get("decoder_block")
+        model = self._config.get("model_name")
         run = wandb.init(
             project=self._monitoring.wandb.project,
             entity=self._monitoring.wandb.entity or None,
@@ -155,7 +156,8 @@ class WandbSink(Sink):
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         if state and "rows" not in state:  # of an earlier version, which counted rows by steps
-            last, shifts = state.get("last_step"), state.get("shifts", [[0, 0]])
+            last = state.get("last_step")
+            shifts = state.get("shifts", [[0, 0]])
             taken = 0 if last is None else last + shifts[-1][1] + _RESERVED
             state = {"id": state["id"], "rows": taken, "time": time.time()}
         # Training restarted at 0 may differ, and W&B cannot take rows back.
