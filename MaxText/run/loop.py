@@ -233,6 +233,7 @@ class Loop:
             self.run_logger.terminal.line(report.line())
             self.run_logger.log_data_events(self.eval_batches, step)
             self.eval_loss = report.loss
+            self.checkpoints.health.observe_evaluation(step, report.loss)
         return self.eval_loss is not None
 
     def save(self, step: int, **fields: Any) -> None:
@@ -288,9 +289,8 @@ class Loop:
         if num_skipped > MAX_SKIPPED_AT_END or num_skipped == last_step + 1:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
-            if not skipped and self.rollback.is_healthy and not self.run_logger.trend.diverged:
-                # No later step can show that it was healthy.
-                self.checkpoints.promote(last_step)
+            problems = [*self.rollback.problems, skipped, self.run_logger.trend.diverged]
+            self.checkpoints.finish(last_step, [problem for problem in problems if problem])
             return skipped and f"{skipped}; the state before them is healthy"
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"
