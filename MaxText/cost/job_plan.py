@@ -214,7 +214,7 @@ class _PlanSearch:
     def program(self, changes: dict[str, Any]) -> Program | None:
         """Returns the program of changed keys, or None if it breaks a rule or does not divide."""
         config = unflatten(self.given | changes)
-        of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
+        of_training = [rule for rule in RULES if rule.applies_to("train")]
         blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
         if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
             return None
