@@ -305,11 +305,9 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
 
 def validation_errors(config: Config) -> list[str]:
     """Returns the messages of train.py's broken configuration rules."""
-    messages = []
-    for rule in RULES:
-        if not rule.programs or "train" in rule.programs:
-            messages.append(rule.check(config))
-    return [message for message in messages if message] or list(broken_letters(config))
+    checked = [rule.check(config) for rule in RULES if rule.applies_to("train")]
+    issues = [issue for issue in checked if issue is not None] or list(broken_letters(config))
+    return [issue.text for issue in issues]
 
 
 def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:
