@@ -148,16 +148,16 @@ class LazyCheckpointReader:
         self.params = {path.removeprefix(PARAMS): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
+        """Returns one array by its path; UserError for damage, or weights that are not finite."""
         import orbax.checkpoint as ocp
 
-        which = self._paths.index(path)
+        index = self._paths.index(path)
         checksums = self._stored.metadata.checksums
-        items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
-        items[which] = 0
-        arguments = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(items)
+        leaves = [0] * len(self._paths)
+        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
         with corruption_as_user_error(self._stored):
-            restored = read_arrays(self._stored, self._structure, items, arguments)
-            array = np.asarray(restored[which])
+            arrays = read_arrays(self._stored, self._structure, leaves, arguments, only=[index])
+            array = np.asarray(arrays[index])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         if path.startswith(PARAMS):

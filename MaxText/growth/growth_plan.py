@@ -282,9 +282,7 @@ def make_record(
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    record: Record | None = parent(metadata).get("growth")
-    earlier = {"old_slots_learning_rate": "existing_slots_lr_scale"}  # read for one release
-    return {earlier.get(name, name): one for name, one in record.items()} if record else None
+    return parent(metadata).get("growth") or None
 
 
 def existing_slots(record: Record | None) -> dict[str, int]:
