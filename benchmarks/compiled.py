@@ -118,8 +118,11 @@ def measure(side: str, row: tuple) -> dict:
         step = compile_maxtext(given)
     program = HloModule(step.as_text() or "")
     # Pallas kernels and collectives have no estimate.
-    estimates = ((n, CYCLES.search(line.rest)) for _, n, line in program.executed(in_fusions=False))
-    cycles = sum(times * int(match[1]) for times, match in estimates if match)
+    cycles = 0
+    for _, times, instruction in program.executed(in_fusions=False):
+        match = CYCLES.search(instruction.arguments)
+        if match:
+            cycles += times * int(match[1])
     figures |= {
         "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
         "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
