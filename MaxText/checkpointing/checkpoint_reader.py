@@ -214,7 +214,7 @@ def read_tree(stored: StoredCheckpoint) -> StoredTree:
 
 def read_arrays(
     stored: StoredCheckpoint,
-    structure: jax.tree_util.PyTreeDef,
+    structure: Any,
     leaves: Sequence[Any],
     arguments: Sequence[Any],
     *,
@@ -224,7 +224,7 @@ def read_arrays(
     """Reads some arrays of a checkpoint with Orbax.
 
     Args:
-      structure: The tree of `leaves`.
+      structure: The tree of `leaves`, of `jax.tree.structure`.
       leaves: All arrays of the tree, abstract.
       arguments: Orbax's restore arguments of each leaf.
       only: Indices of the leaves to read.
@@ -288,7 +288,7 @@ def _single_replica_obstacle(shardings: Sequence[NamedSharding]) -> str:
 
 
 def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
-    """Returns Orbax's registry of handlers with which one replica reads arrays and sends them to the others."""
+    """Returns Orbax's handlers by which one replica reads arrays and sends them to the others."""
     import orbax.checkpoint as ocp
 
     axis = mesh.axis_names.index(_REPLICA_AXIS)

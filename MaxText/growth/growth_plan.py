@@ -142,9 +142,9 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
     if is_hf_checkpoint(path):
-        from MaxText.conversion.hf_import import open_weights
+        from MaxText.conversion.hf_import import open_hf_weights
 
-        weights, source_config = open_weights(path, KEY, config_flat)
+        weights, source_config = open_hf_weights(path, KEY, config_flat)
         parameters = {
             name: ArraySpec(tuple(spec.shape), weights.formats[name])
             for name, spec in weights.model.parameters.items()

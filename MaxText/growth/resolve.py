@@ -109,10 +109,10 @@ def _refuse_rate(config: Config, what: str) -> None:
 
 def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
     """Resolves a run without checkpoints; load_parameters_path names `source`."""
-    from MaxText.conversion.weight_source import abstract_model
+    from MaxText.training.backend_defaults import abstract_model
 
     checkpoint = config.checkpoint
-    growth = source.plan(abstract_model(config).parameters, flatten(config))
+    growth = source.plan(abstract_model(config.model).parameters, flatten(config))
     mode = checkpoint.growth.mode
     changes = growth.slots or growth.layers
     _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
