@@ -267,19 +267,21 @@ class CheckpointManager:
           CheckpointCorruptedError: For damage.
         """
         stored = self.stored(step)
-        metadata, checksums, _, saved_step = stored.metadata
+        metadata = stored.metadata
         path = stored.json_path(checkpoint_files.METADATA)
-        if not metadata and checksums is None:
+        if metadata.checksums is None:
             raise CheckpointCorruptedError(f"{path}: no metadata")
-        if saved_step is not None and saved_step != step:
+        # The checksums prove that the arrays and the data position are those that were saved with
+        # these metadata, so their step is that of the state, whatever the folder's name says.
+        if metadata.step != step:
             raise CheckpointCorruptedError(
-                f"{path}: belongs to the checkpoint of step {saved_step}"
+                f"{path}: belongs to the checkpoint of step {metadata.step}"
             )
         position = stored.position()
         reader = checkpoint_reader.CheckpointReader(
             stored, config_flat or {}, log, True, self._config.checkpoint_storage
         )
-        return RestoredCheckpoint(reader.restore_state(abstract_state), position, metadata)
+        return RestoredCheckpoint(reader.restore_state(abstract_state), position, metadata.values)
 
     def try_restore(self, step: int, *arguments: Any, **keywords: Any) -> RestoreAttempt:
         """Does what `restore` does, or returns the reason why not. Collective.
@@ -290,9 +292,6 @@ class CheckpointManager:
         reason = "another process could not read it"
         try:
             restored = self.restore(step, *arguments, **keywords)
-            if (after := int(restored.state.step)) != step + 1:
-                restored = None
-                reason = f"it contains step {after - 1}: renamed?"
         except CheckpointCorruptedError as error:
             reason = str(error)
             if missing := self.stored(step).missing_items():

@@ -109,7 +109,7 @@ class Program:
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
         """
-        return abstract_model(_local(self.model.config, self.sharding))
+        return cached_model(_local(self.model.config, self.sharding))
 
     @functools.cached_property
     def model_of_all_stages(self) -> Model:
@@ -117,7 +117,7 @@ class Program:
         model_config = self.local_model.config
         layers = self.model.config.shape.dimensions.num_layers
         shape = model_config.shape.model_copy(update={"base_num_decoder_layers": layers})
-        return abstract_model(model_config.model_copy(update={"shape": shape}))
+        return cached_model(model_config.model_copy(update={"shape": shape}))
 
     @property
     def local_batch_size(self) -> int:
@@ -197,7 +197,7 @@ def make_program(config: Config, hardware: Hardware) -> Program:
     length = model_config.shape.max_target_length
     plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
     check_lengths(length, config.batch, sharding)
-    model = abstract_model(model_config)
+    model = cached_model(model_config)
     tolerance = config.mesh.sharding_tolerance
     assert_params_sufficiently_sharded(model.parameters, sharding, tolerance)
     return Program(
@@ -238,7 +238,8 @@ def _fake_devices(hardware: Hardware) -> tuple[FakeDevice, ...]:
 
 
 @cached
-def abstract_model(model_config: ModelConfig) -> Model:
+def cached_model(model_config: ModelConfig) -> Model:
+    """Returns the model of a configuration without `auto` values."""
     """Returns a model with abstract parameters, cached by its configuration."""
     return Model(model_config)
 
@@ -247,7 +248,7 @@ def abstract_model(model_config: ModelConfig) -> Model:
 def _optimizer_and_shapes(
     model_config: ModelConfig, config: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
 ) -> tuple[optax.GradientTransformation, Any]:
-    model = abstract_model(model_config)
+    model = cached_model(model_config)
     optimizer = make_optimizer(config, learning_rate_schedule(schedule), model.parameters)
     initialize = make_initialize(model, optimizer, guard)
     return optimizer, jax.eval_shape(initialize, jax.random.key(0))

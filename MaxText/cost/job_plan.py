@@ -21,7 +21,7 @@ from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import (
     Program,
-    abstract_model,
+    cached_model,
     configured_mesh_sizes,
     make_program,
 )
@@ -337,7 +337,7 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
     experts = config.model.mixture_of_experts
     splits_experts = experts.num_experts > 1 and experts.capacity_factor > 0
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
+    needed = _BYTES_OF_A_WEIGHT * cached_model(model_config).num_parameters / num_devices
     sizes = _powers(8 if splits_experts else 1)
     for expert, tensor, context, stage in itertools.product(
         [size for size in sizes if experts.num_experts % size == 0],

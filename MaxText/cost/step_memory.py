@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import ModelConfig
-from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
+from MaxText.cost.abstract_step import FakeDevice, Program, cached, cached_model
 from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, tiled_size, traced
 from MaxText.layers.batch import batch_shapes
 from MaxText.parallelism.logical_sharding import Rules, axis_rules, split_axes
@@ -188,7 +188,7 @@ def _trace(
         num_stages: pipeline stages that run turn by turn; 1 without.
         assumes_cudnn: whether attention scores are never written.
     """
-    model = abstract_model(config)
+    model = cached_model(config)
     objective = config.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:

@@ -18,7 +18,6 @@ from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
-from MaxText.cost.abstract_step import abstract_model
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
@@ -26,7 +25,7 @@ from MaxText.experiments.variants import Variant
 from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
 from MaxText.run.training_stats import TrainingStats
-from MaxText.training.backend_defaults import resolve_auto
+from MaxText.training.backend_defaults import abstract_model
 
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
@@ -59,7 +58,7 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
         return int(rows) * config.batch.gradient_accumulation_steps
 
     batches = plan_batches(config.batch, config.model.shape.max_target_length, samples)
-    model = abstract_model(resolve_auto(config.model, "cpu")[0])
+    model = abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
     return SolvedStage(
