@@ -220,7 +220,7 @@ def _converted_bytes(program: Program) -> float:
         math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
         for name, spec in parameters.items()
         if spec.owner == "layers" and spec.num_input_dims and width < spec.dtype.itemsize
-        if not in_loop or len(spec.shape) > 3  # matrices: logical_sharding.cast_in_loop
+        if not in_loop or len(spec.shape) > 3  # matrices: scanned_layers.cast_in_loop
     )
 
 
