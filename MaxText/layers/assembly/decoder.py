@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
         ]
-        return {**own, "others": tuple(others)}
+        return {**own, "other_positions": tuple(others)}
 
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
