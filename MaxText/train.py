@@ -144,15 +144,12 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.compilation.compiled_steps import ShapeSpecializedStep
     from MaxText.compilation.saved_step import saved_steps
     from MaxText.evaluation.validation import make_eval_step
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length = model.config.shape.max_target_length
-    batch = config.batch
-    batch_schedule = plan_batches(
-        batch, length, lambda per_device: mesh.global_batch_size(batch, sharding, per_device)
-    )
-    check_memory_lower_bound(setup, batch_schedule, len(devices), batch.gradient_accumulation_steps)
+    batch_schedule = plan_batches(config, sharding)
+    accumulation_steps = config.batch.gradient_accumulation_steps
+    check_memory_lower_bound(setup, batch_schedule, len(devices), accumulation_steps)
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options
@@ -170,6 +167,7 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     # --- Data -------------------------------------------------------------------------------------
     from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents
     from MaxText.input_pipeline.loader import open_batches
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
 
     compiler = ThreadPoolExecutor(1)
     compiling = None
@@ -180,7 +178,11 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         prepare_sources(config)
         watchdog.enter("startup")
     train_batches, eval_batches = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
+        config,
+        batch_schedule,
+        eval_batch_size,
+        BatchShard(*sharding.batch_slice()),
+        should_stop=preemption.is_pending,
     )
     if compiling is None:
         shapes = first_batch(train_batches.has_documents)
