@@ -35,7 +35,8 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.parallelism import mesh
 
     if split not in ("train", "eval"):
@@ -45,14 +46,14 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes = config.batch
     evaluation = config.evaluation
-    batch_schedule = plan_batches(
-        sizes,
-        config.model.shape.max_target_length,
-        lambda size: mesh.global_batch_size(sizes, sharding, size),
-    )
+    batch_schedule = plan_batches(config, sharding)
     eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), log=lambda line: None
+        config,
+        batch_schedule,
+        eval_batch_size,
+        BatchShard(*sharding.batch_slice()),
+        log=lambda line: None,
     )
     if split == "train":
         return iter(training)
