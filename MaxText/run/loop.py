@@ -261,7 +261,12 @@ class Loop:
             from MaxText.inference.decoding import write_sample
 
             text = write_sample(
-                model, self.state.params, self.sharding, config, tokenizer, run_folder
+                model,
+                self.state.params,
+                self.sharding,
+                config,
+                tokenizer_folder=tokenizer,
+                run_folder=run_folder,
             )
             # Its time is part of the finish, which the stop row records.
             run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
