@@ -43,7 +43,7 @@ def main() -> None:
         manifest = prepare(preparation, path, cache_dir=data.local_cache_dir, max_bad_records=most)
         if not preparation.exports_text:
             print(describe(manifest))
-            if preparation.prepare_output_format in ("array_record", "bin"):
+            if preparation.prepare_output_format == "bin":
                 train = command_line.program_command("train")
                 arguments = train_arguments(manifest, path)
                 if arguments:

@@ -53,7 +53,14 @@ def write_sample(
     with optional_output("sample", log):
         from MaxText.inference import decoding
 
-        text = decoding.write_sample(model, params, sharding, config, tokenizer, run_folder)
+        text = decoding.write_sample(
+            model,
+            params,
+            sharding,
+            config,
+            tokenizer_folder=tokenizer,
+            run_folder=run_folder,
+        )
         # Its time is part of the shutdown, which the stop row records.
         run_logger.events.emit("sample", step=run_logger.stats.num_steps - 1, text=text)
         log(f"Sample, also in {run_folder / 'sample.txt'}:\n{text}")
