@@ -217,26 +217,27 @@ class Run:
         for pattern in capture:
             if fnmatch.filter(paths, pattern):
                 continue
-            if inner := fnmatch.filter(inner_paths, pattern):
+            inner_matches = fnmatch.filter(inner_paths, pattern)
+            if inner_matches:
                 raise ValueError(
-                    f"capture: {inner[0]} is inside of a loop or another transformation (scan, "
-                    "vmap, jit, shard_map), which it cannot leave. Let the part return it from "
-                    "there and tag it outside."
+                    f"capture: {inner_matches[0]} is inside of a loop or another transformation "
+                    "(scan, vmap, jit, shard_map), which it cannot leave. Let the part return it "
+                    "from there and tag it outside."
                 )
-            of_layers = [path for path in paths if not re.match(r"layers/(?!0/)", path)]
+            first_layer_paths = [path for path in paths if not re.match(r"layers/(?!0/)", path)]
             raise ValueError(
-                f"capture: {pattern!r} matches nothing; available: {', '.join(of_layers)}"
+                f"capture: {pattern!r} matches nothing; available: {', '.join(first_layer_paths)}"
             )
         batch_size = len(logits)
 
-        def unpadded(x: Any) -> np.ndarray:
+        def unpadded(value: Any) -> np.ndarray:
             # Values of the whole batch, such as positions [1, T, D], have no rows to choose.
-            array = np.asarray(x)
+            array = np.asarray(value)
             if array.ndim == 0 or len(array) != batch_size:
                 return array
             return array[0] if is_single else array[:num_rows]
 
-        return unpadded(logits), {name: unpadded(x) for name, x in values.items()}
+        return unpadded(logits), {name: unpadded(value) for name, value in values.items()}
 
     def loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over the targets of batches, in nats per token.
@@ -246,8 +247,10 @@ class Run:
         from MaxText.evaluation.validation import evaluate
 
         sharding = self.trained.sharding
-        placed = (sharding.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches)
-        return evaluate(self._eval_step, self.params, placed, step=0).loss
+        global_batches = (
+            sharding.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches
+        )
+        return evaluate(self._eval_step, self.params, global_batches, step=0).loss
 
     def generate(
         self,
@@ -276,24 +279,26 @@ class Run:
 
         if max_new_tokens < 1 and max_new_tokens != -1:
             raise ValueError(f"{max_new_tokens=}; expected 1 or more, or -1 to fill the window")
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not asked:
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompt_list:
             return []
         trained = self.trained
         tokenizer = self.tokenizer
         num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
-        choice = SamplingParams(temperature, **sampling)
-        engine = Engine(trained.model, self.params, trained.sharding, choice, num_ids=num_ids)
-        texts = [""] * len(asked)
-        for number, completion in generate(
+        sampling_params = SamplingParams(temperature, **sampling)
+        engine = Engine(
+            trained.model, self.params, trained.sharding, sampling_params, num_ids=num_ids
+        )
+        texts = [""] * len(prompt_list)
+        for index, completion in generate(
             engine,
-            [tokenizer.encode(prompt) for prompt in asked],
+            [tokenizer.encode(prompt) for prompt in prompt_list],
             StoppingCriteria(max_new_tokens, frozenset(tokenizer.eos_ids), tuple(stop)),
-            batch_size=len(asked),
+            batch_size=len(prompt_list),
             seed=seed,
             decode=tokenizer.decode,
         ):
-            texts[number] = completion.text
+            texts[index] = completion.text
         return texts[0] if isinstance(prompts, str) else texts
 
     @functools.cached_property

@@ -72,14 +72,18 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     if not module or not name.isidentifier():
         module = spec
         name = ""
-    before = set(registry.registrations())
+    known_parts = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
-    parts = [one for one in registry.registrations() if one not in before] or [
-        one for one in registry.registrations() if not one.is_built_in
-    ]
+    parts = [
+        registration for registration in registry.registrations() if registration not in known_parts
+    ] or [registration for registration in registry.registrations() if not registration.is_built_in]
     if name:
-        parts = [one for one in parts if name in (one.target.__name__, one.name)]
+        parts = [
+            registration
+            for registration in parts
+            if name in (registration.target.__name__, registration.name)
+        ]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts
@@ -91,25 +95,25 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
 
     chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
-    def configured(**more: Any) -> Any:
+    def configured(**overrides: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return load_config(**conformance.TRAINED | chosen | more)
+            return load_config(**conformance.TRAINED | chosen | overrides)
 
     configured()
     print(f"{part.kind} {part.name} ({part.place})")
     decodes = part.kind != "mixer" or part.target.decodes()
-    subject = conformance.Subject(configured, decodes=decodes)
+    part_under_test = conformance.Subject(configured, decodes=decodes)
     broken = False
     is_optimizer = part.kind == "optimizer"
     checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
     for check in checks:
-        problem = conformance.result(check, subject)
+        failure = conformance.result(check, part_under_test)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:
-            result = "ok" if problem is None else f"FAILED: {problem}"
+            result = "ok" if failure is None else f"FAILED: {failure}"
         print(f"  {check.name:<16}{result}")
-        if problem is not None:
+        if failure is not None:
             print(f"{'':18}{check.remedy}")
             broken = True
     return broken

@@ -1,7 +1,7 @@
-"""Check that this Python has what the package needs, in one line instead of a traceback.
+"""Checks that this Python has what the package needs, with one line instead of a traceback.
 
-Runs in any Python 3.6 or newer, before anything that such a Python cannot read: no annotations that
-it would have to evaluate, no newer syntax.
+Runs in any Python 3.6 or newer, before anything that such a Python cannot read. So this file has no
+annotations that it would have to evaluate, and no newer syntax.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def problem():
 
 
 def check():
-    """Ends a program with one line if `problem`; of an import, raises ImportError."""
+    """Ends a program with one line, or an import with ImportError, if there is a `problem`."""
     message = problem()
     if not message:
         return

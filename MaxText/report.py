@@ -89,16 +89,16 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
     from MaxText.reports.entries import find_runs, group_runs
     from MaxText.reports.report_writer import write_report
 
-    found = find_runs(runs, options.group_by)
-    is_running = any(run.state == "running" for run in found.runs)
-    mismatches = run_tables.warnings(group_runs(found.runs, found.groups))
-    for warning in [*found.problems, *mismatches]:
+    selection = find_runs(runs, options.group_by)
+    is_running = any(run.state == "running" for run in selection.runs)
+    mismatches = run_tables.warnings(group_runs(selection.runs, selection.groups))
+    for warning in [*selection.problems, *mismatches]:
         sys.stderr.write(f"warning: {warning}\n")
     page = write_report(
-        found.runs,
+        selection.runs,
         output_folder(runs, options),
-        groups=found.groups,
-        warnings=found.problems,
+        groups=selection.groups,
+        warnings=selection.problems,
         refresh=(options.watch or 0) if is_running else 0,
     )
     print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n")
