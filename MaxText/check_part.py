@@ -18,6 +18,7 @@ from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 
 USAGE = """
@@ -62,8 +63,8 @@ def main() -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
         parts = _parts(spec, keys)
-        broken = [_check(part, keys) for part in parts]
-    return int(any(broken))
+        have_failed = [_check(part, keys) for part in parts]
+    return int(any(have_failed))
 
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
@@ -72,18 +73,15 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     if not module or not name.isidentifier():
         module = spec
         name = ""
-    known_parts = set(registry.registrations())
+    parts_before = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
-    parts = [
-        registration for registration in registry.registrations() if registration not in known_parts
-    ] or [registration for registration in registry.registrations() if not registration.is_built_in]
+    all_parts = registry.registrations()
+    parts = [part for part in all_parts if part not in parts_before]
+    if not parts:  # the module had been imported already
+        parts = [part for part in all_parts if not part.is_built_in]
     if name:
-        parts = [
-            registration
-            for registration in parts
-            if name in (registration.target.__name__, registration.name)
-        ]
+        parts = [part for part in parts if name in (part.target.__name__, part.name)]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts
@@ -93,17 +91,17 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
     from MaxText.conformance import checks as conformance
 
-    chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
+    part_keys = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
-    def configured(**overrides: Any) -> Any:
+    def make_config(**overrides: Any) -> Config:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return load_config(**conformance.TRAINED | chosen | overrides)
+            return load_config(**conformance.TRAINED | part_keys | overrides)
 
-    configured()
+    make_config()
     print(f"{part.kind} {part.name} ({part.place})")
     decodes = part.kind != "mixer" or part.target.decodes()
-    part_under_test = conformance.Subject(configured, decodes=decodes)
-    broken = False
+    part_under_test = conformance.Subject(make_config, decodes=decodes)
+    has_failed = False
     is_optimizer = part.kind == "optimizer"
     checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
     for check in checks:
@@ -115,8 +113,8 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
         print(f"  {check.name:<16}{result}")
         if failure is not None:
             print(f"{'':18}{check.remedy}")
-            broken = True
-    return broken
+            has_failed = True
+    return has_failed
 
 
 if __name__ == "__main__":
