@@ -26,9 +26,9 @@ def check_versions() -> None:
             continue  # the import says so
         if _release(version) >= _release(first_broken):
             raise UserError(
-                f"{package} {version} is installed, and this version of MaxText needs one before "
-                f"{first_broken}: {reason}.\n"
-                f"  What to do: pip install '{package}<{first_broken}', or a newer MaxText."
+                f"{package} {version} is installed, and this version of jaxpretrain needs one "
+                f"before {first_broken}: {reason}.\n"
+                f"  What to do: pip install '{package}<{first_broken}', or a newer jaxpretrain."
             )
 
 

@@ -82,7 +82,7 @@ def register_filesystems(requested_by: str) -> None:
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(
             f"{requested_by} needs the package gcsfs, which is not installed: "
-            "pip install 'MaxText[gcs]'"
+            "pip install 'jaxpretrain[gcs]'"
         )
     import fsspec
 
