@@ -18,6 +18,7 @@ from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
+from MaxText.config.program_options import NoOptions, read_options
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 
@@ -49,16 +50,20 @@ def main() -> int:
     if not arguments:
         print(USAGE.strip())
         return exit_codes.USER_ERROR
-    rest = [word for word in arguments if not word.endswith(".py") and ":" not in word]
-    command_line.answer_questions("check_part.py", rest, USAGE, command_line.ProgramOptions)
+    without_module = [
+        argument for argument in arguments if not argument.endswith(".py") and ":" not in argument
+    ]
+    command_line.answer_questions("check_part.py", without_module, USAGE, NoOptions)
     with command_line.exit_on_user_error():
-        _, words = command_line.read_options(command_line.ProgramOptions, arguments)
-        if len(words.others) != 1:
-            words.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
-        words.check()
-        (spec,) = words.others
-        typed = (word.split("=", 1) for word in words.keys)
-        keys = {name: values.from_text(text) for name, text in typed}
+        parsed = read_options(NoOptions, arguments)
+        if len(parsed.operands) != 1:
+            parsed.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
+        parsed.check()
+        (spec,) = parsed.operands
+        keys = {}
+        for setting in parsed.settings:
+            name, text = setting.split("=", 1)
+            keys[name] = values.from_text(text)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice

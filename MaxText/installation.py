@@ -49,8 +49,8 @@ def problem():
         named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         reason = f"is not installed in this Python: {named} missing"
     return (
-        f"jaxpretrain {reason}. This is {sys.executable} {version}. Run bash setup.sh in the clone and "
-        "use .venv/bin/python, or pip install it here."
+        f"jaxpretrain {reason}. This is {sys.executable} {version}. Run bash setup.sh in the "
+        "clone and use .venv/bin/python, or pip install it here."
     )
 
 

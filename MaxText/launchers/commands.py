@@ -1,17 +1,17 @@
 """What all launchers share: options, the command line of train.py, external commands."""
 
+import dataclasses
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from MaxText.config.command_line import ProgramOptions
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Natural, Parser, key
 from MaxText.config.loading import load
+from MaxText.config.program_options import integer_option, option
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -28,28 +28,14 @@ _NO_CAPACITY = re.compile(
 )
 
 
-def _repeated(text: str) -> tuple[str, ...]:
-    return (text,)
-
-
-Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given several times", True)]
-
-
-class LaunchOptions(ProgramOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
     """Options of all places."""
 
-    RENAMED: ClassVar = {
-        "devices": "devices_per_process",
-        "grace": "grace_period",
-        "job": "job_id",
-        "lines": "tail",
-        "logs": "log_dir",
-        "tries": "max_attempts",
-        "type": "accelerator_type",
-    }
-
-    dry_run: bool = key(False, "Print the commands.")
-    max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
+    dry_run: bool = option(False, "Print the commands.")
+    max_restarts: int = integer_option(
+        10, "Maximum restarts without a new checkpoint (SLURM: in total).", minimum=0
+    )
 
 
 class RunArguments(NamedTuple):

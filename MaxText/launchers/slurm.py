@@ -4,30 +4,37 @@ The batch script starts train.py on every node with srun. It requeues itself whe
 preempted or lost a process, so that the run resumes from its newest checkpoint.
 """
 
+import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText import exit_codes
-from MaxText.config.keys import Count, Natural, key
+from MaxText.config.program_options import integer_option, option
 from MaxText.errors import UserError
-from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log, Repeated
+from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmOptions(LaunchOptions):
     """slurm submit, status or stop: a SLURM job."""
 
-    name: str = key("", "Job name, by default run_name.")
-    nodes: Count = key(1, "Nodes of the job.")
-    processes_per_node: Count = key(1, "Processes per node.")
-    gpus_per_node: Natural = key(0, "GPUs per node.")
-    sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
-    job_id: str = key("", "Job id, for status and stop.")
-    log_dir: str = key("", "Log folder.")
+    name: str = option("", "Job name, by default run_name.", metavar="NAME")
+    nodes: int = integer_option(1, "Nodes of the job.", minimum=1)
+    processes_per_node: int = integer_option(1, "Processes per node.", minimum=1)
+    gpus_per_node: int = integer_option(0, "GPUs per node.", minimum=0)
+    sbatch: tuple[str, ...] = option(
+        (),
+        "Extra #SBATCH line, e.g. --sbatch=--partition=long; may be given several times.",
+        metavar="FLAG",
+        repeated=True,
+    )
+    job_id: str = option("", "Job id, for status and stop.", metavar="ID")
+    log_dir: str = option("", "Log folder.", metavar="DIR")
 
 
 def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ started again, from the newest checkpoint.
 """
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.keys import key
+from MaxText.config.program_options import integer_option, number, option
 from MaxText.launchers.commands import LaunchOptions, Log
 from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
@@ -35,14 +36,25 @@ SECONDS_TO_REPORT = 25.0
 _DRAIN_SECONDS = 5.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalOptions(LaunchOptions):
     """local N: processes of this machine."""
 
-    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
-    supervise: bool = key(False, "Restart after a failure.")
-    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
-    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
-    log_dir: str = key("", "Log folder.")
+    devices_per_process: int | None = integer_option(
+        None, "Devices (CPU or GPU) per process.", minimum=1
+    )
+    supervise: bool = option(False, "Restart after a failure.")
+    backoff: float = option(
+        1.0, "Delay before a restart.", read=number, accepts="a number", metavar="SECONDS"
+    )
+    grace_period: float = option(
+        60.0,
+        "Grace period for processes to exit.",
+        read=number,
+        accepts="a number",
+        metavar="SECONDS",
+    )
+    log_dir: str = option("", "Log folder.", metavar="DIR")
 
 
 def supervise(

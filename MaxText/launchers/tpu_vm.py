@@ -1,6 +1,7 @@
 """Manages Cloud TPU VMs through gcloud: create, copy the working tree, set up, run, stop."""
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import subprocess
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Count, key
+from MaxText.config.program_options import integer_option, number, option
 from MaxText.errors import UserError
 from MaxText.hardware.chips import find_hardware
-from MaxText.launchers.commands import Commands, LaunchOptions, Repeated
+from MaxText.launchers.commands import Commands, LaunchOptions
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -25,28 +26,33 @@ _QUEUED = "queued-resources"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GcloudOptions(LaunchOptions):
     """gcloud ACTION ...: Cloud TPU VMs."""
 
-    REQUIRED = ("name", "zone")
-
-    name: str = key("", "TPU VM name.")
-    zone: str = key("", "Zone of the TPU VM.")
-    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
-    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
-    version: str = key("", "Runtime version.")
-    spot: bool = key(False, "Spot VM: cheaper, preempted at any time.")
-    preemptible: bool = key(False, "As spot, but for at most 24 hours; of create only.")
-    best_effort: bool = key(False, "The best-effort tier of queued resources; of queue only.")
-    service_account: str = key("", "Service account of the VM.")
-    scopes: str = key("", "Scopes of the service account, separated by commas.")
-    gcloud: Repeated = key(())
-    """Extra flag of create and queue, e.g. --gcloud=--network=NAME."""
-    max_attempts: Count = key(100, "Attempts while no capacity is available.")
-    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
-    tail: Count = key(50, "Number of log lines.")
-    follow: bool = key(False, "Stream new log lines.")
-    worker: str = key("all", "Worker to read logs from.")
+    name: str = option("", "TPU VM name.", required=True)
+    zone: str = option("", "Zone of the TPU VM.", required=True)
+    project: str = option(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
+    accelerator_type: str = option("", "Accelerator type, e.g. v5p-32.", metavar="TYPE")
+    version: str = option("", "Runtime version.")
+    spot: bool = option(False, "Spot VM: cheaper, preempted at any time.")
+    preemptible: bool = option(False, "As spot, but for at most 24 hours; of create only.")
+    best_effort: bool = option(False, "The best-effort tier of queued resources; of queue only.")
+    service_account: str = option("", "Service account of the VM.")
+    scopes: str = option("", "Scopes of the service account, separated by commas.")
+    gcloud: tuple[str, ...] = option(
+        (),
+        "Extra flag of create and queue, e.g. --gcloud=--network=NAME; may be given several times.",
+        metavar="FLAG",
+        repeated=True,
+    )
+    max_attempts: int = integer_option(100, "Attempts while no capacity is available.", minimum=1)
+    retry_seconds: float = option(
+        60.0, "Delay between attempts.", read=number, accepts="a number", metavar="SECONDS"
+    )
+    tail: int = integer_option(50, "Number of log lines.", minimum=1)
+    follow: bool = option(False, "Stream new log lines.")
+    worker: str = option("all", "Worker to read logs from.")
 
 
 # Flags of gcloud that exclude each other: the kinds of capacity of a request.
