@@ -8,7 +8,7 @@ weight; a part finds them in `Init.initializers`.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import InitConfig
 
 Shape = tuple[int, ...]
+Params = dict[str, Any]  # parameters by name: a nested dict whose leaves are arrays
 # Draws a weight from (key, shape, number of leading dimensions that are inputs, dtype).
 Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 

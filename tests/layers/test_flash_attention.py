@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.cost.jaxpr_graph import traced
 from MaxText.cost.step_time import operations
-from MaxText.layers.assembly.stack import apply_remat
+from MaxText.layers.assembly.remat import apply_remat
 from MaxText.layers.attention import flash_attention
 from MaxText.layers.attention.attention_core import (
     AttentionSharding,

@@ -1,9 +1,10 @@
-"""Workarounds for one compiler or backend, each behind a function that says what it computes.
+"""Workarounds for compilers: one function for each, with what it was measured to save.
 
-The modules of layers state mathematics. Where XLA, cuDNN or a TPU needs the same result spelled in
-a particular way to be fast or to fit in memory, the spelling lives here: one function per trick.
-Its docstring says what it works around, on which backend, and what was measured. Every function
-returns what its plain form returns, up to the order in which floating-point numbers are added, and
-does the plain thing on backends that do not need it. A trick that a compiler no longer needs can be
-deleted by replacing its calls with the plain form.
+None of these functions changes a result. Each expresses a computation in the form that XLA for one
+backend compiles well: a barrier that keeps the compiler from postponing or repeating an operation,
+a gradient of its own that avoids a large temporary array, a cast or a layout in another place.
+Without them the model and the train step compute the same values, with more time or memory.
+
+A docstring here states the backend, what the compiler does otherwise, and the measurement. When a
+new version of XLA or JAX makes a workaround unnecessary, its function is the one to delete.
 """
