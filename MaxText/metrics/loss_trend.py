@@ -8,7 +8,7 @@ with the measured scatter of the losses.
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
@@ -95,20 +95,6 @@ class LossTrend:
             current = self._current()
             self._lowest = min(self._lowest, current)
             self._highest = max(self._highest, current)
-
-    def add_rows(
-        self, rows: Iterable[Mapping[str, Any]], tag: str = "learning/lm_loss"
-    ) -> "LossTrend":
-        """Records rows of events.jsonl or metrics.jsonl, and returns the trend.
-
-        Args:
-          rows: Rows of any kind; those without the loss and those of skipped steps do not count.
-          tag: Name of the loss.
-        """
-        for row in rows:
-            if tag in row and not row.get("learning/skipped"):
-                self.add(row[tag], row.get("updates") or 1)
-        return self
 
     def roll_back(self) -> None:
         """Forgets the last reports, which a rollback has undone, but not the lowest loss."""

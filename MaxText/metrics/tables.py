@@ -77,9 +77,9 @@ def format_table(
     return "\n".join([lines[0], rule, *body])
 
 
-def share(part: float, whole: float) -> str:
+def share(part: float, total: float) -> str:
     """Returns a percentage."""
-    return f"{100 * part / max(whole, 1):.1f}%"
+    return f"{100 * part / max(total, 1):.1f}%"
 
 
 def short_count(number: float, _position: float | None = None) -> str:

@@ -65,11 +65,11 @@ def grow(request: ConvertArgs, log: Log) -> None:
             )
     arguments = [*request.arguments, f"{KEY}={request.source}"]
     arguments.append(f"run_name={os.path.abspath(request.target)}")
-    asked = checkpoint_config.load(arguments).config
-    source = open_source(request.source, flatten(asked))
+    larger_config = checkpoint_config.load(arguments).config
+    source = open_source(request.source, flatten(larger_config))
     for warning in import_modules.changes(source.metadata):
         log(warning)
-    resolved = resolve_growth_from(asked, source)
+    resolved = resolve_growth_from(larger_config, source)
     if resolved.growth is None or resolved.record is None:
         raise UserError(
             f"nothing grows: {source.folder} has these slots and layers already. Name more, for "

@@ -102,15 +102,3 @@ def test_after_a_rollback_all_reports_since_are_judged_up_to_nine():
     since = continued(trend, [3.0, 3.0, 3.0, 20.0, 20.0], None)
     assert not since.diverged
     assert continued(since, [20.0], None).diverged
-
-
-def test_rows_of_skipped_steps_and_rows_without_a_loss_do_not_count():
-    def rows(loss, count, **fields):
-        return [{"learning/lm_loss": loss, **fields}] * count
-
-    learned = [*rows(8.0, 1), *rows(3.0, 59), {"eval/loss": 50.0}]
-    skipped = rows(20.0, 9, **{"learning/skipped": 1})
-    applied = rows(20.0, 9, **{"learning/skipped": 0})
-    assert not LossTrend().add_rows([*learned, *skipped]).diverged
-    assert LossTrend().add_rows([*learned, *applied]).diverged
-    assert LossTrend().add_rows(learned).state == continued(LossTrend(), LEARNED, None).state
