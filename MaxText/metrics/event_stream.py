@@ -68,7 +68,9 @@ class EventLog:
           seconds: Wall time that it took.
           **fields: What this kind of event has besides.
         """
-        event = Event(kind, time.time(), self.restart, step, seconds, fields)
+        event = Event(
+            kind, time=time.time(), restart=self.restart, step=step, seconds=seconds, fields=fields
+        )
         for sink in self.sinks:
             self._attempt(functools.partial(sink.write, event))
         for callback in self.callbacks:

@@ -180,6 +180,7 @@ class JsonlFile(Sink):
             self._begin(self._number + 1)
 
     def wait_durable(self, until: float) -> None:
+        """Waits for uploads to an object store; there are none of a local file."""
         for upload in self._uploads:
             upload.wait_durable(until)
 
@@ -238,6 +239,7 @@ class EventFile(JsonlFile):
         super().__init__(folder / EVENTS_FILE, keep)
 
     def write(self, event: Event) -> None:
+        """Appends the event."""
         self.append(event.row())
 
 
@@ -266,6 +268,7 @@ class MetricsFile(JsonlFile):
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
+        """Appends a step, adds an evaluation to its step, and removes what is rolled back."""
         if event.kind == "rollback" and not self._is_shared:
             self.truncate(self._before(event.fields["restored_step"]))
         elif event.kind in ("step", "evaluation"):

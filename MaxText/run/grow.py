@@ -29,8 +29,18 @@ Log = Callable[[str], None]
 
 
 class GrownModel(WeightSource):
+    """The weights of a larger model, made of those of a smaller one.
+
+    Those that the smaller one lacks are initialized as train.py does with the same seed.
+    """
+
     def __init__(self, growth: PendingGrowth, config: Config):
-        """Initializes the new slots, as train.py with the same seed."""
+        """Draws the new weights.
+
+        Args:
+          growth: The plan, with the smaller model.
+          config: The configuration of the larger model.
+        """
         super().__init__(config)
         self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
@@ -44,13 +54,22 @@ class GrownModel(WeightSource):
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
 
     def read(self, name: str) -> np.ndarray:
+        """Returns a parameter of the larger model."""
         leaf = self._growth.plan.leaves[name]
         fresh = np.asarray(self._fresh[name]) if name in self._fresh else 0.0
         return grow_shard(leaf, self._growth.source.read(name), fresh=fresh)
 
 
 def grow(request: ConvertArgs, log: Log) -> None:
-    """Grows a model and writes a run with one checkpoint of parameters."""
+    """Grows a model and writes a run with one checkpoint of parameters.
+
+    Args:
+      request: Source, target, and the keys of the larger model.
+      log: Gets a line about each thing that was done.
+
+    Raises:
+      UserError: The source is no model with a configuration, or nothing of it grows.
+    """
     imported_run.require_absent(request.target)
     check_checkpoint_path(request.target.absolute(), "to")
     # Checked first, so that a wrong path is reported as typed.

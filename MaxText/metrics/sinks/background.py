@@ -49,6 +49,7 @@ class BackgroundSink(Sink):
         self._thread.start()
 
     def write(self, event: Event) -> None:
+        """Queues an event; drops a step or an evaluation if the queue is full."""
         if self._ends or self._disabled:
             return
         if self._tasks.qsize() < self._max_waiting or event.kind not in _DROPPABLE:
@@ -61,15 +62,18 @@ class BackgroundSink(Sink):
             )
 
     def flush(self) -> None:
+        """Queues a flush."""
         if not self._ends and self._tasks.qsize() < self._max_waiting:
             self._tasks.put(self._sink.flush)
 
     def request_close(self) -> None:
+        """Lets the thread close the sink after the events in the queue."""
         if not self._ends:
             self._ends = True
             self._tasks.put(None)
 
     def close(self, until: float | None = None) -> None:
+        """Waits for the thread, and gives it up at `until`."""
         self.request_close()
         timeout = SECONDS_TO_CLOSE if until is None else until - time.monotonic()
         self._thread.join(max(0.0, timeout))
@@ -150,6 +154,7 @@ class BackgroundUploader:
             self._warn("timed out at the end of the run")
 
     def _work(self) -> None:
+        """Writes the newest contents until `close`, and tries again after a failure."""
         retry_seconds: float | None = None  # until a retry; None if there is nothing to retry
         while True:
             with self._changed:

@@ -82,6 +82,7 @@ class WandbSink(Sink):
         )
 
     def write(self, event: Event) -> None:
+        """Sends an event, after connecting if it is the first."""
         run = self._run
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.fields))
@@ -99,12 +100,14 @@ class WandbSink(Sink):
         self._newest = event.time
 
     def flush(self) -> None:
+        """Records which events have surely arrived."""
         # W&B has uploaded what was handed over long before the last flush.
         self._state["time"] = self._flushed - _UPLOAD_SECONDS
         self._flushed = self._newest
         self._save()
 
     def close(self, until: float | None = None) -> None:
+        """Waits for the upload, and records that all has arrived."""
         self._run.finish(exit_code=self._exit_code)
         self._state |= {"rows": self._row, "time": self._newest}
         self._save()
