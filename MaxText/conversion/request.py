@@ -34,11 +34,15 @@ _BELONG_TO = {
 
 
 def _bytes(text: str) -> int:
+    """Parses a size such as "5GB", in powers of 1000; ValueError if it is none."""
     match = _SIZE.fullmatch(text)
-    number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
-    if number < 1:
+    num_bytes = 0.0
+    if match:
+        unit = match[2].upper() or " "
+        num_bytes = float(match[1]) * 1000 ** " KMGT".index(unit)
+    if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
-    return int(number)
+    return int(num_bytes)
 
 
 class ConvertOptions(ProgramOptions):
@@ -75,6 +79,8 @@ class ConvertOptions(ProgramOptions):
 
 
 class ConvertArgs(ConvertOptions):
+    """The options, and what they say about source and target."""
+
     source: str  # Hugging Face folder, run, or another program's checkpoint, without prefix
     source_kind: str  # "hf", "run", "maxtext" or "fattorib"
     target: Path  # without prefix
@@ -95,15 +101,16 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
 
     Raises ConfigurationError with all its problems.
     """
-    options, words = read_options(ConvertOptions, arguments)
-    for word in words.others:
+    options, argument_words = read_options(ConvertOptions, arguments)
+    for word in argument_words.others:
         if word != GROW:
             fact = ("write", f"from={word} or to={word}, or {GROW}")
             issue = ConfigIssue(f"{word}: no such option", ("command line",), (fact,))
-            words.problems.append(issue)
-    for word in words.files[1:]:
-        words.problems.append(ConfigIssue(f"{word}: there is already {words.files[0]}"))
-    words.check()
+            argument_words.problems.append(issue)
+    first_file = next(iter(argument_words.files), "")
+    for word in argument_words.files[1:]:
+        argument_words.problems.append(ConfigIssue(f"{word}: there is already {first_file}"))
+    argument_words.check()
     kind, colon, path = options.from_.partition(":")
     if colon and kind in OTHER_PROGRAMS:
         source = path
@@ -117,21 +124,26 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         source_kind=kind,
         target=local_path(options.to.removeprefix(HUGGING_FACE)),
         target_kind="hf" if to_hf else options.export or "run",
-        grow=GROW in words.others,
-        config_file="".join(words.files),
-        keys=dict(word.split("=", 1) for word in words.keys),
+        grow=GROW in argument_words.others,
+        config_file="".join(argument_words.files),
+        keys=dict(word.split("=", 1) for word in argument_words.keys),
     )
-    wrong = list((_wrong_growth if request.grow else _wrong_conversion)(request))
-    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
-    for name in words.given:
-        if name in _BELONG_TO and _BELONG_TO[name] not in here:
-            wrong.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
-    if wrong:
-        raise ConfigurationError([ConfigIssue(what) for what in dict.fromkeys(wrong)])
+    if request.grow:
+        problems = list(_growth_problems(request))
+        ends = ()
+    else:
+        problems = list(_conversion_problems(request))
+        ends = (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name in argument_words.given:
+        if name in _BELONG_TO and _BELONG_TO[name] not in ends:
+            problems.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
+    if problems:
+        raise ConfigurationError([ConfigIssue(problem) for problem in dict.fromkeys(problems)])
     return request
 
 
-def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
+def _conversion_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to convert."""
     kinds = (request.source_kind, request.target_kind)
     if request.to.startswith(tuple(f"{program}:" for program in OTHER_PROGRAMS)):
         yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
@@ -157,7 +169,8 @@ def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
         )
 
 
-def _wrong_growth(request: ConvertArgs) -> Iterator[str]:
+def _growth_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to grow a model."""
     if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         yield (
             "grow reads a run or a Hugging Face folder and writes a run: convert.py grow from=RUN "

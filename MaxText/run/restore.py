@@ -84,12 +84,19 @@ def restore_or_initialize(
             moments = grow_opt_state(growth, abstract_state.opt_state, moments)
         params = grow_params(growth, abstract_state.params, state.params)
         state = dataclasses.replace(state, params=params, opt_state=moments)
-        words = f"parameters grown from {source.folder}"
+        description = f"parameters grown from {source.folder}"
         restored = RestoreResult(
-            state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
+            state,
+            0,
+            growth.position,
+            description,
+            "growth",
+            source.metadata,
+            source.folder,
+            source.step,
         )
     elif config.load_parameters_path:
-        given = open_pretrained(
+        weights = open_pretrained(
             config.load_parameters_path,
             "load_parameters_path",
             abstract_state.params,
@@ -98,9 +105,16 @@ def restore_or_initialize(
         )
         # Drops the fresh parameters before reading the stored ones: one copy in memory.
         state = dataclasses.replace(initialize(), params=None)
-        state = dataclasses.replace(state, params=given.read())
+        state = dataclasses.replace(state, params=weights.read())
         restored = RestoreResult(
-            state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
+            state,
+            0,
+            None,
+            weights.source,
+            "parameters",
+            weights.metadata,
+            weights.folder,
+            weights.step,
         )
     else:
         restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
@@ -112,8 +126,8 @@ def restore_or_initialize(
     changes = diff_configs(stored, config_flat) if stored else {}
     if changes:
         log("Keys that differ from the checkpoint (checkpoint -> now):")
-        for name, (old, new) in changes.items():
-            log(f"  {name}: {old} -> {new}")
+        for name, (stored_value, value) in changes.items():
+            log(f"  {name}: {stored_value} -> {value}")
     return restored._replace(
         changes=changes,
         growth=resolved.record if resolved else None,
@@ -125,25 +139,25 @@ def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log:
     full = config.load_full_state_path
     params = config.load_parameters_path
     newest = next(iter(checkpoints.steps_to_resume()), None)
-    own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
+    own_checkpoint = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
-        own = "enable_checkpointing is false"
+        own_checkpoint = "enable_checkpointing is false"
     rows = [
-        ("checkpoint of this run", own, newest is not None),
+        ("checkpoint of this run", own_checkpoint, newest is not None),
         ("load_full_state_path", full or "not set", bool(full)),
         ("load_parameters_path", params or "not set", bool(params)),
         ("scratch", "new parameters from init_weights_seed", True),
     ]
-    taken = next(number for number, row in enumerate(rows) if row[2])
+    taken_index = next(number for number, row in enumerate(rows) if row[2])
     log("Starting from (first match):")
-    for number, (name, what, available) in enumerate(rows):
-        mark = "  <- taken" if number == taken else ""
-        is_ignored = available and number > taken and name.startswith("load_")
+    for number, (name, value, available) in enumerate(rows):
+        mark = "  <- taken" if number == taken_index else ""
+        is_ignored = available and number > taken_index and name.startswith("load_")
         if is_ignored:
             mark = "  (ignored: this run has its own checkpoint)"
-        log(f"  {number + 1}. {name:<31}{what}{mark}")
-        if is_ignored and taken == 0 and (problem := _problem_of_weights(what, name)):
-            log(f"warning: {name}={what} is ignored, and could not be loaded: {problem}")
+        log(f"  {number + 1}. {name:<31}{value}{mark}")
+        if is_ignored and taken_index == 0 and (problem := _problem_of_weights(value, name)):
+            log(f"warning: {name}={value} is ignored, and could not be loaded: {problem}")
 
 
 def _problem_of_weights(path: str, key: str) -> str:
@@ -170,8 +184,10 @@ def _resume(
             state, position, metadata = restored
             checkpoints.resume_from(step)
             source = f"checkpoint of step {step}"
-            place = str(checkpoints.stored(step))
-            return RestoreResult(state, step + 1, position, source, "resume", metadata, place, step)
+            folder = str(checkpoints.stored(step))
+            return RestoreResult(
+                state, step + 1, position, source, "resume", metadata, folder, step
+            )
         failures.append(f"step {step}: {reason}")
         log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
@@ -236,7 +252,7 @@ def restore_data_position(
 
 def active_rollbacks(restored: RestoreResult, batches: TrainIterator) -> list[Rollback]:
     """Returns the recorded rollbacks of the run's current data."""
-    return [each for each in restored.rollbacks if not batches.differences(each.data)]
+    return [rollback for rollback in restored.rollbacks if not batches.differences(rollback.data)]
 
 
 def final_step(batches: TrainIterator, steps: int) -> int:

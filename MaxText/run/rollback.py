@@ -176,9 +176,9 @@ class RollbackController:
             )
         target, source, state, position = self._last_healthy(before, trigger, signs)
         excluded = batches.get_state().get("excluded", ())
-        began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
+        first_excluded = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
-        first = data.sample_range(began)[0]
+        first = data.sample_range(first_excluded)[0]
         end = data.sample_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
@@ -267,9 +267,9 @@ class RollbackController:
                 "earlier one."
             )
 
-    def _warning_signs(self, began: int) -> str:
+    def _warning_signs(self, onset_step: int) -> str:
         """Describes metrics with a rise shortly before a step."""
-        rows = [row for row in self._history if row["step"] < began]
+        rows = [row for row in self._history if row["step"] < onset_step]
         late = rows[-_LATE_STEPS:]
         early = rows[-_LATE_STEPS - _EARLY_STEPS : -_LATE_STEPS]
         if len(early) < _LATE_STEPS // 2:
