@@ -229,8 +229,8 @@ class _PlanSearch:
         """Returns the program of changed keys, or None if it breaks a rule or does not divide."""
         config = unflatten(self.base_keys | changes)
         for rule in RULES:
-            is_of_training = not rule.programs or "train" in rule.programs
-            if is_of_training and set(rule.keys) & set(changes) and rule.check(config):
+            is_affected = rule.applies_to("train") and bool(set(rule.keys) & set(changes))
+            if is_affected and rule.check(config):
                 return None
         if any(broken_letters(config)):
             return None

@@ -18,6 +18,7 @@ from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
+from MaxText.input_pipeline.sequences.batch_source import BatchShard
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.parallelism import mesh
@@ -70,8 +71,8 @@ def score_data_set(
 
     def score(source: OpenDataSource | None) -> SourceScore:
         name = "random tokens" if source is None else source.entry.location
-        share = jax.process_index(), jax.process_count()
-        batches = open_source_batches(config, source, batch_size, share, log)
+        shard = BatchShard(jax.process_index(), jax.process_count())
+        batches = open_source_batches(config, source, batch_size, shard, log)
         byte_counts, why = text_bytes.byte_counts(source)
         tables = _placed_tables(byte_counts, trained)
         progress = log_progress(f"{name} (batches)", log)
@@ -127,7 +128,7 @@ def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -
 def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
     if source is None:
         return {}
-    data = source.data
+    data = source.dataset
     facts = {
         "tokens_of_split": len(data.store),
         "documents_of_split": len(data.store.document_offsets) - 1,

@@ -141,10 +141,10 @@ class TextBytes:
         self, source: "OpenDataSource | None", num_targets: int, is_whole_split: bool, why: str
     ) -> tuple[int | None, str]:
         """Returns the bytes of scored targets by the manifest, or None and `why`."""
-        if source is None or self.masked or not source.data.num_text_bytes:
+        if source is None or self.masked or not source.dataset.num_text_bytes:
             return None, why
-        data = source.data
-        store = source.data.store
+        data = source.dataset
+        store = source.dataset.store
         all_targets = len(store) - (len(store.document_offsets) - 1)
         # The first token of each text is a target only if a bos precedes it.
         if data.has_bos and is_whole_split and num_targets >= all_targets:
@@ -153,8 +153,8 @@ class TextBytes:
 
     def _tokenizer(self, source: "OpenDataSource") -> Tokenizer:
         """Returns the tokenizer of a source's ids; raises if there is none."""
-        folder = source.data.tokenizer_folder
-        sha256 = source.data.tokenizer_sha256
+        folder = source.dataset.tokenizer_folder
+        sha256 = source.dataset.tokenizer_sha256
         if folder is None:
             if isinstance(self.model_tokenizer, UserError):
                 raise self.model_tokenizer
@@ -166,7 +166,7 @@ class TextBytes:
 
     def mismatch(self, source: "OpenDataSource") -> str:
         """Returns a warning if the source's tokenizer is not the model's."""
-        folder = source.data.tokenizer_folder
+        folder = source.dataset.tokenizer_folder
         model = self.model_tokenizer
         if folder is None or isinstance(model, UserError):
             return ""

@@ -23,7 +23,7 @@ from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS,
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.variants import Variant
 from MaxText.hardware.peak_flops import PeakFlops
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.backend_defaults import abstract_model
 
@@ -48,7 +48,7 @@ Amount = Callable[[Stages], float]
 def cost(config: Config, num_devices: int) -> SolvedStage:
     """Returns a run with its cost; UserError if its batch does not fit."""
 
-    def samples(per_device: float) -> int:
+    def batch_size_of(per_device: float) -> int:
         rows = per_device * num_devices
         if rows != int(rows):
             raise UserError(
@@ -57,7 +57,8 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
             )
         return int(rows) * config.batch.gradient_accumulation_steps
 
-    batches = plan_batches(config.batch, config.model.shape.max_target_length, samples)
+    length = config.model.shape.max_target_length
+    batches = schedule_batches(config.batch, length, batch_size_of)
     model = abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
@@ -304,11 +305,9 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
 
 def validation_errors(config: Config) -> list[str]:
     """Returns the messages of train.py's broken configuration rules."""
-    messages = []
-    for rule in RULES:
-        if not rule.programs or "train" in rule.programs:
-            messages.append(rule.check(config))
-    return [message for message in messages if message] or list(broken_letters(config))
+    checked = [rule.check(config) for rule in RULES if rule.applies_to("train")]
+    issues = [issue for issue in checked if issue is not None] or list(broken_letters(config))
+    return [issue.text for issue in issues]
 
 
 def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:

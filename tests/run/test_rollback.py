@@ -44,8 +44,8 @@ class CheckpointManager:
         self.observed.append((last_step, last_skipped))
         self.health.observe_steps(last_step, last_skipped)
 
-    def last_healthy(self, before):
-        return max((step for step in self.good if step < before), default=None)
+    def last_healthy(self, before_step):
+        return max((step for step in self.good if step < before_step), default=None)
 
     def try_restore(self, step, abstract_state):
         if step in self.damaged:
@@ -81,7 +81,7 @@ class Batches:
     def differences(self, position):
         return [] if position == self.identity else ["seed"]
 
-    def sample_range(self, step):
+    def order_range(self, step):
         return 4 * step, 4 * step + 4
 
     def set_state(self, position):
