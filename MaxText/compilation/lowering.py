@@ -36,10 +36,17 @@ class LoweredStep(NamedTuple):
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
-    """Traces train.py's step for these devices, without opening data.
+    """Traces train.py's step for the run's largest batch, without opening data.
 
     Batches have positions and segments unless the text is synthetic or cross_document_attention is
     set.
+
+    Args:
+        config: of the run.
+        devices: present or absent ones, as JAX describes them.
+
+    Raises:
+        UserError: the configuration does not fit the devices.
     """
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
@@ -54,8 +61,16 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     batch = sharding.abstract_batch(shapes)
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
-    lines = [*setup.auto_choices, *resolved.lines]
-    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
+    return LoweredStep(
+        growth=resolved,
+        model=model,
+        sharding=sharding,
+        state=state,
+        batch=batch,
+        plan=plan,
+        lowered=lowered,
+        lines=[*setup.auto_choices, *resolved.lines],
+    )
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:
