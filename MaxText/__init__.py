@@ -9,9 +9,31 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from MaxText.api import Run, UserError, batches, load, load_config, metrics, train
+    from MaxText.api import (
+        Hook,
+        Run,
+        StepInfo,
+        UserError,
+        batches,
+        hook,
+        load,
+        load_config,
+        metrics,
+        train,
+    )
 
-__all__ = ["Run", "UserError", "batches", "load", "load_config", "metrics", "train"]
+__all__ = [
+    "Hook",
+    "Run",
+    "StepInfo",
+    "UserError",
+    "batches",
+    "hook",
+    "load",
+    "load_config",
+    "metrics",
+    "train",
+]
 
 
 class CallableModule(types.ModuleType):

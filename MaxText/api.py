@@ -14,6 +14,7 @@ from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
+from MaxText.run.hooks import Hook, StepInfo, hook
 
 Callback = Callable[[Mapping[str, Any]], None]
 
@@ -34,7 +35,8 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.parallelism import mesh
 
     if split not in ("train", "eval"):
@@ -44,14 +46,14 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes = config.batch
     evaluation = config.evaluation
-    batch_schedule = plan_batches(
-        sizes,
-        config.model.shape.max_target_length,
-        lambda size: mesh.global_batch_size(sizes, sharding, size),
-    )
+    batch_schedule = plan_batches(config, sharding)
     eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), log=lambda line: None
+        config,
+        batch_schedule,
+        eval_batch_size,
+        BatchShard(*sharding.batch_slice()),
+        log=lambda line: None,
     )
     if split == "train":
         return iter(training)
@@ -60,11 +62,19 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     return iter(evaluating)
 
 
-def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
+def train(
+    config: Config,
+    callbacks: Sequence[Callback] = (),
+    *,
+    hooks: Sequence[Hook | Callable[[StepInfo], None]] = (),
+) -> epath.Path:
     """Trains as train.py does and returns the run folder.
 
     Args:
       config: of `load_config`. The same one again resumes, or finds that the run is complete.
+      hooks: called with a `StepInfo` (state, metrics and more) after the steps that each chooses:
+        `Hook(function, every=100)`. A plain function is called after every step. An exception ends
+        the run as a UserError, after a checkpoint was saved.
       callbacks: called with each event of the run, in order: a dict with "event" ("start", "step",
         "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that kind of event has,
         as in events.jsonl. An exception ends the run.
@@ -80,7 +90,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
     from MaxText.train import train as run
 
     try:
-        code = run(config, PreemptionHandler(), callbacks)
+        code = run(config, preemption=PreemptionHandler(), hooks=hooks, callbacks=callbacks)
     finally:
         unlock_run_folder()
     folder = parse_path(
@@ -318,4 +328,16 @@ class Run:
         return self.trained.sharding.jit(make_eval_step(self.trained.model))
 
 
-__all__ = ["Config", "Run", "UserError", "batches", "load", "load_config", "metrics", "train"]
+__all__ = [
+    "Config",
+    "Hook",
+    "Run",
+    "StepInfo",
+    "UserError",
+    "batches",
+    "hook",
+    "load",
+    "load_config",
+    "metrics",
+    "train",
+]

@@ -450,7 +450,7 @@ def _setting_line(setting: sources.Setting) -> str:
 
 def _problem_line(problem: ConfigIssue) -> str:
     shown = ("accepted", "closest", "nearest", "note", "try")
-    facts = (f"{label}: {text}" for label, text in problem.context if label in shown)
+    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
     return "; ".join([problem.message, *facts])
 
 

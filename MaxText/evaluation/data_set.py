@@ -19,6 +19,7 @@ from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
+from MaxText.input_pipeline.sequences.batch_source import BatchShard
 from MaxText.layers.assembly.model import Model, Parameters
 from MaxText.layers.batch import Batch
 from MaxText.parallelism import mesh
@@ -122,8 +123,8 @@ def _score_source(
     trained = step.trained
     objective = trained.model.config.objective
     name = "random tokens" if source is None else source.entry.location
-    share = jax.process_index(), jax.process_count()
-    batches = open_source_batches(config, source, step.batch_size, share, log)
+    shard = BatchShard(jax.process_index(), jax.process_count())
+    batches = open_source_batches(config, source, step.batch_size, shard, log)
     byte_counts, reason = text_bytes.byte_counts(source)
     device_byte_counts = _replicated_byte_counts(byte_counts, trained)
     progress = log_progress(f"{name} (batches)", log)
@@ -184,7 +185,7 @@ def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
     """
     if source is None:
         return {}
-    data = source.data
+    data = source.dataset
     facts = {
         "tokens_of_split": len(data.store),
         "documents_of_split": len(data.store.document_offsets) - 1,

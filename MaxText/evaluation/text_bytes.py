@@ -175,10 +175,10 @@ class TextBytes:
           is_whole_split: Whether no limit (eval_steps) left out a part of the split.
           reason: Why the bytes cannot be counted by id.
         """
-        if source is None or self.masked or not source.data.num_text_bytes:
+        if source is None or self.masked or not source.dataset.num_text_bytes:
             return None, reason
-        data = source.data
-        store = source.data.store
+        data = source.dataset
+        store = source.dataset.store
         all_targets = len(store) - (len(store.document_offsets) - 1)
         # The first token of each text is a target only if a bos precedes it.
         if data.has_bos and is_whole_split and num_targets >= all_targets:
@@ -191,8 +191,8 @@ class TextBytes:
         That is the one in its folder, else the model's. Raises InexactByteCountError if it changed
         since, and the UserError of opening the model's.
         """
-        folder = source.data.tokenizer_folder
-        sha256 = source.data.tokenizer_sha256
+        folder = source.dataset.tokenizer_folder
+        sha256 = source.dataset.tokenizer_sha256
         if folder is None:
             if isinstance(self.model_tokenizer, UserError):
                 raise self.model_tokenizer
@@ -207,7 +207,7 @@ class TextBytes:
 
         Files may differ in format for the same tokenizer, so decoded ids are compared.
         """
-        folder = source.data.tokenizer_folder
+        folder = source.dataset.tokenizer_folder
         model_tokenizer = self.model_tokenizer
         if folder is None or isinstance(model_tokenizer, UserError):
             return ""

@@ -40,17 +40,17 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
 
 
-def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ValueError(f"{text!r} is not a whole number, {least} or more")
+def _whole(text: str, minimum: int) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
+        raise ValueError(f"{text!r} is not a whole number, {minimum} or more")
     return int(text)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
     """Parses seeds: `3` is 0, 1, 2; `[3]` and `4,7` are lists."""
     if "," not in text and not text.startswith("["):
-        return tuple(range(_whole(text, least=1)))
-    seeds = tuple(_whole(item, least=0) for item in _items(text))
+        return tuple(range(_whole(text, minimum=1)))
+    seeds = tuple(_whole(item, minimum=0) for item in _items(text))
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{text!r} names a seed twice")
     return seeds

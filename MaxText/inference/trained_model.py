@@ -63,7 +63,7 @@ def load_model(
     """
     import jax
 
-    from MaxText.conversion.weight_source import open_pretrained
+    from MaxText.conversion.open_weights import open_pretrained
     from MaxText.layers.assembly.model import Model
     from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults

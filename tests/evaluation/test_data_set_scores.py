@@ -99,8 +99,8 @@ def by_hand(trained, documents, stride):
 )  # fmt: skip
 def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     (source,) = open_eval_sources(configured(folder))
-    ends = source.data.store.document_offsets
-    ids = source.data.store.read(ends[:1], ends[-1:])
+    ends = source.dataset.store.document_offsets
+    ids = source.dataset.store.read(ends[:1], ends[-1:])
     documents = [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]

@@ -40,7 +40,7 @@ from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
-from MaxText.input_pipeline.sequences.windows import expand
+from MaxText.input_pipeline.sequences.slicing import concatenated_ranges
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -108,7 +108,7 @@ def strided_windows(
     # The first window that reaches the end is the last: later ones would be inside it.
     counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
     document_W = np.repeat(np.arange(sizes_D.size), counts_D)
-    index_W = expand(np.zeros_like(counts_D), counts_D)
+    index_W = concatenated_ranges(np.zeros_like(counts_D), counts_D)
     starts_W = begins_D[document_W] + index_W * stride
     stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
     is_kept_W = stops_W - starts_W > min_length

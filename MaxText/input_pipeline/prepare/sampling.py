@@ -12,7 +12,7 @@ from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.sequences.windows import INCREMENT, hash_uint64
+from MaxText.input_pipeline.sequences.random_bits import INCREMENT, hash_uint64
 
 TRAIN = "train"
 VALIDATION = "validation"
