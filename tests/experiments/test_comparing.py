@@ -93,12 +93,10 @@ def solved_for(*arguments: str) -> list[str]:
     return list(solve_key_by_label(request, expand_variants(request)).values())
 
 
-def test_what_is_solved_for(configs, capsys):
+def test_what_is_solved_for(configs):
     assert solved_for() == ["width", "width"]
     for match in ("flops", "tokens", "time"):
         assert solved_for(f"match={match}") == ["steps", "steps"]
-    assert solved_for("free=[width,depth]") == ["width", "depth"]
-    assert capsys.readouterr().err == "note: free= is now solve_for=\n"
     by_file = solved_for("sweep={qkv_bias: [true, false]}", "solve_for=[width,depth]")
     assert by_file == ["width", "width", "depth", "depth"]
 
