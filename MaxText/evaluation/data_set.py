@@ -1,6 +1,6 @@
 """Loss over all targets of a dataset split, per source.
 
-B rows, T tokens of a window, V vocab_size.
+B sequences, T tokens of a sequence, V vocab_size.
 """
 
 import functools
@@ -123,7 +123,7 @@ def _score_source(
     trained = step.trained
     objective = trained.model.config.objective
     name = "random tokens" if source is None else source.entry.location
-    shard = BatchShard(jax.process_index(), jax.process_count())
+    shard = BatchShard(index=jax.process_index(), count=jax.process_count())
     batches = open_source_batches(config, source, step.batch_size, shard, log)
     byte_counts, reason = text_bytes.byte_counts(source)
     device_byte_counts = _replicated_byte_counts(byte_counts, trained)

@@ -83,7 +83,7 @@ def test_vocabularies_of_characters_that_fall_back_to_bytes(prepends):
 
 
 def test_sentence_piece(tmp_path):
-    pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
+    pytest.importorskip("sentencepiece", reason="needs pip install 'jaxpretrain[data]'")
     from tests.input_pipeline.tokenization.test_sentence_piece import train
 
     as_it_is = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}

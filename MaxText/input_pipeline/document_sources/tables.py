@@ -54,7 +54,7 @@ def require_pyarrow(user: str) -> tuple[Any, Any]:
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
-            f"{user} needs pyarrow, which is not installed. Run: pip install 'MaxText[data]'"
+            f"{user} needs pyarrow, which is not installed. Run: pip install 'jaxpretrain[data]'"
         ) from error
     return pyarrow, parquet
 

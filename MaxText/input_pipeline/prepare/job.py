@@ -255,7 +255,7 @@ def _tokenize_with_beam(
     except ImportError as error:
         raise UserError(
             "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
-            "install 'MaxText[beam]', or set prepare.runner=local."
+            "install 'jaxpretrain[beam]', or set prepare.runner=local."
         ) from error
     options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
     tokenize_job = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)

@@ -83,7 +83,7 @@ def text_cleaner(fix_text: bool) -> Callable[[str], str]:
     except ImportError as error:
         raise UserError(
             "prepare_fix_text=true needs the package ftfy, which is not installed. Run: pip "
-            "install 'MaxText[data]'"
+            "install 'jaxpretrain[data]'"
         ) from error
     return ftfy.fix_text
 
