@@ -172,15 +172,12 @@ def train(
     from MaxText.compilation.saved_step import saved_steps
     from MaxText.cost.device_memory import check_memory_lower_bound
     from MaxText.evaluation.validation import make_eval_step
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
+    from MaxText.layers.batch import batch_shapes
 
-    batch = config.batch
-    batch_schedule = plan_batches(
-        batch,
-        model.config.shape.max_target_length,
-        lambda per_device: mesh.global_batch_size(batch, sharding, per_device),
-    )
-    check_memory_lower_bound(setup, batch_schedule, len(devices), batch.gradient_accumulation_steps)
+    batch_schedule = plan_batches(config, sharding)
+    accumulation_steps = config.batch.gradient_accumulation_steps
+    check_memory_lower_bound(setup, batch_schedule, len(devices), accumulation_steps)
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options
@@ -195,7 +192,7 @@ def train(
     # --- Data, while the train step compiles ------------------------------------------------------
     from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents
     from MaxText.input_pipeline.loader import open_batches
-    from MaxText.layers.batch import batch_shapes
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
 
     compiler = ThreadPoolExecutor(1)
     newest_step = checkpoints.latest_step()
@@ -212,14 +209,12 @@ def train(
         watchdog.enter("prepare")
         prepare_sources(config)
         watchdog.enter("startup")
-    part, parts = sharding.batch_slice()
     train_batches, eval_batches = open_batches(
         config,
         batch_schedule,
         eval_batch_size,
-        part=part,
-        parts=parts,
-        stopping=preemption.is_pending,
+        BatchShard(*sharding.batch_slice()),
+        should_stop=preemption.is_pending,
     )
     if compiling is None:
         compiling = compile_first_step(train_batches.has_documents)

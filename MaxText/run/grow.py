@@ -42,7 +42,7 @@ class GrownModel(WeightSource):
           config: The configuration of the larger model.
         """
         super().__init__(config)
-        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
+        self.formats = {name: leaf.new_spec.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 

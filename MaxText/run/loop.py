@@ -481,6 +481,7 @@ class Loop:
             run_logger.terminal.line(report.line())
             run_logger.log_data_events(data.evaluation, step)
             self.eval_loss = report.loss
+            self.records.checkpoints.health.observe_evaluation(step, report.loss)
         return self.eval_loss is not None
 
     def save(self, step: int, *, evaluation_is_due: bool = False) -> None:
@@ -530,9 +531,8 @@ class Loop:
         if num_skipped > MAX_SKIPPED_AT_END or num_skipped == last_step + 1:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
-            if not skipped and self.supervision.rollback.is_healthy and not trend.diverged:
-                # No later step can show that it was healthy.
-                self.records.checkpoints.promote(last_step)
+            problems = [*self.supervision.rollback.problems, skipped, trend.diverged]
+            self.records.checkpoints.finish(last_step, list(filter(None, problems)))
             return f"{skipped}; the state before them is healthy" if skipped else ""
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"

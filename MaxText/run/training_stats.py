@@ -33,11 +33,11 @@ class TrainingStats:
 
     def tokens(self, step: int) -> int:
         """Returns the tokens of a step over all devices."""
-        return self.batch_schedule.at(step).samples * self.batch_schedule.window
+        return self.batch_schedule.at(step).num_sequences * self.batch_schedule.sequence_length
 
     def tokens_before(self, step: int) -> int:
         """Returns the tokens of all steps before `step`, over all devices."""
-        return self.batch_schedule.samples_before(step) * self.batch_schedule.window
+        return self.batch_schedule.sequences_before(step) * self.batch_schedule.sequence_length
 
     @property
     def tokens_of_run(self) -> int:
@@ -91,7 +91,7 @@ class TrainingStats:
                 f"Model: {self.model.config.shape.decoder_block}, {dimensions.num_layers} layers "
                 f"of width {dimensions.emb_dim}; training state of {byte_count(training_bytes)}",
                 *(
-                    f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
+                    f"{name}: {stage.num_sequences:,} sequences x {stage.length:,} tokens = "
                     f"{self.tokens(stage.first_step):,} tokens per step"
                     for name, stage in zip(batches, self.batch_schedule.stages, strict=True)
                 ),
@@ -125,7 +125,7 @@ class TrainingStats:
                 "sequences per step",
                 "per_device_batch_size x devices x gradient_accumulation_steps",
                 " x ".join(f"{size:g}" for size in sizes),
-                self.batch_schedule.at(last_step).samples,
+                self.batch_schedule.at(last_step).num_sequences,
             ),
             *stages,
             ("tokens of the run", "steps x tokens per step", " + ".join(steps), tokens_of_run),

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.layers import dense
 from MaxText.layers.assembly.model import Model
+from MaxText.layers.lowering import matmul
 from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
 
@@ -132,7 +132,27 @@ def test_head(keys, formula, monkeypatch):
     for padded in (False, True):
         np.testing.assert_allclose(decoder.logits(h_BTD), expected, rtol=1e-4, atol=1e-3)
         assert ("[2,5,128]" in str(jax.make_jaxpr(decoder.logits)(h_BTD))) == padded
-        monkeypatch.setattr(dense, "platform", lambda: "gpu")
+        monkeypatch.setattr(matmul, "platform", lambda: "gpu")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_the_head(tied):
+    """The product trains its weights, h^T g: a tied head the token table, besides the embedding."""
+    keys = {"logits_via_embedding": tied, "normalize_embedding_logits": False}
+    model = Model(tiny_config(base_num_decoder_layers=1, **keys).model)
+    h_BTD = hidden_states(2, 5, 32)
+    grad_logits_BTV = hidden_states(2, 5, model.config.shape.vocab_size)
+
+    def total(params):
+        return jnp.sum(model.merge(params).logits(h_BTD) * grad_logits_BTV)
+
+    gradients = jax.grad(total)(random_params(model))
+    if tied:
+        grad_kernel_DV = gradients["token_embedder"]["embedding"].T
+    else:
+        grad_kernel_DV = gradients["logits_dense"]["kernel"]
+    expected_DV = np.einsum("btd,btv->dv", h_BTD, grad_logits_BTV)
+    np.testing.assert_allclose(grad_kernel_DV, expected_DV, rtol=1e-5, atol=1e-3)
 
 
 WIDE = {
