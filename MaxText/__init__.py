@@ -45,7 +45,6 @@ class CallableModule(types.ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    name = "load_config" if name == "configure" else name  # an earlier name
     if name in ("train", "metrics"):  # the modules of these names, which are callable
         return importlib.import_module(f"MaxText.{name}")
     if name in __all__:

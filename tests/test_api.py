@@ -32,7 +32,6 @@ def trained(tmp_path_factory):
     paths = {"prepare_source": place / "text", "dataset_path": place / "data"}
     paths |= {"base_output_directory": place / "out", "data_cache_dir": place / "cache"}
     keys = KEYS | {name: str(path) for name, path in paths.items()}
-    assert mt.configure is mt.load_config  # the earlier name
     config = mt.load_config(**keys, run_name="r")
     events = []
     return config, mt.train(config, callbacks=[events.append]), events

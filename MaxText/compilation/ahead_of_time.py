@@ -161,7 +161,7 @@ def cost_lines(
     sharding = planned.sharding
     stage = planned.plan.stages[-1]
     num_devices = sharding.mesh.size
-    tokens = stage.samples * planned.plan.window
+    tokens = stage.num_sequences * planned.plan.sequence_length
     count = count_flops(planned.model, stage.length)
     tflops = count.tflops(tokens / num_devices)
     lines = [

@@ -20,7 +20,7 @@ from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.hardware.chips import Hardware
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.plan_batches import plan_batches
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
@@ -29,7 +29,6 @@ from MaxText.parallelism.mesh import (
     ShardingPlan,
     assert_params_sufficiently_sharded,
     check_lengths,
-    global_batch_size,
     microbatch_size,
 )
 from MaxText.training import backend_defaults
@@ -195,7 +194,7 @@ def make_program(config: Config, hardware: Hardware) -> Program:
     rows = microbatch_size(config.batch, sharding)
     microbatch_size(config.batch, sharding, config.evaluation.eval_per_device_batch_size)
     length = model_config.shape.max_target_length
-    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
+    plan_batches(config, sharding)  # raises for a batch that does not divide
     check_lengths(length, config.batch, sharding)
     model = cached_model(model_config)
     tolerance = config.mesh.sharding_tolerance

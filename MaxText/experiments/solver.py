@@ -23,7 +23,7 @@ from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS,
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.variants import Variant
 from MaxText.hardware.peak_flops import PeakFlops
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.backend_defaults import abstract_model
 
@@ -48,7 +48,7 @@ Amount = Callable[[Stages], float]
 def cost(config: Config, num_devices: int) -> SolvedStage:
     """Returns a run with its cost; UserError if its batch does not fit."""
 
-    def samples(per_device: float) -> int:
+    def batch_size_of(per_device: float) -> int:
         rows = per_device * num_devices
         if rows != int(rows):
             raise UserError(
@@ -57,7 +57,8 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
             )
         return int(rows) * config.batch.gradient_accumulation_steps
 
-    batches = plan_batches(config.batch, config.model.shape.max_target_length, samples)
+    length = config.model.shape.max_target_length
+    batches = schedule_batches(config.batch, length, batch_size_of)
     model = abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)

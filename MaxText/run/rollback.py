@@ -178,8 +178,8 @@ class RollbackController:
         excluded = batches.get_state().get("excluded", ())
         began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
-        first = data.sample_range(began)[0]
-        end = data.sample_range(trigger.detected_step)[1]
+        first = data.order_range(began)[0]
+        end = data.order_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
             restored_step=target + 1,

@@ -16,7 +16,7 @@ space = types.SimpleNamespace
 
 @pytest.mark.parametrize("error", [ValueError("vocab_size is too small"), OSError("no space")])
 def test_an_optional_output_that_fails_is_a_warning(error, monkeypatch, tmp_path):
-    def fails(*_):
+    def fails(*_, **__):
         raise error
 
     monkeypatch.setattr(decoding, "write_sample", fails)

@@ -81,7 +81,7 @@ class Batches:
     def differences(self, position):
         return [] if position == self.identity else ["seed"]
 
-    def sample_range(self, step):
+    def order_range(self, step):
         return 4 * step, 4 * step + 4
 
     def set_state(self, position):
