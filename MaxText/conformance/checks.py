@@ -24,10 +24,11 @@ from MaxText.errors import UserError
 from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.assembly.remat import SAVED_NAMES
 from MaxText.layers.batch import Batch
 from MaxText.layers.kv_cache import resize
+from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.objective import loss_sums, num_tokens
 from MaxText.training.optimizer import make_optimizer
@@ -101,7 +102,7 @@ class Subject:
         self.key = jax.random.key(1, impl="unsafe_rbg") if config.model.is_random else None
 
     @functools.cached_property
-    def params(self) -> Parameters:
+    def params(self) -> Params:
         """Random parameters of trained magnitude, also for zero-initialized ones."""
         generator = np.random.default_rng(0)
 
@@ -132,13 +133,13 @@ class Subject:
         fell = float(loss - run(moved)[0][0][0]) / fall
         return Outputs(losses, logits, decoded, fell)
 
-    def loss(self, params: Parameters, model: Model, batch: Batch) -> jax.Array:
+    def loss(self, params: Params, model: Model, batch: Batch) -> jax.Array:
         sums = loss_sums(
             model.merge(params), batch, model.config.objective, self.key, training=True
         )
         return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 
-    def _program(self, params: Parameters) -> Any:
+    def _program(self, params: Params) -> Any:
         def loss(params, model):
             return self.loss(params, model, self.batch)
 
@@ -194,7 +195,7 @@ def variants() -> Batch:
     return Batch(rows, rows, weights, positions.astype(np.int32), segments.astype(np.int32))
 
 
-def _logits(model: Model, params: Parameters, batch: Batch) -> jax.Array:
+def _logits(model: Model, params: Params, batch: Batch) -> jax.Array:
     decoder = model.merge(params)
     h_BTD, _ = decoder.hidden_states(batch, drops_tokens=False)
     return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
@@ -374,7 +375,7 @@ def _formats(subject: Subject) -> str | None:
     """Checks dtypes in bfloat16 and decode state shapes abstractly."""
     model = Model(subject.load_config(dtype="bfloat16").model)
 
-    def outputs(params: Parameters) -> tuple[Any, Any]:
+    def outputs(params: Params) -> tuple[Any, Any]:
         hidden, _ = model.merge(params).hidden_states(variants())
         return hidden, _logits(model, params, variants())
 
@@ -386,7 +387,7 @@ def _formats(subject: Subject) -> str | None:
     if not subject.decodes:
         return None
 
-    def states(params: Parameters) -> tuple[Any, ...]:
+    def states(params: Params) -> tuple[Any, ...]:
         decoder = model.merge(params)
         tokens = jnp.zeros((2, PROMPT), int)
         lengths = jnp.full(2, PROMPT)

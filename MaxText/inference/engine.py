@@ -15,8 +15,9 @@ import numpy as np
 
 from MaxText.inference.sampling import SamplingParams, sample
 from MaxText.layers.assembly.decoder import Decoder, States
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.kv_cache import capacity_of, resize
+from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import ShardingPlan
 
 SMALLEST_PROMPT = 16
@@ -47,7 +48,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        params: Parameters,
+        params: Params,
         sharding: ShardingPlan,
         sampling: SamplingParams,
         *,
@@ -124,7 +125,7 @@ class Engine:
 
     def _prefill(
         self,
-        params: Parameters,
+        params: Params,
         tokens_BT: jax.Array,
         lengths_B: jax.Array,
         names_B2: jax.Array,
@@ -154,7 +155,7 @@ class Engine:
         )
         return self._draw(decoder, last_B1D, state)
 
-    def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+    def _decode(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         decoder = self._model.merge(params)
         tokens_BT = state.tokens_B[:, None]
         positions_BT = state.lengths_B[:, None] - 1
