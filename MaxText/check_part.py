@@ -87,23 +87,24 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.conformance import checks as conformance
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+    from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
-    chosen = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
+    chosen = SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
     def configured(**more: Any) -> Any:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return load_config(**conformance.TRAINED | chosen | more)
+            return load_config(**TRAINED | chosen | more)
 
     configured()
     print(f"{part.kind} {part.name} ({part.place})")
     decodes = part.kind != "mixer" or part.target.decodes()
-    subject = conformance.Subject(configured, decodes=decodes)
+    subject = Subject(configured, decodes=decodes)
     broken = False
     is_optimizer = part.kind == "optimizer"
-    checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
+    checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
     for check in checks:
-        problem = conformance.result(check, subject)
+        problem = find_problem(check, subject)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:

@@ -70,8 +70,8 @@ class Decoder(nnx.Module):
             return part.build(layer, init_of(layer), rngs)
 
         kinds: dict[Any, LayerConfig] = {}
-        for one in (whole_model, *layers):
-            kinds.setdefault(_positions_of(one), one)
+        for layer_config in (whole_model, *layers):
+            kinds.setdefault(_positions_of(layer_config), layer_config)
         self.position_embedder, *other_positions = map(positions, kinds.values())
         self.other_positions = nnx.List(other_positions)
 

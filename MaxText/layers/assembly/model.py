@@ -130,8 +130,8 @@ class Model:
         head = dict(parameters.get("head", {}))
         head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
         of_head = ("head", *_TOP_LEVEL_HEAD)
-        others = {name: tree for name, tree in parameters.items() if name not in of_head}
-        return nnx.merge(self._graphdef, others | {"head": head})
+        body = {name: tree for name, tree in parameters.items() if name not in of_head}
+        return nnx.merge(self._graphdef, body | {"head": head})
 
     def unstack_params(self, parameters: Params) -> Params:
         """Returns parameters for generation: an array per layer, as used.
