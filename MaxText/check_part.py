@@ -94,23 +94,24 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.conformance import checks as conformance
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+    from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
-    part_keys = conformance.SIZES | {registry.KINDS[part.kind]: part.name} | keys
+    part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
     def make_config(**overrides: Any) -> Config:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return load_config(**conformance.TRAINED | part_keys | overrides)
+            return load_config(**TRAINED | part_keys | overrides)
 
     make_config()
     print(f"{part.kind} {part.name} ({part.place})")
     decodes = part.kind != "mixer" or part.target.decodes()
-    part_under_test = conformance.Subject(make_config, decodes=decodes)
+    part_under_test = Subject(make_config, decodes=decodes)
     has_failed = False
     is_optimizer = part.kind == "optimizer"
-    checks = conformance.OPTIMIZER_CHECKS if is_optimizer else conformance.CHECKS
+    checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
     for check in checks:
-        failure = conformance.result(check, part_under_test)
+        failure = find_problem(check, part_under_test)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:

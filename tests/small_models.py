@@ -11,7 +11,7 @@ import pytest
 from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig
-from MaxText.conformance import checks as conformance
+from MaxText.conformance import subject as conformance
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.training.optimizer import make_optimizer

@@ -16,7 +16,7 @@ from MaxText.errors import UserError
 from MaxText.evaluation.scores import Continuation, Progress
 from MaxText.inference.engine import HostArray, next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model, Params
 from MaxText.layers.batch import Batch
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 from MaxText.parallelism.mesh import microbatch_size
@@ -187,7 +187,7 @@ def padded_length(length: int, window: int) -> int:
 
 
 def _score_positions(
-    model: Model, num_parts: int, params: Parameters, inputs: _ScoreInputs
+    model: Model, num_parts: int, params: Params, inputs: _ScoreInputs
 ) -> tuple[jax.Array, jax.Array]:
     """Returns -log p of the targets and whether they are argmax, [B, C].
 

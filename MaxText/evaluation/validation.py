@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model, Params
 from MaxText.layers.batch import Batch
 from MaxText.metrics.step_line import EvaluationReport
 from MaxText.training.objective import IN_NATS, loss_sums
 
 _NATS = "nats"  # cross entropy, for an objective whose loss is not in nats
 
-EvalStep = Callable[[Parameters, Batch], dict[str, jax.Array]]
+EvalStep = Callable[[Params, Batch], dict[str, jax.Array]]
 
 
 def evaluate(
     eval_step: EvalStep,
-    params: Parameters,
+    params: Params,
     batches: Iterable[Batch],
     *,
     step: int,
@@ -74,7 +74,7 @@ def make_eval_step(model: Model, *, count_correct: bool = False) -> EvalStep:
     report them.
     """
 
-    def eval_step(params: Parameters, batch: Batch) -> dict[str, jax.Array]:
+    def eval_step(params: Params, batch: Batch) -> dict[str, jax.Array]:
         module = model.merge(params)
         objective = model.config.objective
         sums = loss_sums(module, batch, objective, count_correct=count_correct)

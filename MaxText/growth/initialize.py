@@ -17,16 +17,14 @@ from MaxText.checkpointing.compatibility import (
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
-from MaxText.layers.assembly.model import Parameters
+from MaxText.layers.assembly.model import Params
 from MaxText.training.optimizer import BASE_TRANSFORM
 
 _SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam
 _OPT_STATE = "opt_state/"
 
 
-def grow_params(
-    growth: PendingGrowth, abstract_params: PyTree, fresh_params: Parameters
-) -> Parameters:
+def grow_params(growth: PendingGrowth, abstract_params: PyTree, fresh_params: Params) -> Params:
     """Returns the parameters of the larger model.
 
     Args:

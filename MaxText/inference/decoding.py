@@ -19,7 +19,8 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokeniz
 from MaxText.inference.sampling import SamplingParams
 from MaxText.inference.text_files import JsonlWriter, Prompt, check_not_input, read_prompts
 from MaxText.inference.trained_model import load_model
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
 from MaxText.pluralize import pluralize
 
@@ -90,7 +91,7 @@ def _discard(text: str) -> None:
 
 def write_sample(
     model: Model,
-    params: Parameters,
+    params: Params,
     sharding: ShardingPlan,
     config: Config,
     *,

@@ -20,8 +20,9 @@ import numpy as np
 
 from MaxText.inference.sampling import SamplingParams, sample
 from MaxText.layers.assembly.decoder import Decoder, States
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.kv_cache import capacity_of, resize
+from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import ShardingPlan
 
 # A NumPy array on the host, which is a jax.Array inside the compiled function.
@@ -65,7 +66,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        params: Parameters,
+        params: Params,
         sharding: ShardingPlan,
         sampling: SamplingParams,
         *,
@@ -166,7 +167,7 @@ class Engine:
         return min(next_power_of_two(length, SMALLEST_CAPACITY), self.window)
 
     def _prefill(
-        self, params: Parameters, batch: _PromptBatch, capacity: int
+        self, params: Params, batch: _PromptBatch, capacity: int
     ) -> tuple[DecodeState, StepOutput]:
         """Computes `prefill` under jit; `capacity` is the tokens of the new decode state."""
         tokens_BT = batch.tokens_BT
@@ -195,7 +196,7 @@ class Engine:
         )
         return self._draw(decoder, last_B1D, state)
 
-    def _decode(self, params: Parameters, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+    def _decode(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         """Computes `step` under jit."""
         decoder = self._model.merge(params)
         tokens_BT = state.tokens_B[:, None]

@@ -14,7 +14,7 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import start_up
 
 if TYPE_CHECKING:
-    from MaxText.layers.assembly.model import Model, Parameters
+    from MaxText.layers.assembly.model import Model, Params
     from MaxText.parallelism.mesh import ShardingPlan
 
 Log = Callable[[str], None]
@@ -36,7 +36,7 @@ class TrainedModel:
     config: Config
     model: "Model"  # with backend defaults resolved
     sharding: "ShardingPlan"
-    params: "Parameters"  # on device
+    params: "Params"  # on device
     source: str  # one-line description of the weights' origin
     folder: str  # as of ResolvedWeights
     metadata: Mapping[str, Any]

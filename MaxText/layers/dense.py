@@ -52,9 +52,10 @@ class Dense(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+        """Returns x kernel + bias, computed in `dtype`, or else in that of the layer."""
         dtype = dtype or self.dtype
-        n = self.num_input_dims
-        contracted = (tuple(range(x.ndim - n, x.ndim)), tuple(range(n)))
+        last_dims = tuple(range(x.ndim - self.num_input_dims, x.ndim))
+        contracted = (last_dims, tuple(range(self.num_input_dims)))
         y = self.dot_general(
             x.astype(dtype),
             pad_vocab(self.kernel[...].astype(dtype), self.axes),
@@ -94,6 +95,7 @@ class Embedding(nnx.Module):
         )
 
     def __call__(self, ids_BT: jax.Array) -> jax.Array:
+        """Returns the vectors of ids, [B, T, D]."""
         rows_BTD = jnp.take(self.embedding[...].astype(self.dtype), ids_BT, axis=0)
         if self.scale is None:
             return rows_BTD
@@ -103,7 +105,13 @@ class Embedding(nnx.Module):
     def attend(
         self, x_BTD: jax.Array, dtype: jnp.dtype, rounded: jnp.dtype | None = None
     ) -> jax.Array:
-        """Returns logits [B, T, V] in `dtype`; rounds the table first."""
+        """Returns logits x table^T, [B, T, V] in `dtype`.
+
+        Args:
+          x_BTD: Hidden states.
+          dtype: Of the product.
+          rounded: Dtype that the table is rounded to first, if any.
+        """
         table = self.embedding[...]
         if rounded is not None:
             table = table.astype(rounded)
@@ -113,12 +121,10 @@ class Embedding(nnx.Module):
 
 
 def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
-    """jax.lax.dot_general of the last dimensions of x with a kernel.
+    """Returns jax.lax.dot_general of the last dimensions of x with a kernel.
 
-    The kernel's contracted dimensions are in order. On CPU, the product of the kernel's gradient
-    begins with the narrower operand, which XLA transposes in memory. JAX begins with the gradient
-    of the output: 20 to 40 % more time for a layer that widens, or a head. Both sum the same
-    products, in another order. For precision "highest" see `dot_in_double`.
+    The kernel's contracted dimensions are in order. On CPU the gradient is that of
+    `lowering.matmul.cpu_dot`; for precision "highest" see `dot_in_double`.
     """
     if is_exact_on_cpu(precision, x, kernel):
         return dot_in_double(x, kernel, dims)
@@ -199,12 +205,12 @@ def _gradient_of_first(
     """
     (first_contracted, second_contracted), (first_batch, second_batch) = dims
     g_batch = tuple(range(len(first_batch)))
-    kept = [i for i in range(first.ndim) if i not in first_contracted + first_batch]
+    first_kept = [i for i in range(first.ndim) if i not in first_contracted + first_batch]
     second_kept = tuple(i for i in range(second.ndim) if i not in second_contracted + second_batch)
     gradient: Any = _dot_in_double(((from_second, second_kept), (g_batch, second_batch)), g, second)
     # The product ends with the contracted dimensions, in the order of `second`.
     pairs = sorted(zip(second_contracted, first_contracted, strict=True))
-    order = [*first_batch, *kept, *(axis for _, axis in pairs)]
+    order = [*first_batch, *first_kept, *(axis for _, axis in pairs)]
     return gradient.transpose([order.index(axis) for axis in range(first.ndim)])
 
 
@@ -214,13 +220,14 @@ _dot_in_double.defvjp(
 
 
 def einsum_f32(subscripts: str, a: jax.Array, b: jax.Array, precision: str | None) -> jax.Array:
+    """Returns `einsum` of two arrays with sums, and a result, in float32."""
     return einsum(subscripts, a, b, precision, preferred_element_type=jnp.float32)
 
 
 def einsum(
     subscripts: str, a: jax.Array, b: jax.Array, precision: str | None, **options: Any
 ) -> jax.Array:
-    """jnp.einsum of two arrays; on CPU "highest" adds up in float64."""
+    """Returns jnp.einsum of two arrays; on CPU "highest" adds up in float64."""
     dot = dot_in_double if is_exact_on_cpu(precision, a, b) else jax.lax.dot_general
     return jnp.einsum(subscripts, a, b, precision=precision, _dot_general=dot, **options)
 
@@ -230,12 +237,24 @@ def projection(
     model: ModelConfig,
     init: Init,
     rngs: nnx.Rngs,
-    place: str,
+    role: str,
     inputs: Shape,
     outputs: Shape,
     axes: Axes,
     initializer: Initializer,
     use_bias: bool,
 ) -> Dense:
-    """Builds an attention projection; `place` is "qkv" or "proj"."""
+    """Builds an attention projection. A user's projection has the same parameters.
+
+    Args:
+      model: The configuration, for the keys of a projection of its own.
+      init: Dimensions, dtypes and initializers.
+      rngs: Draws the weights.
+      role: "qkv" for inputs of attention, "proj" for its output.
+      inputs: Sizes of the dimensions that are contracted.
+      outputs: Sizes of the dimensions of the result.
+      axes: Logical axes of the kernel, inputs first.
+      initializer: Of the kernel.
+      use_bias: Whether a bias is added.
+    """
     return Dense(inputs, outputs, axes, initializer, init, rngs, use_bias=use_bias)

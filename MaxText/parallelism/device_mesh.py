@@ -27,6 +27,7 @@ class MeshSizes(NamedTuple):
 
     @property
     def total(self) -> list[int]:
+        """Sizes of the axes over all devices."""
         return [inner * outer for inner, outer in zip(*self, strict=True)]
 
 
@@ -71,41 +72,58 @@ def _arrange_slice(sizes: tuple[int, ...], devices: list[Any], allow_split: bool
 
 
 def _slices(config: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
-    known: dict[int, list[Any]] = {}
+    """Returns the devices of each slice, of which all have as many.
+
+    If jax knows one slice, it is split evenly into as many as the dcn_* sizes ask for.
+    """
+    slices: dict[int, list[Any]] = {}
     for device in devices:
-        known.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
-    asked = math.prod(max(size, 1) for size in _sizes(config, "dcn"))
-    if len(known) == 1 and asked > 1 and len(devices) % asked == 0:
+        slices.setdefault(getattr(device, "slice_index", None) or 0, []).append(device)
+    num_slices = math.prod(max(size, 1) for size in _sizes(config, "dcn"))
+    if len(slices) == 1 and num_slices > 1 and len(devices) % num_slices == 0:
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
-        per_slice = len(devices) // asked
+        per_slice = len(devices) // num_slices
         return [ordered[i : i + per_slice] for i in range(0, len(ordered), per_slice)]
-    numbers = sorted({len(part) for part in known.values()})
+    numbers = sorted({len(part) for part in slices.values()})
     if len(numbers) > 1:
         raise UserError(
             f"slices have {' and '.join(map(str, numbers))} devices, and a mesh needs as many of "
             "each.\n  What to do: start on slices of one size."
         )
-    return [known[index] for index in sorted(known)]
+    return [slices[index] for index in sorted(slices)]
 
 
 def _sizes(config: MeshConfig, network: str) -> list[int]:
     return [getattr(config, size_key(axis, network)) for axis in MESH_AXES]
 
 
-def _fill_sizes(config: MeshConfig, network: str, number: int, things: str) -> tuple[int, ...]:
-    """Returns sizes with product `number`; raises UserError if they misfit."""
+def _fill_sizes(
+    config: MeshConfig, network: str, num_members: int, members: str
+) -> tuple[int, ...]:
+    """Returns the sizes of all axes in one network, -1 resolved; raises UserError if they misfit.
+
+    Args:
+      config: Of the mesh.
+      network: "ici", inside a slice, or "dcn", across slices.
+      num_members: What the product of the sizes has to be.
+      members: What these are, for the error: "slices", or "devices per slice".
+    """
     sizes = _sizes(config, network)
     fixed = math.prod(size for size in sizes if size != -1)
     fills = -1 in sizes
-    if fills and number % fixed == 0:
-        sizes[sizes.index(-1)] = number // fixed
-    if math.prod(sizes) != number:
-        named = zip(MESH_AXES, sizes, strict=True)
-        asked = " x ".join(f"{size_key(axis, network)}={size}" for axis, size in named if size != 1)
+    if fills and num_members % fixed == 0:
+        sizes[sizes.index(-1)] = num_members // fixed
+    if math.prod(sizes) != num_members:
+        requested = [
+            f"{size_key(axis, network)}={size}"
+            for axis, size in zip(MESH_AXES, sizes, strict=True)
+            if size != 1
+        ]
+        needed = f"a multiple of {fixed}" if fills else f"{fixed}"
         raise UserError(
-            f"the mesh does not match the devices: {asked or 'every size 1'} needs "
-            f"{'a multiple of ' if fills else ''}{fixed} {things}, and there are {number}.\n"
-            f"  What to do: choose {size_key('*', network)} sizes whose product is {number}, or "
-            "set one of them to -1, which fills."
+            f"the mesh does not match the devices: {' x '.join(requested) or 'every size 1'} needs "
+            f"{needed} {members}, and there are {num_members}.\n"
+            f"  What to do: choose {size_key('*', network)} sizes whose product is {num_members}, "
+            "or set one of them to -1, which fills."
         )
     return tuple(sizes)

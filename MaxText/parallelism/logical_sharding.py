@@ -104,29 +104,29 @@ def _avoid_thin_shards(
         return
 
     def fit(dim: int, axes: Sequence[str]) -> tuple[bool, bool, bool]:
-        shard, rest = divmod(shape[dim], math.prod(mesh.shape[axis] for axis in axes))
-        return not rest, shard % 8 == 0, dim < len(shape) - 1
+        shard, remainder = divmod(shape[dim], math.prod(mesh.shape[axis] for axis in axes))
+        return not remainder, shard % 8 == 0, dim < len(shape) - 1
 
     joined = (*(spec[hidden] or ()), *moved)
-    now = fit(embed, moved)
-    if not now[1] and fit(hidden, joined) > now:
+    current_fit = fit(embed, moved)
+    if not current_fit[1] and fit(hidden, joined) > current_fit:
         spec[embed], spec[hidden] = None, joined
 
 
 def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     """Returns the mesh axes of one dimension, always as a tuple."""
-    found = sharding.spec[dim] if dim < len(sharding.spec) else None
-    return (found,) if isinstance(found, str) else tuple(found or ())
+    axes = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
     """Returns the current mesh, and the axes of each name, or None."""
-    in_force = _current.get()
-    if in_force is None or in_force[0].size == 1:
+    current = _current.get()
+    if current is None or current[0].size == 1:
         return None
-    mesh, rules = in_force
-    found = (next(axes for rule_name, axes in rules if rule_name == name) for name in names)
-    return mesh, [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in found]
+    mesh, rules = current
+    axes_of_names = (next(axes for rule_name, axes in rules if rule_name == name) for name in names)
+    return mesh, [tuple(axis for axis in axes if mesh.shape[axis] > 1) for axes in axes_of_names]
 
 
 def with_logical_constraint(x: jax.Array, *names: str | None) -> jax.Array:
@@ -138,16 +138,16 @@ def with_logical_constraint(x: jax.Array, *names: str | None) -> jax.Array:
 
 def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the current sharding for these axes; None on one device."""
-    in_force = _current.get()
-    if in_force is None or in_force[0].size == 1:
+    current = _current.get()
+    if current is None or current[0].size == 1:
         return None
-    mesh, rules = in_force
+    mesh, rules = current
     return NamedSharding(mesh, logical_to_mesh_axes(names, shape, rules, mesh))
 
 
 def current_num_stages() -> int:
-    in_force = _current.get()
-    return 1 if in_force is None else in_force[0].shape["stage"]
+    current = _current.get()
+    return 1 if current is None else current[0].shape["stage"]
 
 
 def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
@@ -172,8 +172,8 @@ def has_mesh() -> bool:
 
 def target_device() -> Any:
     """Returns a device of the current mesh, maybe of another machine."""
-    in_force = _current.get()
-    return jax.devices()[0] if in_force is None else in_force[0].devices.flat[0]
+    current = _current.get()
+    return jax.devices()[0] if current is None else current[0].devices.flat[0]
 
 
 def platform() -> str:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import gc
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +14,11 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import PipelineConfig
 from MaxText.config.training_sections import BatchConfig, MeshConfig
 from MaxText.errors import UserError
+from MaxText.parallelism.compiler_options import (
+    CompilerOptions,
+    initialization_options,
+    without_garbage_collection,
+)
 from MaxText.parallelism.device_mesh import create_device_mesh
 from MaxText.parallelism.logical_sharding import (
     ParamSpec,
@@ -31,6 +34,7 @@ WEIGHT_AXES = ("fsdp", "fsdp_transpose", "context", "expert", "tensor")  # other
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any]) -> Mesh:
+    """Returns the mesh of the configured axis sizes; raises UserError if they misfit."""
     # Auto axes: jax.make_mesh would give Explicit ones, under which plain products raise.
     return Mesh(create_device_mesh(config, devices), MESH_AXES)
 
@@ -59,10 +63,12 @@ class ShardingPlan:
 
     @property
     def num_length_parts(self) -> int:
+        """Number of shards of a sequence's tokens."""
         return math.prod(self.mesh.shape[axis] for axis in self.length_axes)
 
     @property
     def num_batch_parts(self) -> int:
+        """Number of shards of a batch's sequences."""
         return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
 
     @property
@@ -72,9 +78,11 @@ class ShardingPlan:
         return self.num_batch_parts * math.lcm(num_stages, self.pipeline.microbatches(num_stages))
 
     def named_sharding(self, names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding:
+        """Returns the sharding of an array by the logical names of its axes."""
         return NamedSharding(self.mesh, logical_to_mesh_axes(names, shape, self.rules, self.mesh))
 
-    def parameter_shardings(self, parameters: Mapping[str, ParamSpec]) -> dict:
+    def parameter_shardings(self, parameters: Mapping[str, ParamSpec]) -> dict[str, NamedSharding]:
+        """Returns the sharding of each parameter, by its name."""
         return {
             name: self.named_sharding(spec.logical_axes, spec.shape)
             for name, spec in parameters.items()
@@ -86,11 +94,12 @@ class ShardingPlan:
             return None
         shardings = self.parameter_shardings(parameters)
 
-        def words(name: str) -> str:
-            dims = range(len(shardings[name].spec))
-            return ",".join("+".join(split_axes(shardings[name], dim)) or "-" for dim in dims)
+        def mesh_axes(name: str) -> str:
+            sharding = shardings[name]
+            axes = [split_axes(sharding, dim) for dim in range(len(sharding.spec))]
+            return ",".join("+".join(names) or "-" for names in axes)
 
-        return words
+        return mesh_axes
 
     def state_shardings(self, abstract_state: Any, parameters: Mapping[str, ParamSpec]) -> Any:
         """Returns a tree like `abstract_state`, moments sharded as parameters.
@@ -101,34 +110,37 @@ class ShardingPlan:
         """
         shardings = self.parameter_shardings(parameters)
 
-        def of(path, leaf):
+        def sharding_of(path: Any, leaf: Any) -> NamedSharding:
             names = [str(getattr(entry, "key", "")) for entry in path]
-            found = self.replicated
+            leaf_sharding = self.replicated
+            # A moment's path ends with the name of its parameter.
             for start in range(len(names)):
                 spec = parameters.get("/".join(names[start:]))
                 if spec is not None and spec.shape == leaf.shape:
-                    found = shardings["/".join(names[start:])]
+                    leaf_sharding = shardings["/".join(names[start:])]
                     break
             if not any(getattr(entry, "name", "") == "opt_state" for entry in path):
-                return found
-            found = self._shard_over_data(found, leaf.shape)
+                return leaf_sharding
+            leaf_sharding = self._shard_over_data(leaf_sharding, leaf.shape)
             offloads = self.offloads_optimizer and leaf.ndim > 0  # not counters
-            return found.with_memory_kind(HOST_MEMORY) if offloads else found
+            return leaf_sharding.with_memory_kind(HOST_MEMORY) if offloads else leaf_sharding
 
-        return jax.tree_util.tree_map_with_path(of, abstract_state)
+        return jax.tree_util.tree_map_with_path(sharding_of, abstract_state)
 
     def _shard_over_data(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
         """Splits the longest divisible dimension over the axis, unsplit first."""
         axis = self.optimizer_state_axis
         axes = [split_axes(sharding, dim) for dim in range(len(shape))]
-        if not axis or self.mesh.shape[axis] == 1 or any(axis in of for of in axes):
+        if not axis or self.mesh.shape[axis] == 1 or any(axis in dim_axes for dim_axes in axes):
             return sharding
-        parts = [math.prod(self.mesh.shape[name] for name in of) for of in axes]
-        fitting = [i for i, n in enumerate(shape) if n % (parts[i] * self.mesh.shape[axis]) == 0]
-        if not fitting:
+        parts = [math.prod(self.mesh.shape[name] for name in dim_axes) for dim_axes in axes]
+        num_shards = self.mesh.shape[axis]
+        divisible = [dim for dim, size in enumerate(shape) if size % (parts[dim] * num_shards) == 0]
+        if not divisible:
             return sharding
-        chosen = max(fitting, key=lambda i: (parts[i] == 1, shape[i]))
-        spec: list[Any] = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+        chosen = max(divisible, key=lambda dim: (parts[dim] == 1, shape[dim]))
+        num_unnamed = len(shape) - len(sharding.spec)
+        spec: list[Any] = [*sharding.spec, *[None] * num_unnamed]
         spec[chosen] = (*axes[chosen], axis) if axes[chosen] else axis
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
@@ -142,10 +154,10 @@ class ShardingPlan:
         Processes that hold the same sequences (tensor parallelism across machines) read the same.
         """
         shape = (self.num_batch_parts, 1)
-        held = {}
+        sequences_by_process = {}
         for device, (rows, _) in self.batch_sharding(shape[0]).devices_indices_map(shape).items():
-            held.setdefault(device.process_index, set()).add(rows.start or 0)
-        return process_batch_slice(held, jax.process_index())
+            sequences_by_process.setdefault(device.process_index, set()).add(rows.start or 0)
+        return process_batch_slice(sequences_by_process, jax.process_index())
 
     def to_global_batch(self, batch: Any, batch_size: int) -> Any:
         """Returns global arrays from this process's NumPy part of a batch."""
@@ -155,11 +167,13 @@ class ShardingPlan:
         return jax.tree.map(lambda x: make(x, (batch_size, *x.shape[1:])), batch)
 
     def abstract_batch(self, shapes: Any) -> Any:
+        """Returns the shapes of a global batch with their shardings."""
         return jax.tree.map(lambda x: x.update(sharding=self.batch_sharding(x.shape[0])), shapes)
 
     def abstract_state(
         self, initialize: Callable[[jax.Array], Any], parameters: Mapping[str, ParamSpec]
     ) -> Any:
+        """Returns the shapes of the state that `initialize` returns, with their shardings."""
         return self.with_shardings(jax.eval_shape(initialize, jax.random.key(0)), parameters)
 
     def with_shardings(self, shapes: Any, parameters: Mapping[str, ParamSpec]) -> Any:
@@ -172,9 +186,7 @@ class ShardingPlan:
     ) -> Any:
         """Returns a fresh state; each device draws its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state)
-        # On CPU, random draws compile 3 times faster and run as fast, with the same bits.
-        is_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        options = {"xla_backend_optimization_level": 1} if is_cpu else None
+        options = initialization_options(self.mesh.devices.flat[0].platform)
         draw = jax.jit(initialize, out_shardings=shardings, compiler_options=options)
         return draw(jax.random.key(seed))
 
@@ -200,65 +212,37 @@ class ShardingPlan:
         train_step: Callable,
         abstract_state: Any,
         abstract_batch: Any,
-        compiler_options: dict[str, Any] | None = None,
+        compiler_options: CompilerOptions | None = None,
     ) -> jax.stages.Lowered:
-        """Lowers the train step, with its state donated."""
+        """Lowers the train step, with its state donated.
+
+        Args:
+          train_step: (state, batch) -> (state, metrics).
+          abstract_state: Shapes and shardings.
+          abstract_batch: Shapes and shardings.
+          compiler_options: Of XLA.
+        """
         shardings = jax.tree.map(lambda x: x.sharding, abstract_state), self.replicated
         options = {"donate_argnums": 0, "compiler_options": compiler_options or None}
         jitted = self.jit(train_step, out_shardings=shardings, **options)
-        collects_garbage = gc.isenabled()
-        gc.disable()  # a quarter of the time of tracing, which leaves little garbage
-        try:
+        with without_garbage_collection():
             return jitted.lower(abstract_state, abstract_batch)
-        finally:
-            if collects_garbage:
-                gc.enable()
 
 
-# Without them, the reduce-scatter of a layer's gradients overlaps nothing, and a quarter of the
-# all-gathers: compiled for 8 H100s, a 1.4B model hides 0 of 25 and 144 of 194 behind matmuls, with
-# them 23 of 24 and 188 of 193. Combining up to 128 MiB (MaxText) hides none.
-_PIPELINED = ("all_gather", "all_reduce", "reduce_scatter")
-
-
-# XLA for TPU splits a matmul with gathered weights into one per device, to overlap communication.
-# With weights sharded over 32 devices, each adds a product over 128 rows to an array in HBM: twice
-# the time of the matmuls for 3 % of communication (7B on v5p, benchmarks/compiled.py).
-_WINDOWED_MATMUL_MIB = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
-
-
-def compiler_options(platform: str, num_devices: int) -> dict[str, bool | int | str]:
-    """Returns XLA options of the train step.
-
-    Options in XLA_FLAGS or LIBTPU_INIT_ARGS keep the user's values.
-    """
-    options: dict[str, bool | int | str] = {}
-    if platform == "tpu" and num_devices > 1:
-        options[_WINDOWED_MATMUL_MIB] = 1_000_000  # none
-    if platform == "gpu" and num_devices > 1:
-        if jax.__version_info__ < (0, 11, 1):
-            options |= {f"xla_gpu_enable_pipelined_{name}": True for name in _PIPELINED}
-        else:
-            on = "COLLECTIVE_PIPELINING_MODE_ON"
-            options |= {f"xla_gpu_pipeline_{name}": on for name in _PIPELINED}
-    if platform == "gpu":  # cuBLAS: GPT-2 small 0.5 % faster, 1B 1.4 % (H200); 1B in fp8 3 % (H100)
-        options["xla_gpu_enable_triton_gemm"] = False
-    given = os.environ.get("XLA_FLAGS", "") + os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {name: value for name, value in options.items() if name not in given}
-
-
-def process_batch_slice(held: Mapping[int, set[int]], process: int) -> tuple[int, int]:
+def process_batch_slice(
+    sequences_by_process: Mapping[int, set[int]], process: int
+) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences for a process.
 
     `held` maps processes to their sequences. Must agree with
     jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
     reads all sequences and places what it holds.
     """
-    distinct = sorted({tuple(sorted(parts)) for parts in held.values()})
+    distinct = sorted({tuple(sorted(parts)) for parts in sequences_by_process.values()})
     are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))
     if not are_disjoint or len({len(parts) for parts in distinct}) > 1:
         return 0, 1
-    return distinct.index(tuple(sorted(held[process]))), len(distinct)
+    return distinct.index(tuple(sorted(sequences_by_process[process]))), len(distinct)
 
 
 def make_sharding_plan(
@@ -320,13 +304,14 @@ def _undivided_dimensions(specs: Sequence[ParamSpec], sharding: ShardingPlan) ->
     sentences = []
     for spec in specs:
         for name, size in zip(spec.logical_axes, spec.shape, strict=True):
-            for mesh_axes in (axes for rule, axes in sharding.rules if rule == name):
+            for rule_name, mesh_axes in sharding.rules:
+                if rule_name != name:
+                    continue
                 devices = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes)
                 if devices > 1 and size % devices:
-                    what = _COUNTED.get(str(name), str(name))
                     sentences.append(
-                        f"{size} {what} do not divide over {devices} devices "
-                        f"({' x '.join(mesh_axes)}). "
+                        f"{size} {_COUNTED.get(str(name), str(name))} do not divide over {devices} "
+                        f"devices ({' x '.join(mesh_axes)}). "
                     )
     return "".join(dict.fromkeys(sentences))
 
@@ -334,19 +319,30 @@ def _undivided_dimensions(specs: Sequence[ParamSpec], sharding: ShardingPlan) ->
 def assert_params_sufficiently_sharded(
     parameters: Mapping[str, ParamSpec], sharding: ShardingPlan, tolerance: float
 ) -> float:
-    """Returns the replicated share; raises UserError above `tolerance`."""
+    """Returns the share of parameters that every device holds; raises UserError above `tolerance`.
+
+    Args:
+      parameters: By name.
+      sharding: Of the mesh. If it splits no parameters, the share is 0.
+      tolerance: The largest share to accept.
+    """
     if math.prod(sharding.mesh.shape[axis] for axis in WEIGHT_AXES) == 1:
         return 0.0
     shardings = sharding.parameter_shardings(parameters)
-    whole = {name: x for name, x in parameters.items() if not any(shardings[name].spec)}
-    share = sum(x.size for x in whole.values()) / sum(x.size for x in parameters.values())
+    replicated = {name: spec for name, spec in parameters.items() if not any(shardings[name].spec)}
+    num_replicated = sum(spec.size for spec in replicated.values())
+    share = num_replicated / sum(spec.size for spec in parameters.values())
     if share > tolerance:
-        largest = sorted(whole, key=lambda name: -whole[name].size)[:5]
-        undivided = _undivided_dimensions([whole[name] for name in largest], sharding)
+        largest = sorted(replicated, key=lambda name: -replicated[name].size)[:5]
+        undivided = _undivided_dimensions([replicated[name] for name in largest], sharding)
+        descriptions = [
+            f"    {name} {replicated[name].shape} {replicated[name].logical_axes}\n"
+            for name in largest
+        ]
         raise UserError(
             f"{undivided}{share:.1%} of the parameters are replicated on every device, more than "
             f"sharding_tolerance={tolerance:g}. The mesh is {sharding.mesh_sizes}; the largest:\n"
-            + "".join(f"    {x} {whole[x].shape} {whole[x].logical_axes}\n" for x in largest)
+            + "".join(descriptions)
             + "  What to do: choose sizes (or an mlp_dim_multiple) that the mesh divides, another "
             "mesh (ici_data_parallelism copies on purpose), other logical_axis_rules, or a higher "
             "sharding_tolerance."

@@ -12,7 +12,7 @@ from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
-from MaxText.layers.assembly.model import Model, Parameters
+from MaxText.layers.assembly.model import Model, Params
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.records import RunLogger
 
@@ -28,7 +28,7 @@ def optional_output(name: str, log: Callable[[str], None]) -> Iterator[None]:
 
 def write_sample(
     model: Model,
-    params: Parameters,
+    params: Params,
     *,
     config: Config,
     sharding: ShardingPlan,

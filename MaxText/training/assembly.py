@@ -12,11 +12,11 @@ from MaxText.config.registry import registrations
 from MaxText.config.schema import Config
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.parallelism.compiler_options import CompilerOptions, train_step_options
 from MaxText.parallelism.mesh import (
     ShardingPlan,
     assert_params_sufficiently_sharded,
     check_lengths,
-    compiler_options,
 )
 from MaxText.training import backend_defaults
 from MaxText.training.objective import per_token_losses
@@ -36,16 +36,27 @@ class TrainSetup(NamedTuple):
     step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
     replicated_fraction: float  # of the parameters
     auto_choices: Sequence[str]  # one line for each `auto`
-    compiler_options: dict[str, bool | int | str]  # of the step
+    compiler_options: CompilerOptions  # of the step
 
 
 def setup_train(
     config: Config,
     sharding: ShardingPlan,
-    existing_slots: Mapping[str, int] | None = None,  # leading slots trained before the run grew
-    existing_slots_lr_scale: float = 1.0,  # factor of their updates
+    existing_slots: Mapping[str, int] | None = None,
+    existing_slots_lr_scale: float = 1.0,
 ) -> TrainSetup:
-    """Assembles a train step; raises UserError if the mesh does not fit."""
+    """Assembles a train step.
+
+    Args:
+      config: Of the run.
+      sharding: Of the mesh. Its devices may be those of another machine.
+      existing_slots: Number of leading slots that were trained before the run grew, by the name of
+        their parameter.
+      existing_slots_lr_scale: Factor of the updates of those slots.
+
+    Raises:
+      UserError: The mesh does not divide the sequences, or replicates too many parameters.
+    """
     platform = sharding.mesh.devices.flat[0].platform
     model_config, choices = backend_defaults.resolve_auto(config.model, platform, sharding)
     model = Model(model_config)
@@ -72,9 +83,18 @@ def setup_train(
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
         log_layer_norms=config.monitoring.log_layer_norms,
     )
-    options = compiler_options(platform, sharding.mesh.size)
+    options = train_step_options(platform, sharding.mesh.size)
     choices += [f"compiler option {name}={value}" for name, value in options.items()]
-    return TrainSetup(model, optimizer, initialize, state, step, replicated, choices, options)
+    return TrainSetup(
+        model=model,
+        optimizer=optimizer,
+        initialize=initialize,
+        abstract_state=state,
+        step=step,
+        replicated_fraction=replicated,
+        auto_choices=choices,
+        compiler_options=options,
+    )
 
 
 def _trace(model: Model) -> None:

@@ -1,7 +1,7 @@
 """Language-model losses, over the whole sequence or in chunks."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,18 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
 
-def _cross_entropy_forward(logits_BTV, targets_BT):
+def _cross_entropy_forward(
+    logits_BTV: jax.Array, targets_BT: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
     log_normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     target_logits_BT, log_normalizer_BT = target_logits(logits_BTV, targets_BT, log_normalizer_BT)
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
     return outputs, (logits_BTV, targets_BT, log_normalizer_BT)
 
 
-def _cross_entropy_backward(residuals, gradients):
+def _cross_entropy_backward(
+    residuals: Any, gradients: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, None]:
     logits_BTV, targets_BT, log_normalizer_BT = residuals
     grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
@@ -60,6 +64,7 @@ class LossSums(NamedTuple):
 
     @property
     def total(self) -> jax.Array:
+        """Sum of all losses at the targets."""
         return sum(self.target_sums.values())  # type: ignore[return-value]
 
     @property
@@ -68,7 +73,12 @@ class LossSums(NamedTuple):
         return self.target_sums.get(IN_NATS, self.total)
 
     def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
-        """Returns every loss; their sum is minimized."""
+        """Returns every loss; their sum is minimized.
+
+        Args:
+          weight: Sum of the weights of the targets.
+          tokens: From `num_tokens`.
+        """
         return {name: value / weight for name, value in self.target_sums.items()} | {
             name: value / tokens for name, value in self.token_sums.items()
         }
@@ -111,13 +121,13 @@ def per_token_losses(
     a perplexity. Beside an objective without one, `loss_sums` computes it from the logits.
     """
     objective = lookup("objective", config.loss_type)
-    found = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
-    shapes = {jnp.shape(x) for x in jax.tree.leaves(found)}
-    is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)
-    holds = is_pair and bool(found[0]) and shapes == {targets_BT.shape}
-    wanted = f"({{name: losses}}, log_z or None), each {list(targets_BT.shape)} as the targets"
-    check(holds, objective, "", found, wanted)
-    return found
+    outputs = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
+    shapes = {jnp.shape(array) for array in jax.tree.leaves(outputs)}
+    is_pair = isinstance(outputs, tuple) and len(outputs) == 2 and isinstance(outputs[0], dict)
+    is_valid = is_pair and bool(outputs[0]) and shapes == {targets_BT.shape}
+    expected = f"({{name: losses}}, log_z or None), each {list(targets_BT.shape)} as the targets"
+    check(is_valid, objective, "", outputs, expected)
+    return outputs
 
 
 def is_in_nats(config: ObjectiveConfig) -> bool:
@@ -125,6 +135,15 @@ def is_in_nats(config: ObjectiveConfig) -> bool:
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(per_token_losses, config=config), *shapes)
     return IN_NATS in losses
+
+
+class _HeadSums(NamedTuple):
+    """Sums of what the head's logits give, over the tokens of a batch or of a chunk."""
+
+    losses: dict[str, jax.Array]  # by name, weighted
+    correct: jax.Array | None  # as in LossSums
+    log_z: jax.Array | None
+    nats: jax.Array | None
 
 
 def loss_sums(
@@ -136,14 +155,28 @@ def loss_sums(
     training: bool = False,
     count_correct: bool = False,
 ) -> LossSums:
-    """Returns the losses as sums, to add up microbatches."""
+    """Returns the losses as sums, to add up microbatches.
+
+    With num_vocab_tiling, logits are computed for one chunk of the sequences' length at a time, and
+    the backward pass recomputes them.
+
+    Args:
+      decoder: The model with its parameters.
+      batch: Of sequences of equal length.
+      config: Of the objective.
+      dropout_key: Random key of dropout and routing; None for none.
+      training: Whether the model is trained, as opposed to evaluated.
+      count_correct: Whether to count the targets that are the most probable token.
+    """
     h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
     if training:
         h_BTD = head_gradients_first(h_BTD, decoder.head, decoder.token_embedder)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
-    def sums(h_BTD, targets_BT, loss_mask_BT, positions_BT):
+    def head_sums(
+        h_BTD: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array, positions_BT: jax.Array
+    ) -> _HeadSums:
         logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
         losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}
@@ -152,27 +185,31 @@ def loss_sums(
         if IN_NATS not in losses:
             nats_BT, _ = cross_entropy(jax.lax.stop_gradient(logits_BTV), targets_BT)
             nats = jnp.sum(nats_BT * loss_mask_BT)
-        if not count_correct:
-            return summed, None, log_z, nats
-        correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
-        return summed, jnp.sum(correct_BT * loss_mask_BT), log_z, nats
+        correct = None
+        if count_correct:
+            is_correct_BT = jnp.argmax(logits_BTV, axis=-1) == targets_BT
+            correct = jnp.sum(is_correct_BT * loss_mask_BT)
+        return _HeadSums(summed, correct, log_z, nats)
 
-    num_chunks = config.num_vocab_tiling
-    if num_chunks == 1:
-        summed, correct, log_z, nats = sums(
-            h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT
-        )
+    tokens = (h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT)
+    if config.num_vocab_tiling == 1:
+        sums = head_sums(*tokens)
     else:
-
-        def in_chunks(x_BT):
-            batch_size, length = x_BT.shape[:2]
-            x_BCT = x_BT.reshape(batch_size, num_chunks, length // num_chunks, *x_BT.shape[2:])
-            return jnp.moveaxis(x_BCT, 1, 0)
-
+        chunks = tuple(_split_length(x, config.num_vocab_tiling) for x in tokens)
         # The backward pass recomputes a chunk's logits instead of saving all of them.
-        chunk_sums = jax.lax.map(
-            lambda chunk: jax.checkpoint(sums)(*chunk),
-            tuple(map(in_chunks, (h_BTD, batch.targets_BT, batch.loss_mask_BT, positions_BT))),
-        )
-        summed, correct, log_z, nats = jax.tree.map(jnp.sum, chunk_sums)
-    return LossSums(summed, scalars, correct, log_z, nats)
+        chunk_sums = jax.lax.map(lambda chunk: jax.checkpoint(head_sums)(*chunk), chunks)
+        sums = jax.tree.map(jnp.sum, chunk_sums)
+    return LossSums(
+        target_sums=sums.losses,
+        token_sums=scalars,
+        correct=sums.correct,
+        log_z=sums.log_z,
+        nats=sums.nats,
+    )
+
+
+def _split_length(x_BT: jax.Array, num_chunks: int) -> jax.Array:
+    """Reshapes [B, T, ...] to [chunks, B, T / chunks, ...]."""
+    batch_size, length = x_BT.shape[:2]
+    x_BCT = x_BT.reshape(batch_size, num_chunks, length // num_chunks, *x_BT.shape[2:])
+    return jnp.moveaxis(x_BCT, 1, 0)

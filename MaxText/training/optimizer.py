@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,13 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Chains clipping, the transform of opt_type, decay, and learning rate.
 
-    Patterns match anywhere in a parameter's name. Raises UserError if nothing is trainable.
+    Args:
+      config: Of the optimizer. Its patterns match anywhere in a parameter's name.
+      schedule: Step to learning rate. The chain counts steps itself.
+      parameters: Of the model, by name.
+
+    Raises:
+      UserError: No parameter is trainable.
     """
     patterns = config.trainable_parameters_mask
     trained = {
@@ -66,27 +72,51 @@ def make_optimizer(
     return optimizer if len(trained) == len(parameters) else _freeze_untrained(optimizer, trained)
 
 
+class _TreeCheck(NamedTuple):
+    """Two trees whose leaves have to agree in what `describe` says about them."""
+
+    requirement: str  # "updates like the parameters"
+    returned: Any
+    expected: Any
+    describe: Callable[[Any], str]
+
+
 def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
-    holds = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
-    check(holds, function, "", transform, "an optax.GradientTransformation")
+    """Raises UserError if a custom optimizer's transform does not have the form of optax's.
+
+    Args:
+      function: What was registered, for the error.
+      transform: What it returned.
+      parameters: Shapes of the trained parameters.
+    """
+    has_methods = all(callable(getattr(transform, name, None)) for name in ("init", "update"))
+    check(has_methods, function, "", transform, "an optax.GradientTransformation")
     state = jax.eval_shape(transform.init, parameters)
-    found = jax.eval_shape(transform.update, parameters, state, parameters)
-    check(is_pair(found), function, "update", found, "(updates, state)")
-    for what, returned, like, text in (
-        # optax.apply_updates casts updates.
-        ("updates like the parameters", found[0], parameters, lambda leaf: f"{list(leaf.shape)}"),
-        ("a state like that of init", found[1], state, text_of),
-    ):
-        pairs = [_by_path(tree, text) for tree in (returned, like)]
-        for path in pairs[0] | pairs[1]:
-            given, wanted = (shapes.get(path, "nothing") for shapes in pairs)
-            words = f"{what}: {path} {wanted}"
-            check(given == wanted, function, "update", f"{path} {given}", words)
+    result = jax.eval_shape(transform.update, parameters, state, parameters)
+    check(is_pair(result), function, "update", result, "(updates, state)")
+    updates, new_state = result
+    # Shapes alone: optax.apply_updates casts updates.
+    checks = (
+        _TreeCheck("updates like the parameters", updates, parameters, _describe_shape),
+        _TreeCheck("a state like that of init", new_state, state, text_of),
+    )
+    for tree_check in checks:
+        returned = _describe_leaves(tree_check.returned, tree_check.describe)
+        expected = _describe_leaves(tree_check.expected, tree_check.describe)
+        for path in returned | expected:
+            actual = returned.get(path, "nothing")
+            required = expected.get(path, "nothing")
+            requirement = f"{tree_check.requirement}: {path} {required}"
+            check(actual == required, function, "update", f"{path} {actual}", requirement)
 
 
-def _by_path(tree: Any, text: Callable[[Any], str]) -> dict[str, str]:
+def _describe_shape(leaf: Any) -> str:
+    return f"{list(leaf.shape)}"
+
+
+def _describe_leaves(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): text(leaf) for path, leaf in leaves}
+    return {jax.tree_util.keystr(path): describe(leaf) for path, leaf in leaves}
 
 
 def _freeze_untrained(
@@ -113,9 +143,15 @@ def scale_existing_slot_updates(
     existing_slots: Mapping[str, int] | None,
     factor: float,
 ) -> optax.GradientTransformation:
-    """Multiplies updates of old slots by `factor`; 0 freezes them.
+    """Multiplies updates of slots that were trained before the model grew.
 
     The state is that of `optimizer`, so a checkpoint does not depend on the factor.
+
+    Args:
+      optimizer: Of all parameters.
+      parameters: By name.
+      existing_slots: Number of leading slots trained before, by the name of their parameter.
+      factor: Of their updates; 0 freezes them.
     """
     if factor == 1 or not existing_slots:
         return optimizer
@@ -150,7 +186,10 @@ def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) 
 
 
 def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clips gradients; stacked layers are one leaf (ParamSpec.logical_axes)."""
+    """Returns the clip of gradients, by global norm or by value.
+
+    The global norm is that of all leaves together, so stacking of layers makes no difference.
+    """
     threshold = config.gradient_clipping_threshold
     if threshold == 0:
         return optax.identity()
@@ -175,10 +214,10 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         # The correction divides by 1 - b^count, which is 1 after many updates.
         many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
-        new: Any
-        updates, new = adam.update(updates, many, params)
+        new_state: Any
+        updates, new_state = adam.update(updates, many, params)
         count = optax.safe_increment(state.count)
-        return updates, state._replace(count=count, mu=new.mu, nu=new.nu)
+        return updates, state._replace(count=count, mu=new_state.mu, nu=new_state.nu)
 
     return optax.GradientTransformation(adam.init, update)
 
@@ -192,6 +231,7 @@ def lion(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTrans
 
 @register("optimizer", "sgd")
 def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
+    """Stochastic gradient descent, with momentum."""
     return optax.trace(decay=config.momentum, nesterov=config.nesterov)
 
 
@@ -286,8 +326,9 @@ def _factored_per_layer(
         layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
         moments: Any = jax.eval_shape(transform.init, layer)
         is_factored = moments.v.shape != layer.shape
-        in_factors, in_whole = (0, None) if is_factored else (None, 0)
-        axes: dict[str, Any] = {"v_row": in_factors, "v_col": in_factors, "v": in_whole}
+        factor_axis = 0 if is_factored else None
+        whole_axis = None if is_factored else 0
+        axes: dict[str, Any] = {"v_row": factor_axis, "v_col": factor_axis, "v": whole_axis}
         return optax.FactoredState(count=None, **axes)  # pyright: ignore[reportArgumentType]
 
     def init_one(is_stacked: bool, parameter: jax.Array) -> Any:
@@ -331,7 +372,7 @@ def _factored_per_layer(
         ]
         new_updates = jax.tree.unflatten(structure, [result for result, _ in results])
         count = optax.safe_increment(state.count)
-        return new_updates, joined([new for _, new in results], structure, count)
+        return new_updates, joined([new_state for _, new_state in results], structure, count)
 
     return optax.GradientTransformation(init, update)
 

@@ -33,13 +33,15 @@ _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal nois
 class GuardState:
     """State of the guard, stored for equal decisions after a resume."""
 
-    values_QW: Any  # float32, of the last accepted updates; a ring buffer
-    num_accepted: Any  # int32, accepted updates so far
-    num_skipped: Any  # int32, skipped updates so far
-    last_skipped: Any  # int32, the last skipped update; -1 for none
-    skipped_W: Any  # bool, whether each of the last W updates was skipped; a ring buffer by step
-    lowest_loss: Any  # float32, lowest median loss over W accepted updates
-    last_stable_step: Any  # int32, the last update at which the median was not far above that
+    values_QW: jax.Array  # float32, of the last accepted updates; a ring buffer
+    num_accepted: jax.Array  # int32, accepted updates so far
+    num_skipped: jax.Array  # int32, skipped updates so far
+    last_skipped: jax.Array  # int32, the last skipped update; -1 for none
+    skipped_W: (
+        jax.Array
+    )  # bool, whether each of the last W updates was skipped; a ring buffer by step
+    lowest_loss: jax.Array  # float32, lowest median loss over W accepted updates
+    last_stable_step: jax.Array  # int32, the last update at which the median was not far above that
 
     def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
@@ -48,6 +50,7 @@ class GuardState:
 
 
 def initial_state(config: GuardConfig) -> GuardState | None:
+    """Returns the state before the first step; None if the guard is disabled."""
     return _empty_state(config.skip_step_interval) if config.skip_step_on_spikes else None
 
 
@@ -83,17 +86,32 @@ def decide(
     step: jax.Array,
     *,
     loss: jax.Array,
-    grad_norm: jax.Array,  # before clipping
-    update_norm: jax.Array,  # of what would be added to the parameters
-    learning_rate: jax.Array,  # if 0, the update is 0 and says nothing
+    grad_norm: jax.Array,
+    update_norm: jax.Array,
+    learning_rate: jax.Array,
 ) -> tuple[jax.Array, GuardState, dict[str, jax.Array]]:
-    """Decides about update `step`, before it is applied.
+    """Decides about the update of a step, before it is applied.
 
-    Returns whether to apply it (bool), the state after it, and metrics: int32 scalars except
-    loss_rise. skipped: 1 if so. num_skipped, last_skipped: as in
-    GuardState. recent_skips: skips in the last W updates. skips_began: first step of the stretch of
-    skips up to this step, -1 for none. loss_rise: float32, rise of the median loss above its lowest
-    value, relative to that or to 1 nat if that is more. rise_began: first step of the current rise.
+    Args:
+      config: Of the guard.
+      state: Of the guard, before the step.
+      step: Its number, int32.
+      loss: Of the step's batch.
+      grad_norm: Norm of the gradients before clipping.
+      update_norm: Norm of what would be added to the parameters.
+      learning_rate: Of the step. If it is 0, the update is 0 and says nothing.
+
+    Returns:
+      Whether to apply the update (bool), the state after the step, and metrics: int32 scalars
+      except loss_rise.
+
+        skipped           1 if the update is skipped
+        num_skipped, last_skipped   as in GuardState
+        recent_skips      skips in the last W updates
+        skips_began       first step of the stretch of skips up to this step, -1 for none
+        loss_rise         float32, rise of the median loss above its lowest value, relative to that
+                          or to 1 nat if that is more
+        rise_began        first step of the current rise
     """
     window = config.skip_step_interval
     rate = jnp.where(learning_rate > 0, learning_rate, 1.0)
@@ -119,11 +137,11 @@ def decide(
     loss_median = _median(values_QW[:1], jnp.minimum(num_accepted, window))[0]
     is_lowest = (num_accepted >= window) & (loss_median < state.lowest_loss)
     lowest_loss = jnp.where(is_lowest, loss_median, state.lowest_loss)
-    above = (loss_median - lowest_loss) / jnp.maximum(jnp.abs(lowest_loss), _SMALL_LOSS)
-    rise = jnp.where(jnp.isfinite(lowest_loss), above, 0.0)
+    relative_rise = (loss_median - lowest_loss) / jnp.maximum(jnp.abs(lowest_loss), _SMALL_LOSS)
+    rise = jnp.where(jnp.isfinite(lowest_loss), relative_rise, 0.0)
     last_stable_step = jnp.where(rise <= config.rollback.on_rise / 4, step, state.last_stable_step)
 
-    new = GuardState(
+    new_state = GuardState(
         values_QW=values_QW,
         num_accepted=num_accepted,
         num_skipped=state.num_skipped + ~accepted,
@@ -134,27 +152,35 @@ def decide(
     )
     metrics = {
         "skipped": (~accepted).astype(jnp.int32),
-        "num_skipped": new.num_skipped,
-        "last_skipped": new.last_skipped,
+        "num_skipped": new_state.num_skipped,
+        "last_skipped": new_state.last_skipped,
         "recent_skips": jnp.sum(skipped_W),
         "skips_began": _skip_streak_start(skipped_W, step, config.rollback.after_skips),
         "loss_rise": rise,
         # The first step of the window at the last stable step.
         "rise_began": jnp.maximum(last_stable_step - window, 0),
     }
-    return accepted, new, metrics
+    return accepted, new_state, metrics
 
 
-def select(accept: jax.Array, new: Any, old: Any) -> Any:
-    """Selects a tree; schedules always advance, as they count steps."""
+def select(accept: jax.Array, new_tree: Any, old_tree: Any) -> Any:
+    """Returns the new leaves of a tree if the update is accepted, else the old ones.
+
+    Schedules always advance, as they count steps.
+
+    Args:
+      accept: Bool scalar.
+      new_tree: Parameters or optimizer state after the update.
+      old_tree: The same before it.
+    """
 
     def is_schedule(node: Any) -> bool:
         return isinstance(node, optax.ScaleByScheduleState)
 
-    def choose(new: Any, old: Any) -> Any:
-        return new if is_schedule(new) else jnp.where(accept, new, old)
+    def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        return new_leaf if is_schedule(new_leaf) else jnp.where(accept, new_leaf, old_leaf)
 
-    return jax.tree.map(choose, new, old, is_leaf=is_schedule)
+    return jax.tree.map(choose, new_tree, old_tree, is_leaf=is_schedule)
 
 
 def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
@@ -173,6 +199,7 @@ def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax
 
 
 def _median(values_QW: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns the median of the first `count` values of each quantity; 0 without any."""
     filled_QW = jnp.where(jnp.arange(values_QW.shape[1]) < count, values_QW, jnp.inf)
     sorted_QW = jnp.sort(filled_QW, axis=1)
     lower = jnp.maximum((count - 1) // 2, 0)

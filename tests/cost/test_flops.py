@@ -9,7 +9,7 @@ import pytest
 from MaxText.config.layer_sections import AttentionConfig
 from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
-from MaxText.conformance.checks import products
+from MaxText.conformance.comparison import matmul_flops
 from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention.attention import average_keys_computed, average_keys_visible
@@ -73,7 +73,7 @@ def traced_products(case):
     """(count, operations of the traced program, tokens)."""
     count, function, arguments, tokens = loss_and_gradients(case)
     with sums_as_products():
-        return count, products(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
+        return count, matmul_flops(jax.make_jaxpr(function)(*arguments).jaxpr), tokens
 
 
 @pytest.mark.parametrize("name", COMPILED)

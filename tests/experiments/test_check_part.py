@@ -8,14 +8,8 @@ import pytest
 
 from MaxText.config import registry
 from MaxText.config.loading import load_config
-from MaxText.conformance.checks import (
-    CHECKS,
-    OPTIMIZER_CHECKS,
-    SIZES,
-    TRAINED,
-    Subject,
-    result,
-)
+from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+from MaxText.conformance.subject import SIZES, TRAINED, Subject
 from tests.house.sources import REPOSITORY, run_main
 from tests.programs import run
 
@@ -58,7 +52,7 @@ def slow(fault):
 def test_the_check_for_it_finds(fault, faulty):
     subject = faulty(fault)
     check = next(check for check in CHECKS if check.name == (QUICK | SLOW)[fault])
-    assert result(check, subject)
+    assert find_problem(check, subject)
 
 
 def test_an_optimizer_that_goes_up_is_found():
@@ -68,7 +62,7 @@ def test_an_optimizer_that_goes_up_is_found():
             lambda **other_keys: load_config(**TRAINED | SIZES | {"opt_type": "up"} | other_keys)
         )
         updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
-        assert "the loss goes from" in (result(updates, subject) or "")
+        assert "the loss goes from" in (find_problem(updates, subject) or "")
     finally:
         registry.forget(__file__)
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.conformance.checks import CHECKS, LENGTH, SIZES, Subject
+from MaxText.conformance.checks import CHECKS
+from MaxText.conformance.subject import LENGTH, SIZES, Subject
 from MaxText.cost.flops import count_flops
 from MaxText.layers.depth import aggregate
 from tests.small_models import tiny_config

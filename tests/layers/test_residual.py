@@ -7,7 +7,8 @@ import pytest
 
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.conformance import checks as conformance
+from MaxText.conformance.checks import CHECKS
+from MaxText.conformance.subject import SIZES, TRAINED, Subject
 from MaxText.errors import UserError
 from MaxText.layers.assembly.model import Model
 from MaxText.training.backend_defaults import resolve_auto
@@ -112,9 +113,9 @@ def test_values_of_the_first_layer_alone():
 
 def test_what_is_carried_goes_through_scan_decoding_and_gradients(parts):
     """By the suite of check_part.py; tests/multi_device has pipelines."""
-    keys = conformance.TRAINED | conformance.SIZES | parts | {"connection_type": "two_streams"}
-    subject = conformance.Subject(lambda **more: load_config(**keys | more))
-    for check in conformance.CHECKS:
+    keys = TRAINED | SIZES | parts | {"connection_type": "two_streams"}
+    subject = Subject(lambda **more: load_config(**keys | more))
+    for check in CHECKS:
         if check.name in ("causality", "gradients", "scan and remat", "decode state", "FLOPs"):
             assert check.problem(subject) is None
 

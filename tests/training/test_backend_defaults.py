@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from MaxText.parallelism.mesh import compiler_options, make_sharding_plan
+from MaxText.parallelism.compiler_options import train_step_options
+from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.backend_defaults import GPU_UNROLLED_LAYERS, resolve_auto
 from tests.small_models import tiny_config
 
@@ -20,14 +21,14 @@ def test_few_layers_are_unrolled_on_one_gpu(beyond):
 
 
 def test_options_of_the_user_win(monkeypatch):
-    assert compiler_options("gpu", 1) == {"xla_gpu_enable_triton_gemm": False}
-    assert not compiler_options("cpu", 1)
-    assert not compiler_options("tpu", 1)
-    (option,) = compiler_options("tpu", 8)
+    assert train_step_options("gpu", 1) == {"xla_gpu_enable_triton_gemm": False}
+    assert not train_step_options("cpu", 1)
+    assert not train_step_options("tpu", 1)
+    (option,) = train_step_options("tpu", 8)
     monkeypatch.setenv("LIBTPU_INIT_ARGS", f"--{option}=8")
-    assert not compiler_options("tpu", 8)
+    assert not train_step_options("tpu", 8)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=true")
-    assert not compiler_options("gpu", 1)
-    options = compiler_options("gpu", 8)
+    assert not train_step_options("gpu", 1)
+    options = train_step_options("gpu", 8)
     monkeypatch.setenv("XLA_FLAGS", f"--{min(options)}=off --xla_gpu_enable_triton_gemm=true")
-    assert len(compiler_options("gpu", 8)) == len(options) - 1 == 2
+    assert len(train_step_options("gpu", 8)) == len(options) - 1 == 2

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.conformance import checks as conformance
-from MaxText.conformance.checks import LENGTH, SIZES, Subject
+from MaxText.conformance.checks import CHECKS
+from MaxText.conformance.subject import LENGTH, SIZES, Subject
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
 from MaxText.evaluation.validation import evaluate, make_eval_step
@@ -88,7 +88,7 @@ def test_they_conform_and_decode():
         lambda **more: tiny_config(**SIZES | KEYS | {"base_num_decoder_layers": 1} | more)
     )
     model = subject.models[0]
-    for check in conformance.CHECKS:
+    for check in CHECKS:
         if check.name in ("causality", "documents", "gradients", "decode state", "FLOPs"):
             assert check.problem(subject) is None, check.name
     weights = {name: info.size for name, info in model.parameters.items() if "layers" not in name}

@@ -39,41 +39,63 @@ class Block(nnx.Module):
         self.build_feed_forward(layer, init, rngs)
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the mixer and its norm."""
         self.pre_self_attention_layer_norm = self.norm(layer, init, rngs)
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     @classmethod
     def mixer_class(cls, layer: LayerConfig) -> type[Mixer]:
+        """Returns the registered mixer of a layer."""
         return lookup("mixer", layer.config.block.mixer)
 
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the feed-forward and its norm."""
         self.pre_mlp_layer_norm = self.norm(layer, init, rngs)
         self.mlp = self.feed_forward_class(layer).build(layer, init, rngs)
 
     def feed_forward_class(self, layer: LayerConfig) -> type[FeedForward]:
+        """Returns the registered feed-forward of a layer."""
         return lookup("feed_forward", layer.config.feed_forward.feed_forward_type)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        """Builds a norm of a branch's input."""
         config = layer.config.block
         return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
         self, inputs: LayerInputs, context: ForwardContext, state: Any = None
     ) -> tuple[jax.Array, Scalars, Any]:
-        """Returns y_BTD, scalars to sum over layers, and the mixer's decode state."""
+        """Returns y_BTD, scalars to sum over layers, and the mixer's decode state.
+
+        Args:
+          inputs: Of the layer: those of the mixer (q, k, v) and the residual stream (r).
+          context: Positions, segments, random keys.
+          state: Decode state of the mixer for the next tokens; None for whole sequences.
+        """
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
-        out, more = self.feed_forward(h_BTD, context)
+        out, mlp_scalars = self.feed_forward(h_BTD, context)
         y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
-        return y_BTD, add_scalars(scalars, more), state
+        return y_BTD, add_scalars(scalars, mlp_scalars), state
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns the normalized inputs of queries, keys and values, [B, T, D] each."""
         y_BTD = self.pre_self_attention_layer_norm(inputs.q)
         return y_BTD, y_BTD, y_BTD
 
     def mix(
         self, normed: tuple[jax.Array, jax.Array, jax.Array], context: ForwardContext, state: Any
     ) -> tuple[jax.Array, Scalars, Any]:
+        """Applies the mixer: to whole sequences, to prompts (prefill), or to the next tokens.
+
+        Args:
+          normed: From `mixer_input`.
+          context: `capacity` is set for prompts.
+          state: Decode state for the next tokens; else None.
+
+        Returns:
+          Its output, scalars to sum over layers, and the decode state, None for whole sequences.
+        """
         mixer = self.self_attention
         normed = jax.tree.map(lambda x_BTD: with_logical_constraint(x_BTD, *BRANCH_INPUT), normed)
         x_BTD = normed if mixer.has_separate_inputs else normed[0]
@@ -92,9 +114,11 @@ class Block(nnx.Module):
             return out, scalars, None
 
     def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Applies norm and feed-forward."""
         return self.run_mlp(self.pre_mlp_layer_norm(x_BTD), context)
 
     def run_mlp(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Applies the feed-forward to its normalized input."""
         x_BTD = with_logical_constraint(x_BTD, *BRANCH_INPUT)
         with scope("mlp"):
             out, scalars = check_output(self.mlp, "__call__", self.mlp(x_BTD, context), x_BTD)
@@ -102,7 +126,13 @@ class Block(nnx.Module):
             return out, scalars
 
     def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
-        """Applies dropout and drop path to a branch's output."""
+        """Applies dropout and drop path to a branch's output.
+
+        Args:
+          x_BTD: The output.
+          context: Its `dropout_key` is None outside of training.
+          stream: RNG stream id of the branch.
+        """
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH)
@@ -121,5 +151,6 @@ class Block(nnx.Module):
 
 
 def add_scalars(first: Scalars, second: Scalars) -> Scalars:
-    both = {name: first[name] + second[name] for name in first if name in second}
-    return first | second | both
+    """Returns the scalars of both, those of the same name as their sum."""
+    sums = {name: first[name] + second[name] for name in first if name in second}
+    return first | second | sums

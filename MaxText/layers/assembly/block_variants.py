@@ -23,6 +23,12 @@ _MACARON_RANDOM_SLOPES = 11
 
 
 def block_class(layer: LayerConfig) -> type[Block]:
+    """Returns the class of a layer: a base arrangement, and the variants that are configured.
+
+    Each variant is a mixin that changes one or two methods of Block and calls the next class for
+    the rest. Those later in this function wrap those before: ReZero gates a Macaron block's
+    branches.
+    """
     block = layer.config.block
     bases: list[type[Block]] = [ParallelBlock if block.block_arrangement == "parallel" else Block]
     if block.mixer == "none":
@@ -40,11 +46,16 @@ def block_class(layer: LayerConfig) -> type[Block]:
 
 @functools.cache
 def combine(*bases: type) -> Any:
-    """Returns a class of all bases, the same one for the same bases."""
+    """Returns a class of all bases, the same one for the same bases.
+
+    The class of a combination is made when it is first used, as most combinations never are. Its
+    name is that of the first base.
+    """
     return bases[0] if len(bases) == 1 else types.new_class(bases[0].__name__, bases)
 
 
 def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
+    """Returns the class of a layer's mixer; None for a layer without one."""
     if layer.config.block.mixer == "none":
         return None
     return block_class(layer).mixer_class(layer)
@@ -69,11 +80,11 @@ class ParallelBlock(Block):
         out, scalars, state = self.mix(normed, context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
         if self.pre_mlp_layer_norm is None:
-            out, more = self.run_mlp(normed[0], context)
+            out, mlp_scalars = self.run_mlp(normed[0], context)
         else:
-            out, more = self.feed_forward(inputs.r, context)
+            out, mlp_scalars = self.feed_forward(inputs.r, context)
         y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
-        return y_BTD, add_scalars(scalars, more), state
+        return y_BTD, add_scalars(scalars, mlp_scalars), state
 
 
 class BlockWithoutMixer(Block):
@@ -142,8 +153,8 @@ class Macaron(Block):
             half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
             record(half, "feed_forward_output")
         x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
-        y_BTD, more, state = super().__call__(LayerInputs.all(x_BTD), context, state)
-        return y_BTD, add_scalars(scalars, more), state
+        y_BTD, block_scalars, state = super().__call__(LayerInputs.all(x_BTD), context, state)
+        return y_BTD, add_scalars(scalars, block_scalars), state
 
     def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         out, scalars = super().feed_forward(x_BTD, context)

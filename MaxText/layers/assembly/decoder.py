@@ -70,10 +70,10 @@ class Decoder(nnx.Module):
             return part.build(layer, init_of(layer), rngs)
 
         kinds: dict[Any, LayerConfig] = {}
-        for one in (whole_model, *layers):
-            kinds.setdefault(_positions_of(one), one)
-        self.position_embedder, *others = map(positions, kinds.values())
-        self.other_positions = nnx.List(others)
+        for layer_config in (whole_model, *layers):
+            kinds.setdefault(_positions_of(layer_config), layer_config)
+        self.position_embedder, *other_positions = map(positions, kinds.values())
+        self.other_positions = nnx.List(other_positions)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
@@ -146,8 +146,8 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, States]:
         """Prefills states of `capacity` >= T from right-padded prompts."""
         positions_BT = _positions(tokens_BT)
-        own = self._for_mixers(positions_BT)
-        context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **own)
+        for_mixers = self._for_mixers(positions_BT)
+        context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **for_mixers)
         return self._with_states(tokens_BT, positions_BT, context, None)
 
     def decode_step(
@@ -201,21 +201,21 @@ class Decoder(nnx.Module):
         with scope("connections"):
             read = self.connections.read(index, carry, layer.stream_norms)
             emb_dim = self.config.shape.dimensions.emb_dim
-            inputs, rest = part_outputs.check_read(self.connections, read, carry, emb_dim)
+            inputs, carry_on = part_outputs.check_read(self.connections, read, carry, emb_dim)
             _record_inputs(inputs)
-        shared = self.connections.shared(rest)
+        shared = self.connections.shared(carry_on)
         context = context.for_layer(index, shared, layer.positions)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
-        after = self.connections.write(index, rest, y_BTD, context.shared)
-        return part_outputs.check_write(self.connections, carry, after), scalars, state
+        new_carry = self.connections.write(index, carry_on, y_BTD, context.shared)
+        return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        own, *others = [
+        first, *others_tuple = [
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
         ]
-        return {**own, "other_positions": tuple(others)}
+        return {**first, "other_positions": tuple(others_tuple)}
 
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
@@ -252,8 +252,8 @@ class Decoder(nnx.Module):
             logits_BTV = self.head(h_BTD, self.token_embedder, head_state, positions_BT)
             record(logits_BTV, "output")
         shape = (*h_BTD.shape[:2], self.config.shape.vocab_size)
-        like = jax.ShapeDtypeStruct(shape, jnp.float32)
-        part_outputs.check_like(self.head, "__call__", logits_BTV, like, any_dtype=False)
+        expected = jax.ShapeDtypeStruct(shape, jnp.float32)
+        part_outputs.check_like(self.head, "__call__", logits_BTV, expected, any_dtype=False)
         return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:

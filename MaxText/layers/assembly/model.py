@@ -11,29 +11,34 @@ from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.layers.assembly.decoder import Decoder
-from MaxText.layers.params import AbstractRngs
+from MaxText.layers.params import AbstractRngs, Params
 from MaxText.parallelism.logical_sharding import ParamSpec
-
-Parameters = dict  # nested, leaves are arrays
 
 _TOP_LEVEL_HEAD = ("logits_dense", "head_qk")  # at the top level of checkpoints, not under head/
 
 
-def _as_stored(tree: Any) -> Parameters:
+def _as_stored(tree: Any) -> Params:
+    """Returns parameters as checkpoints hold them: some of the head at the top level."""
     head = dict(tree.get("head", {}))
     top_level = {name: head.pop(name) for name in _TOP_LEVEL_HEAD if name in head}
-    rest = {name: tree[name] for name in tree if name != "head"}
-    return rest | top_level | ({"head": head} if head else {})
+    stored = {name: tree[name] for name in tree if name != "head"}
+    return stored | top_level | ({"head": head} if head else {})
 
 
 def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
+    """Returns what the parts around a parameter declare about it (layers/part.py).
+
+    Args:
+      module: The decoder.
+      path: From the decoder to the parameter: attributes, keys and indices.
+    """
     row = ""
     is_recomputed = False
     for step in path:
         rows = getattr(type(module), "rows", {})
-        own = getattr(type(module), "not_recomputed", None)
+        not_recomputed = getattr(type(module), "not_recomputed", None)
         row = row or (rows if isinstance(rows, str) else rows.get(step, ""))
-        is_recomputed = is_recomputed or (own is not None and step not in own)
+        is_recomputed = is_recomputed or (not_recomputed is not None and step not in not_recomputed)
         is_container = isinstance(module, nnx.Dict | nnx.List)
         module = module[step] if is_container else getattr(module, step)
     return {"owner": path[0], "row": row, "is_recomputed": is_recomputed}
@@ -50,24 +55,43 @@ class Model:
         for path, parameter in nnx.to_flat_state(state):
             parameter.set_metadata(**_declared(module, path))
         state = nnx.State(_as_stored(state))
-        self.abstract: Parameters = nnx.to_pure_dict(state)  # jax.ShapeDtypeStruct
+        self.abstract: Params = nnx.to_pure_dict(state)  # jax.ShapeDtypeStruct
         self.parameters: dict[str, ParamSpec] = {}  # by names such as "layers/mlp/wo/kernel"
         for path, parameter in nnx.to_flat_state(state):
             name = "/".join(map(str, path))
             value = parameter.get_value()
-            metadata = parameter.get_metadata() | {"shape": value.shape, "dtype": value.dtype}
-            metadata["row"] = metadata["row"] or self.placed(name)[0].rpartition("/")[0]
-            self.parameters[name] = ParamSpec(*(metadata[f] for f in ParamSpec._fields))
+            metadata = parameter.get_metadata()
+            self.parameters[name] = ParamSpec(
+                shape=value.shape,
+                dtype=value.dtype,
+                logical_axes=metadata["logical_axes"],
+                num_input_dims=metadata["num_input_dims"],
+                used_in=metadata["used_in"],
+                owner=metadata["owner"],
+                row=metadata["row"] or self.placed(name)[0].rpartition("/")[0],
+                is_recomputed=metadata["is_recomputed"],
+            )
 
     def stored(self, layer: int, name: str) -> tuple[str, int | None]:
-        """Returns (array name, row) of a layer's parameter, "mlp/wo/kernel"."""
+        """Returns the stored array of a layer's parameter, and its row there.
+
+        Args:
+          layer: Index of the layer.
+          name: Within the layer, such as "mlp/wo/kernel".
+
+        Returns:
+          The array's name, and None instead of a row if it belongs to this layer alone.
+        """
         if self.blueprint.is_stacked:
             return f"layers/{name}", layer
         path, row = self.blueprint.plan.path(layer)
         return f"layers/{path}/{name}", row
 
     def placed(self, name: str) -> tuple[str, Sequence[int] | None]:
-        """Returns a parameter's name within its layer, and its rows' layers."""
+        """Returns a stored array's name within its layers, and the layer of each of its rows.
+
+        None instead of layers for an array outside of them. The inverse of `stored`.
+        """
         folder, _, within = name.partition("/")
         plan = self.blueprint.plan
         if folder != "layers":
@@ -87,23 +111,29 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
+        """Number of trained and frozen weights."""
         return sum(spec.size for spec in self.parameters.values())
 
-    def initialize(self, key: jax.Array) -> Parameters:
+    def initialize(self, key: jax.Array) -> Params:
         """Returns fresh parameters. Pure: call it under jit with output shardings."""
         state = nnx.state(Decoder(self.config, nnx.Rngs(params=key)))
         return _as_stored(nnx.to_pure_dict(state))
 
-    def merge(self, parameters: Parameters) -> Decoder:
+    def merge(self, parameters: Params) -> Decoder:
+        """Returns the decoder with these parameters: stored ones, or from `unstack_params`.
+
+        For use inside a trace.
+        """
         layers = parameters["layers"]
         if isinstance(layers, tuple):  # from unstack_params
             parameters = parameters | {"layers": self.blueprint.join(layers)}
         head = dict(parameters.get("head", {}))
         head |= {name: parameters[name] for name in _TOP_LEVEL_HEAD if name in parameters}
-        rest = {name: x for name, x in parameters.items() if name not in ("head", *_TOP_LEVEL_HEAD)}
-        return nnx.merge(self._graphdef, rest | {"head": head})
+        of_head = ("head", *_TOP_LEVEL_HEAD)
+        body = {name: tree for name, tree in parameters.items() if name not in of_head}
+        return nnx.merge(self._graphdef, body | {"head": head})
 
-    def unstack_params(self, parameters: Parameters) -> Parameters:
+    def unstack_params(self, parameters: Params) -> Params:
         """Returns parameters for generation: an array per layer, as used.
 
         Decoding cannot afford to slice them for every token. Deletes the given arrays one by one,
@@ -121,10 +151,10 @@ class Model:
             rows = [replaced(leaf, [leaf[i] for i in range(len(leaf))]) for leaf in leaves]
             return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
 
-        def replaced(old: jax.Array, new: Any) -> Any:
-            jax.block_until_ready(new)
-            old.delete()
-            return new
+        def replaced(array: jax.Array, replacement: Any) -> Any:
+            jax.block_until_ready(replacement)
+            array.delete()
+            return replacement
 
         parameters = jax.tree_util.tree_map_with_path(converted, parameters)
         layers = tuple(self.blueprint.layer_weights(parameters["layers"], unstacked))

@@ -58,12 +58,19 @@ class DenseConnections(Connection):
         D = init.dimensions.emb_dim
         self.num_layers = num_layers
         depths = filter(dense.stands_after, range(1, num_layers + 1))
-        after = {str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths}
-        self.after = nnx.Dict(after)
+        aggregates = {
+            str(depth): DepthAggregate(dense, depth, epsilon, init, rngs) for depth in depths
+        }
+        self.after = nnx.Dict(aggregates)
         # The last aggregation is read outside of the layers, and so saved anyway.
-        recomputed = [one for one in self.after.values() if one.depth < num_layers]
-        for one in recomputed[max(0, len(recomputed) - dense.dense_saved_aggregates) :]:
-            one.is_saved = True
+        recomputed = [
+            depth_aggregate
+            for depth_aggregate in self.after.values()
+            if depth_aggregate.depth < num_layers
+        ]
+        num_recomputed = max(0, len(recomputed) - dense.dense_saved_aggregates)
+        for depth_aggregate in recomputed[num_recomputed:]:
+            depth_aggregate.is_saved = True
         self.zero_centered = init.zero_centered_norms
         # Learned scales of the normalized hidden states X_0 to X_L.
         shape = (num_layers + 1, D)
@@ -82,18 +89,26 @@ class DenseConnections(Connection):
         terms = {x: len(_streams(dense, x, num_layers)) * len(dense.sources(x)) for x in depths}
         sums = {depth: 2.0 * dimensions.emb_dim * number for depth, number in terms.items()}
         # The backward pass of the last aggregation does not read its result.
-        kept = sums.get(num_layers, 0.0) if dense.mudd_postnorm == "none" else 0.0
+        saved_flops = sums.get(num_layers, 0.0) if dense.mudd_postnorm == "none" else 0.0
         if dense.dense_saved_aggregates:
-            kept = math.nan
-        return {"depth aggregation": Flops(sum(sums.values()), kept=kept)}
+            saved_flops = math.nan
+        return {"depth aggregation": Flops(sum(sums.values()), kept=saved_flops)}
 
     def begin(self, x_BTD: jax.Array) -> LayerOutputs:
+        """Returns the embedding as the first source."""
         return (LayerOutput(x_BTD),)
 
     def read(
         self, index: int, carry: LayerOutputs, norms: Mapping[str, nnx.Module]
     ) -> tuple[LayerInputs, LayerOutputs]:
-        """Returns layer `index`'s inputs, fusing `norms` if profitable."""
+        """Returns a layer's inputs, and the sources for later layers.
+
+        Args:
+          index: Of the layer; the number of layers for the input of the final norm.
+          carry: The embedding and the outputs of all layers before.
+          norms: The layer's own norms by stream, which are fused with the aggregation if that is
+            faster. Such an input is a PreNormalized.
+        """
         sources = carry
         x_BTD = carry[-1].x_BTD
         if str(index) not in self.after:
@@ -102,12 +117,13 @@ class DenseConnections(Connection):
         if self.source_norm is not None:
             scales = effective_scale(self.source_norm["scale"], self.zero_centered)
         sums, sources = self.after[str(index)](sources, scales, norms)
-        rest = sums.get("r", x_BTD)
-        return LayerInputs(*(sums.get(stream, rest) for stream in LayerInputs._fields)), sources
+        residual = sums.get("r", x_BTD)
+        return LayerInputs(*(sums.get(stream, residual) for stream in LayerInputs._fields)), sources
 
     def write(
         self, index: int, carry: LayerOutputs, y_BTD: jax.Array, shared: dict[str, Any]
     ) -> LayerOutputs:
+        """Adds a layer's output to the sources."""
         return (*carry, LayerOutput(y_BTD))
 
     def end(self, carry: LayerOutputs) -> jax.Array:
@@ -180,13 +196,22 @@ class DepthAggregate(nnx.Module):
     def __call__(
         self, sources: LayerOutputs, scales_SD: jax.Array | None, norms: Mapping[str, nnx.Module]
     ) -> tuple[dict[str, Any], LayerOutputs]:
-        """Returns y_BTD or PreNormalized by stream, and the sources to carry on."""
+        """Returns y_BTD or PreNormalized by stream, and the sources to carry on.
+
+        Args:
+          sources: Embedding and outputs of all layers so far.
+          scales_SD: Learned scales of all normalized sources; None if they are not normalized.
+          norms: Of the next layer, by stream.
+        """
         x_BTD = sources[-1].x_BTD
         weights_BTCS = self.weights(x_BTD)
         selected = [sources[index] for index in self.sources]
         if scales_SD is not None:
             scales_SD = scales_SD[np.array(self.sources)]
-            selected = [self._normalized(*one) for one in zip(selected, scales_SD, strict=True)]
+            selected = [
+                self._normalized(source, scale_D)
+                for source, scale_D in zip(selected, scales_SD, strict=True)
+            ]
             # The inverse RMS is folded into the weights.
             inverse_rms: list[Any] = [source.inverse_rms_BT1 for source in selected]
             weights_BTCS = weights_BTCS * jnp.concatenate(inverse_rms, axis=-1)[:, :, None]
@@ -218,14 +243,14 @@ class DepthAggregate(nnx.Module):
         self, norms: Mapping[str, nnx.Module], x_BTD: jax.Array
     ) -> tuple[Norms, jax.Array | None]:
         """Returns the layer's norms to fuse, and their factors [M, D]."""
-        found = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
+        stream_norms = [(index, norms.get(stream)) for index, stream in enumerate(self.streams)]
         # Not isinstance: the kernel does not know LayerNorm and ScaleNorm, which are derived.
-        chosen = {index: norm for index, norm in found if type(norm) is RMSNorm}
+        fusible = {index: norm for index, norm in stream_norms if type(norm) is RMSNorm}
         can_fuse = supports_fused_norms(self.config.dense_aggregation_impl, x_BTD)
-        if not chosen or self.config.adds or not can_fuse:
+        if not fusible or self.config.adds or not can_fuse:
             return NO_NORMS, None
-        factors_MD = jnp.stack([norm.factors() for norm in chosen.values()])
-        return Norms(tuple(chosen), self.epsilon), factors_MD
+        factors_MD = jnp.stack([norm.factors() for norm in fusible.values()])
+        return Norms(tuple(fusible), self.epsilon), factors_MD
 
     def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
         if source.inverse_rms_BT1 is not None:
@@ -235,6 +260,7 @@ class DepthAggregate(nnx.Module):
 
 
 def _streams(config: DenseConfig, depth: int, num_layers: int) -> tuple[str, ...]:
+    """Returns the inputs of a layer, some of "qkvr"; the final norm reads "r" alone."""
     return ("r",) if depth == num_layers else config.dense_streams
 
 
@@ -249,7 +275,9 @@ def rms_norm_matmul(
     return _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
 
-def _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision):
+def _rms_norm_matmul_forward(
+    x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
+) -> tuple[jax.Array, Any]:
     # Saved under every policy: both are small, and recomputing either would read x again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
@@ -259,7 +287,9 @@ def _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision):
     return y_BTK, (x_BTD, kernel_DK, inverse_rms_BT1, product_BTK)
 
 
-def _rms_norm_matmul_backward(epsilon, precision, residuals, grad_y_BTK):
+def _rms_norm_matmul_backward(
+    epsilon: float, precision: str | None, residuals: Any, grad_y_BTK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     del epsilon
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = residuals
     grad_y_BTK = grad_y_BTK.astype(jnp.float32)

@@ -163,17 +163,20 @@ def _call(
 class Tile(NamedTuple):
     """A tile, processed in chunks of register size."""
 
-    shape: tuple[int, ...]
-    chunk: int
+    shape: tuple[int, ...]  # tokens, dimensions
+    chunk: int  # dimensions at once
 
     @property
     def step(self) -> int:
+        """Tokens at once."""
         return min(self.shape[0], TILE_ROWS)
 
     def for_tokens(self, do: Callable[[Any], Any]) -> None:
+        """Calls `do` with slices of tokens, in a loop."""
         _for_each(self.shape[0], self.step, do)
 
     def for_columns(self, do: Callable[[Any], Any]) -> None:
+        """Calls `do` with slices of dimensions, in a loop."""
         _for_each(self.shape[1], self.chunk, do)
 
     def sums(self, terms: Callable[[Any], Sequence[jax.Array]], number: int) -> list[jax.Array]:
@@ -195,6 +198,7 @@ class Tile(NamedTuple):
         return [jnp.sum(total, axis=1) for total in totals]
 
     def inverse_rms(self, squares: Sequence[jax.Array], epsilon: float) -> list[jax.Array]:
+        """Returns 1 / sqrt(mean(y^2) + eps) of each token from its sum of squares, [tokens, 1]."""
         return [jax.lax.rsqrt(total[:, None] / self.shape[1] + epsilon) for total in squares]
 
 
@@ -205,12 +209,14 @@ def _for_each(length: int, step: int, do: Callable[[Any], Any]) -> None:
     jax.lax.fori_loop(0, length // step, body, None)
 
 
-def _source(operands, s, token, columns):
+def _source(operands: Operands, s: int, token: Any, columns: Any) -> jax.Array:
+    """Returns a part of scale_s * x_s, float32."""
     x = operands["sources"][s][token, columns].astype(jnp.float32)
     return x * operands["scales"][pl.ds(s, 1), columns] if "scales" in operands else x
 
 
-def _sums(tile: Tile, operands, streams: Sequence[int], token, columns) -> list[jax.Array]:
+def _sums(operands: Operands, streams: Sequence[int], token: Any, columns: Any) -> list[jax.Array]:
+    """Returns a part of the weighted sums of some streams, float32."""
     num_sources = len(operands["sources"])
     totals: list[Any] = [None] * len(streams)
     for s in range(num_sources):
@@ -221,7 +227,14 @@ def _sums(tile: Tile, operands, streams: Sequence[int], token, columns) -> list[
     return totals
 
 
-def _forward_body(norms, chunk, operands, results, scratch: Any = None):
+def _forward_body(
+    norms: Norms, chunk: int, operands: Operands, results: dict[str, Any], scratch: Any = None
+) -> None:
+    """Computes `forward` for one tile.
+
+    Sums that are normalized wait in `scratch` [M, tokens, D], float32, until their mean square is
+    known.
+    """
     tile = Tile(operands["sources"][0].shape, chunk)
     sums = results["sums"]
     streams = range(len(sums))
@@ -229,7 +242,7 @@ def _forward_body(norms, chunk, operands, results, scratch: Any = None):
     def at_tokens(token):
         def make(columns):
             normed = []
-            totals = _sums(tile, operands, streams, token, columns)
+            totals = _sums(operands, streams, token, columns)
             for c, total in zip(streams, totals, strict=True):
                 if c in norms.streams:
                     scratch[norms.streams.index(c), token, columns] = total
@@ -266,7 +279,7 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
     def measure(columns):
         squares = []
         inner = []
-        sums = _sums(tile, operands, norms.streams, token, columns)
+        sums = _sums(operands, norms.streams, token, columns)
         for m, (c, y) in enumerate(zip(norms.streams, sums, strict=True)):
             normed[m, token, columns] = y
             h = grad_sums[c][token, columns].astype(jnp.float32)
@@ -295,7 +308,13 @@ def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> Non
     tile.for_columns(differentiate)
 
 
-def _backward_body(norms, chunk, operands, results, scratch: Any = None):
+def _backward_body(
+    norms: Norms, chunk: int, operands: Operands, results: dict[str, Any], scratch: Any = None
+) -> None:
+    """Computes `backward` for one tile.
+
+    `scratch` [M, tokens, D], float32, holds the gradients of sums before their norms.
+    """
     tile = Tile(operands["sources"][0].shape, chunk)
     num_sources = len(operands["sources"])
     grad_sums = operands["grad_sums"]
@@ -321,8 +340,9 @@ def _backward_body(norms, chunk, operands, results, scratch: Any = None):
                 terms = [weight * g for weight, g in zip(weights, grads, strict=True)]
                 if "accumulated" in operands:
                     terms.append(operands["accumulated"][s][token, columns].astype(jnp.float32))
-                new = results["grad_sources"][s]
-                new[token, columns] = functools.reduce(jnp.add, terms).astype(new.dtype)
+                grad_source = results["grad_sources"][s]
+                total = functools.reduce(jnp.add, terms)
+                grad_source[token, columns] = total.astype(grad_source.dtype)
                 return [g * x for g in grads]
 
             for k, total in zip(indices, tile.sums(products, len(indices)), strict=True):

@@ -1,0 +1,66 @@
+"""Comparison of parameter and gradient trees, and counts of operations."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from MaxText.checkpointing.compatibility import leaf_path
+
+
+def arrays_by_name(tree: Any) -> dict[str, np.ndarray]:
+    """Returns the leaves of a tree by their path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {leaf_path(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def pair_arrays(tree: Any, other: Any) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields the name and both leaves for each leaf of a tree and the same one of another."""
+    other_arrays = arrays_by_name(other)
+    return ((name, leaf, other_arrays[name]) for name, leaf in arrays_by_name(tree).items())
+
+
+def describe_difference(
+    actual_results: Any, expected_results: Any, loss_tolerance: float, gradient_tolerance: float
+) -> str | None:
+    """Describes the first relative error above its bound; None if there is none.
+
+    Args:
+      actual_results: Loss and gradients.
+      expected_results: The same, to compare with.
+      loss_tolerance: Relative to the loss.
+      gradient_tolerance: Relative to the largest number of each array.
+    """
+    (actual_loss, actual_gradients) = actual_results
+    (loss, gradients) = expected_results
+    if not abs(actual_loss - loss) <= loss_tolerance * abs(loss):
+        return f"the loss is {actual_loss:.7f} instead of {loss:.7f}"
+    for name, expected, actual in pair_arrays(gradients, actual_gradients):
+        error = np.abs(actual - expected).max() / (np.abs(expected).max() or 1.0)
+        if not error <= gradient_tolerance:
+            return f"the gradient of {name} differs by {error:.1e} of its largest number"
+    return None
+
+
+def matmul_flops(jaxpr: Any) -> int:
+    """Returns the matrix product FLOPs of a jaxpr, with scans multiplied out."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            lhs = equation.invars[0].aval.shape
+            outputs = math.prod(equation.outvars[0].aval.shape)
+            total += 2 * outputs * math.prod(lhs[dimension] for dimension in contracted)
+        if equation.primitive.name == "ragged_dot_general":
+            # Each row of the left times one matrix, or rows of both sides contracted.
+            lhs = equation.invars[0].aval
+            outputs = equation.outvars[0].aval
+            total += 2 * lhs.size * outputs.shape[-1]
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for value in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                total += times * matmul_flops(inner)
+    return total
