@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from MaxText.checkpointing.checkpoint_files import with_digests
 from MaxText.config.data_sections import PreparationConfig
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
@@ -180,7 +181,8 @@ def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
     (folder / "metadata").mkdir()
     config = {"dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2}
     config |= {"mlm_training": True, "mlm.mask_id": 3, "mlm.cls_token_id": 4}
-    (folder / "metadata" / "metadata").write_text(json.dumps({"config": config}))
+    metadata = with_digests({"config": config}, {}, {})
+    (folder / "metadata" / "metadata").write_text(json.dumps(metadata))
 
     def read(*arguments):
         loaded = load([f"load_parameters_path={tmp_path}", *arguments], "eval.py")
