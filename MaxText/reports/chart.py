@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from MaxText.metrics.tables import short_count
+from MaxText.monitoring.tables import short_count
 
 # Horizontal axes of a run's curves.
 AxisName = Literal["tokens", "flops", "time", "step"]
