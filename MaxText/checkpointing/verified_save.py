@@ -32,6 +32,7 @@ class VerifiedArraysHandler(ocp.PyTreeCheckpointHandler):
     """Saves a tree of arrays, and commits it only if every chunk of every array is on disk."""
 
     def finalize(self, directory: epath.Path) -> None:
+        """Completes the item's folder; CheckpointCorruptedError if an array is incomplete."""
         super().finalize(directory)
         verify_arrays(directory)
 
@@ -40,6 +41,7 @@ class VerifiedJsonHandler(ocp.JsonCheckpointHandler):
     """Saves a JSON object, and commits it only if it can be read back."""
 
     def finalize(self, directory: epath.Path) -> None:
+        """Completes the item's folder; CheckpointCorruptedError if the file cannot be read back."""
         super().finalize(directory)
         path = directory / "metadata"
         try:

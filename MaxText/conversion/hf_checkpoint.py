@@ -50,15 +50,18 @@ class TensorInfo(NamedTuple):
 
 
 def local_path(text: str) -> Path:
+    """Returns a path that a user typed, with ~ replaced."""
     return Path(os.path.expanduser(text))  # unlike Path.expanduser, takes unknown users
 
 
 def is_file(path: Path) -> bool:
+    """Returns whether a file exists; UserError if its folder cannot be read."""
     try:
         return path.is_file()
     except OSError as error:
-        shown = path if len(path.name) < 256 else path.with_name(f"{path.name[:40]}...")
-        raise UserError(f"{shown} cannot be read: {error.strerror}.") from error
+        is_short = len(path.name) < 256
+        shown_path = path if is_short else path.with_name(f"{path.name[:40]}...")
+        raise UserError(f"{shown_path} cannot be read: {error.strerror}.") from error
 
 
 def is_hf_checkpoint(path: str) -> bool:

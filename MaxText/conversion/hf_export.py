@@ -175,6 +175,7 @@ class FoldedWeights(WeightSource):
         self._weights = weights
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, scaled if it has a factor."""
         stored = self._weights.read(name)
         if name not in self._factors:
             return stored

@@ -55,7 +55,8 @@ def copy_files(source: Path, target: Any, possible: Iterable[str] = _FILES) -> l
     return names
 
 
-def write_json(path: Any, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes a JSON file as transformers does: indented, with characters outside ASCII."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -177,45 +177,78 @@ class CompareArgs(CompareOptions):
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:
-    """Returns the request and all problems in the program's own arguments."""
+    """Returns the request and all problems in the program's own arguments.
+
+    Keys and configuration files are not read yet.
+
+    Args:
+      arguments: The command line without the program.
+    """
     parsed = read_options(CompareOptions, arguments)
     options = parsed.options
     keys = [*parsed.operands, *parsed.settings]
-    problems = parsed.problems
+    issues = [*parsed.problems, *_key_issues(keys)]
     budget = options.budget
-
-    def refuse(what: str, word: str = "", **facts: str) -> None:
-        place = f"command line, {word}" if word else "command line"
-        problems.append(ConfigIssue(what, (place,), tuple(facts.items())))
-
-    for word in keys:
-        name = word.partition("=")[0]
-        if name == "stages":
-            example = "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file"
-            what = "stages: they belong to one configuration, so write them in its file"
-            refuse(what, word, write=example)
-        elif name in SET_PER_RUN:
-            refuse(f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison", word)
     if budget is not None:
-        suffixes = _TIME_SUFFIXES if options.match == "time" else COUNT_SUFFIXES
         try:
-            budget = parse_amount(str(budget), suffixes)
+            budget = _parse_budget(str(budget), options.match)
         except ValueError as error:
             example = "600, 10m or 1.5h" if options.match == "time" else "1e15, 10M or 1.5B"
-            refuse(f"budget: {error}", write=f"budget={example}")
-    if options.match == "time" and options.num_devices is not None:
-        what = "num_devices: match=time measures steps on this machine, not on another one"
-        refuse(what, instead="run it there")
-    if options.name and options.output:
-        refuse(f"name={options.name} and output={options.output} name two folders", instead="one")
-    if Path(options.name).is_absolute() or ".." in Path(options.name).parts:
-        what = f"name={options.name} is not a folder in base_output_directory"
-        refuse(what, instead="output= for another place")
-    for word in arguments:
-        name = word.partition("=")[0]
-        if name in ("output", "base_output_directory") and "://" in word:
-            refuse(f"{name}: comparisons need a local folder", word)
+            issues.append(_issue(f"budget: {error}", write=f"budget={example}"))
+    issues += _option_issues(options)
+    issues += _url_issues(arguments)
     output = options.output and options.output.expanduser()
     option_values = vars(options) | {"budget": budget, "output": output}
     request = CompareArgs(**option_values, configs=tuple(parsed.config_files), keys=tuple(keys))
-    return request, problems
+    return request, issues
+
+
+def _issue(message: str, argument: str = "", **facts: str) -> ConfigIssue:
+    """Returns an issue of the command line, or of one of its arguments."""
+    location = f"command line, {argument}" if argument else "command line"
+    return ConfigIssue(message, (location,), tuple(facts.items()))
+
+
+def _parse_budget(text: str, match: Match) -> float:
+    """Returns a budget in the unit of `match`; raises ValueError."""
+    return parse_amount(text, _TIME_SUFFIXES if match == "time" else COUNT_SUFFIXES)
+
+
+def _key_issues(arguments: Sequence[str]) -> list[ConfigIssue]:
+    """Returns issues of key=value arguments that cannot be the same for all runs."""
+    issues = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name == "stages":
+            message = "stages: they belong to one configuration, so write them in its file"
+            example = "stages: [{steps: 100, slot_num: 64}, {...}] in a YAML file"
+            issues.append(_issue(message, argument, write=example))
+        elif name in SET_PER_RUN:
+            message = f"{name}: {SET_PER_RUN[name]} sets it for each run of a comparison"
+            issues.append(_issue(message, argument))
+    return issues
+
+
+def _option_issues(options: CompareOptions) -> list[ConfigIssue]:
+    """Returns issues of options that contradict each other, or name no local folder."""
+    issues = []
+    if options.match == "time" and options.num_devices is not None:
+        message = "num_devices: match=time measures steps on this machine, not on another one"
+        issues.append(_issue(message, instead="run it there"))
+    if options.name and options.output:
+        message = f"name={options.name} and output={options.output} name two folders"
+        issues.append(_issue(message, instead="one"))
+    if Path(options.name).is_absolute() or ".." in Path(options.name).parts:
+        message = f"name={options.name} is not a folder in base_output_directory"
+        issues.append(_issue(message, instead="output= for another place"))
+    return issues
+
+
+def _url_issues(arguments: Sequence[str]) -> list[ConfigIssue]:
+    """Returns issues of output folders that are URLs."""
+    issues = []
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name in ("output", "base_output_directory") and "://" in argument:
+            issues.append(_issue(f"{name}: comparisons need a local folder", argument))
+    return issues

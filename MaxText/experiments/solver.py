@@ -120,25 +120,7 @@ def solve(
         return stages
     search = _Search(stages, solve_for, amount)
     helpful = _helpful_keys(match, stages[-1])
-    model = stages[-1].model
-    has_slots = model.attention.attention_projections != "dense"
-    if solve_for == WIDTH and has_slots and model.shape.head_dim != -1:
-        raise UserError(
-            f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
-            "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
-            f"{' or '.join(f'solve_for={name}' for name in helpful if name != WIDTH)}."
-        )
-    if search.start < 1:
-        raise UserError(
-            f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "
-            "or choose another key by solve_for=."
-        )
-    doubled = search.first_from(2 * search.start)
-    if doubled is not None and search.amount(doubled) <= search.amount(search.start):
-        raise UserError(
-            f"{label}: {solve_for} does not change the {UNITS[match]} of a run. "
-            f"Set solve_for={' or solve_for='.join(helpful)}."
-        )
+    _check_solvable(label, search, stages[-1], match, helpful)
     # The step and finer ones, for budgets between its multiples.
     for step in (search.step, *(finer for finer in _MULTIPLES if finer < search.step)):
         search.step = step
@@ -169,6 +151,39 @@ def solve(
             f"{tolerance:.1%} by {solve_for}: {nearest}.\n  What to do: {', '.join(remedies)}."
         )
     return solved
+
+
+def _check_solvable(
+    label: str, search: "_Search", config: Config, match: Match, helpful: Sequence[str]
+) -> None:
+    """Raises UserError if the key of a search cannot change the budget's amount.
+
+    Args:
+        label: of the configuration, for messages.
+        search: of the solved key.
+        config: the last stage.
+        match: the kind of the budget.
+        helpful: keys to propose instead.
+    """
+    solve_for = search.solve_for
+    has_slots = config.model.attention.attention_projections != "dense"
+    if solve_for == WIDTH and has_slots and config.model.shape.head_dim != -1:
+        raise UserError(
+            f"{label}: with attention_projections=pattention, heads x head_dim is the width of the "
+            "model, so a fixed head_dim fixes the width. Set head_dim=-1, or "
+            f"{' or '.join(f'solve_for={name}' for name in helpful if name != WIDTH)}."
+        )
+    if search.start < 1:
+        raise UserError(
+            f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "
+            "or choose another key by solve_for=."
+        )
+    doubled = search.first_from(2 * search.start)
+    if doubled is not None and search.amount(doubled) <= search.amount(search.start):
+        raise UserError(
+            f"{label}: {solve_for} does not change the {UNITS[match]} of a run. "
+            f"Set solve_for={' or solve_for='.join(helpful)}."
+        )
 
 
 def _helpful_keys(match: Match, config: Config) -> tuple[str, ...]:

@@ -141,6 +141,42 @@ class Variant(NamedTuple):
         return {name for name in first for other in later_stages if other[name] != first[name]}
 
 
+class _RequestedVariant(NamedTuple):
+    """A configuration that is not loaded yet."""
+
+    source: int  # index of its file
+    assignment: Mapping[str, Any]  # swept key -> value
+    origin: str  # of the sweep, for messages
+    stages: Sequence[tuple[dict[str, Any], str]]  # keys of each stage, and their origin
+
+
+def _requested_variants(
+    request: CompareArgs, source: int, path: str, issues: list[ConfigIssue]
+) -> list[_RequestedVariant]:
+    """Returns the variants of a file, by its sweep and stages or the command line's sweep.
+
+    `issues` collects mistakes in these.
+    """
+    blocks = sources.collect([path]).sweep_blocks if path else {}
+    assignments = request.sweep or [{}]
+    origin = "command line, sweep=..."
+    if request.sweep is None and "sweep" in blocks:
+        origin = blocks["sweep"].origin.place
+        try:
+            assignments = expand_sweep(blocks["sweep"].value)
+        except values.InvalidValueError as error:
+            issues.append(ConfigIssue(f"sweep: {error}", (origin,)))
+    stages: list[tuple[dict[str, Any], str]] = [({}, "")]
+    if "stages" in blocks:
+        stages_origin = blocks["stages"].origin.place
+        try:
+            numbered_stages = enumerate(read_stages(blocks["stages"].value), 1)
+            stages = [(keys, f"{stages_origin}, stage {n}") for n, keys in numbered_stages]
+        except values.InvalidValueError as error:
+            issues.append(ConfigIssue(f"stages: {error}", (stages_origin,)))
+    return [_RequestedVariant(source, assignment, origin, stages) for assignment in assignments]
+
+
 def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) -> list[Variant]:
     """Returns all requested configurations in order.
 
@@ -151,91 +187,64 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
         fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
         issues.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
         raise ConfigurationError(issues)
-    entries = []
+    requested: list[_RequestedVariant] = []
     labels = []
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
-        chain = [({}, "")]  # keys of stages and their origin
-        assignments = request.sweep or [{}]
-        origin = "command line, sweep=..."
-        in_file = sources.collect([path]).sweep_blocks if path else {}
-        if request.sweep is None and "sweep" in in_file:
-            origin = in_file["sweep"].origin.place
-            try:
-                assignments = expand_sweep(in_file["sweep"].value)
-            except values.InvalidValueError as error:
-                issues.append(ConfigIssue(f"sweep: {error}", (origin,)))
-        if stages := in_file.get("stages"):
-            stages_origin = stages.origin.place
-            try:
-                numbered_stages = enumerate(read_stages(stages.value), 1)
-                chain = [(keys, f"{stages_origin}, stage {n}") for n, keys in numbered_stages]
-            except values.InvalidValueError as error:
-                issues.append(ConfigIssue(f"stages: {error}", (stages_origin,)))
-        entries += [(source, assignment, origin, chain) for assignment in assignments]
-        labels += [_label(stems[source], variant, len(stems) > 1) for variant in assignments]
+        for variant in _requested_variants(request, source, path, issues):
+            requested.append(variant)
+            labels.append(_label(stems[source], variant.assignment, len(stems) > 1))
 
     variants = []
     with _deduplicate_notices():
-        for (source, assignment, origin, chain), label in zip(
-            entries, _unique(labels), strict=True
-        ):
+        for variant, label in zip(requested, _unique(labels), strict=True):
             try:
-                configs = _load_stages(request, source, assignment, origin, chain)
+                configs = _load_stages(request, variant)
             except ConfigurationError as error:
                 issues += error.problems
             else:
-                variants.append(
-                    Variant(label, source, tuple(map(_canonical_name, assignment)), configs)
-                )
-    if len(entries) == 1 and not issues:
+                swept = tuple(map(_canonical_name, variant.assignment))
+                variants.append(Variant(label, variant.source, swept, configs))
+    if len(requested) == 1 and not issues:
         message = "only one configuration is given, so there is nothing to compare"
         alternative = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
         facts = (("write", "a second CONFIG.yml,"), alternative)
         issues.append(ConfigIssue(message, ("command line",), facts))
     if issues:
         raise ConfigurationError(list(dict.fromkeys(issues)))
+    _note_equal_variants(variants)
+    return variants
+
+
+def _note_equal_variants(variants: Sequence[Variant]) -> None:
+    """Prints a note for each pair of variants with the same configuration."""
     for variant, other_variant in itertools.combinations(variants, 2):
         if variant.identity == other_variant.identity:
             note = f"note: {variant.label} and {other_variant.label} are the same configuration"
             sources.print_notices([note])
-    return variants
 
 
-def _load_stages(
-    request: CompareArgs,
-    source: int,
-    assignment: Mapping[str, Any],
-    origin: str,
-    chain: Sequence[tuple[dict[str, Any], str]],
-) -> tuple[Config, ...]:
-    """Returns the configuration of each stage.
+def _load_stages(request: CompareArgs, variant: _RequestedVariant) -> tuple[Config, ...]:
+    """Returns the configuration of each stage of a variant.
 
-    Args:
-        request: the comparison.
-        source: index of the configuration's file.
-        assignment: values of swept keys.
-        origin: of the sweep, for messages.
-        chain: for each stage its keys and their origin.
-
-    Raises:
-        ConfigurationError: with the problems of all stages.
+    Raises ConfigurationError with the problems of all stages.
     """
     origins_of_run = {
         _canonical_name(argument.partition("=")[0]): "command line" for argument in request.keys
     }
-    swept_arguments = _as_arguments(assignment, origin)
-    _check_names("sweep", assignment, origin, origins_of_run)
-    origins = origins_of_run | dict.fromkeys(map(_canonical_name, assignment), origin)
+    swept_names = map(_canonical_name, variant.assignment)
+    swept_arguments = _as_arguments(variant.assignment, variant.origin)
+    _check_names("sweep", variant.assignment, variant.origin, origins_of_run)
+    origins = origins_of_run | dict.fromkeys(swept_names, variant.origin)
     stages = []
     problems = []
-    for number, (keys, stage_origin) in enumerate(chain):
+    for number, (keys, stage_origin) in enumerate(variant.stages):
         try:
             _check_names("stages", keys, stage_origin, origins)
             stage_arguments = _as_arguments(keys, stage_origin)
             if number:
                 stage_arguments[f"{SOURCE}={PREVIOUS}"] = stage_origin
-            stages.append(_load(request, source, swept_arguments | stage_arguments))
+            stages.append(_load(request, variant.source, swept_arguments | stage_arguments))
         except ConfigurationError as error:
             problems += error.problems
     if problems:

@@ -4,11 +4,14 @@ import io
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from MaxText.monitoring.tables import short_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 # Horizontal axes of a run's curves.
 AxisName = Literal["tokens", "flops", "time", "step"]
@@ -122,7 +125,7 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
 
     `title` precedes the chart's own.
     """
-    if not any(np.isfinite(series_to_draw.x[axis.name]).any() for series_to_draw in chart.series):
+    if not any(np.isfinite(series.x[axis.name]).any() for series in chart.series):
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -132,23 +135,7 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
     figure = Figure(figsize=(9, 5.5 + 0.08 * len(chart.series)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for series in chart.series:
-        x = series.x[axis.name]
-        color = color_of(series.color)
-        dashes = dash_of(series.color)
-        if series.low is not None and series.high is not None:
-            axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
-        # matplotlib hides labels that start with an underscore.
-        label = f" {series.label}" if series.label.startswith("_") else series.label
-        style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}
-        axes.plot(x, series.y, color=color, label=label, **style)
-    for label, level in chart.references:
-        axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
-    for kind, (_, marker) in SYMBOLS.items():
-        if marks := [mark for mark in chart.marks if mark.kind == kind]:
-            x = [mark.x[axis.name] for mark in marks]
-            y = [mark.y for mark in marks]
-            axes.scatter(x, y, marker=marker, color=_INK, s=34, zorder=3, label=kind)
+    _draw_data(axes, chart, axis)
     if chart.y_range is not None:
         axes.set_ylim(*chart.y_range)
     if axis.name != "flops":  # powers of ten read better
@@ -174,3 +161,25 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
         warnings.filterwarnings("ignore", "Glyph .* missing from")
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _draw_data(axes: "Axes", chart: Chart, axis: Axis) -> None:
+    """Draws the curves, reference lines and marks of a chart."""
+    for series in chart.series:
+        x = series.x[axis.name]
+        color = color_of(series.color)
+        dashes = dash_of(series.color)
+        if series.low is not None and series.high is not None:
+            axes.fill_between(x, series.low, series.high, color=color, alpha=0.18, linewidth=0)
+        # matplotlib hides labels that start with an underscore.
+        label = f" {series.label}" if series.label.startswith("_") else series.label
+        style = _STYLES[series.kind] | {"linestyle": _DASHES[dashes]}
+        axes.plot(x, series.y, color=color, label=label, **style)
+    for label, level in chart.references:
+        axes.axhline(level, color=_REFERENCE, linestyle="--", linewidth=1, label=label)
+    for kind, (_, marker) in SYMBOLS.items():
+        marks = [mark for mark in chart.marks if mark.kind == kind]
+        if marks:
+            x = [mark.x[axis.name] for mark in marks]
+            y = [mark.y for mark in marks]
+            axes.scatter(x, y, marker=marker, color=_INK, s=34, zorder=3, label=kind)

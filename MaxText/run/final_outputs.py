@@ -57,7 +57,7 @@ def write_sample(
             model,
             params,
             sharding,
-            config=config,
+            config,
             tokenizer_folder=tokenizer,
             run_folder=run_folder,
         )

@@ -28,6 +28,7 @@ from MaxText.errors import UserError, first_line
 if TYPE_CHECKING:  # this module is imported by files of users, before a program's own imports
     from MaxText.config.schema import Config
     from MaxText.layers.assembly.model import Model
+    from MaxText.layers.params import Params
     from MaxText.training.state import TrainState
 
 KEY = "hooks"  # the configuration key with names of hooks
@@ -63,7 +64,7 @@ class StepInfo:
     device_metrics: Mapping[str, jax.Array] = dataclasses.field(repr=False)
 
     @property
-    def params(self) -> Mapping[str, Any]:
+    def params(self) -> "Params":
         """The parameters after the step: a nested dict of arrays."""
         return self.state.params
 

@@ -55,8 +55,8 @@ def restore_or_initialize(
     abstract_state: TrainState,
     initialize: Callable[[], TrainState],
     config_flat: Mapping[str, Any],
-    log: Log = print,
     *,
+    log: Log = print,
     resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
     """Restores the run's state from the first available source.

@@ -76,7 +76,12 @@ def start(
     state = fresh_state() if state is None else state
     checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
-        checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append,
+        checkpoints,
+        section,
+        abstract(state),
+        initialize or (lambda: state),
+        config,
+        log=lines.append,
         resolved=resolved,
-    )  # fmt: skip
+    )
     return result, lines

@@ -271,7 +271,7 @@ def test_storage_that_fails_is_asked_again_and_then_ends_the_program(saved_run, 
     wanted = abstract(fresh_state())
     with pytest.raises(ObjectStoreError):
         restore_or_initialize(
-            checkpoints, CheckpointingConfig(), wanted, pytest.fail, CONFIG, print
+            checkpoints, CheckpointingConfig(), wanted, pytest.fail, CONFIG, log=print
         )
     assert checkpoints.steps_to_resume() == [4, 2, 0]
     left = failing([error, error])

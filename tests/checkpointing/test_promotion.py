@@ -46,7 +46,7 @@ def resume(checkpoints, state=None):
     lines = []
     start = restore_or_initialize(
         checkpoints, CheckpointingConfig(), abstract(state or state_after(0)), pytest.fail, CONFIG,
-        lines.append,
+        log=lines.append,
     )  # fmt: skip
     return start, "\n".join(lines)
 

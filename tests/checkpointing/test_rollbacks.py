@@ -51,7 +51,7 @@ def test_a_restart_finds_them_all(tmp_path):
     # Also one without a checkpoint.
     section = CheckpointingConfig()
     checkpoints = CheckpointManager(folder, section)
-    start = restore_or_initialize(checkpoints, section, None, lambda: None, {}, [].append)
+    start = restore_or_initialize(checkpoints, section, None, lambda: None, {}, log=[].append)
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 
 

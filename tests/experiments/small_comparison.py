@@ -57,9 +57,9 @@ def compare(*arguments: str) -> list[str]:
     lines: list[str] = []
     request, problems = parse_args(arguments)
     request = request if request.output else dataclasses.replace(request, output=Path("out"))
-    found = expand_variants(request, problems)
+    variants = expand_variants(request, problems)
     command = ["compare.py", *arguments]
-    run_comparison(request, found, solve_key_by_label(request, found), command, lines.append)
+    run_comparison(request, variants, solve_key_by_label(request, variants), command, lines.append)
     return lines
 
 
@@ -68,11 +68,11 @@ def plan_of(
 ) -> tuple[Plan, list[Variant], ComparisonSpec]:
     """The plan in out/ of a comparison that solves for steps."""
     request, _ = parse_args(arguments)
-    found = expand_variants(request)
-    solve_for = {one.label: "steps" for one in found}
+    variants = expand_variants(request)
+    solve_for = {variant.label: "steps" for variant in variants}
     question = ComparisonSpec(request.match, request.budget, solve_for, 0.02, 1)
     Path("out").mkdir(exist_ok=True)
-    return load_or_create_plan(Path("out"), found, question, seeds), found, question
+    return load_or_create_plan(Path("out"), variants, question, seeds), variants, question
 
 
 def key_at_fault(text: str) -> str:
@@ -82,13 +82,13 @@ def key_at_fault(text: str) -> str:
 
 def refusals(cases: Iterable[str], act: Callable[[str], object]) -> str:
     """What is said of each command line or YAML text; the key at fault is named, or its list."""
-    said = []
+    messages = []
     for case in cases:
         with pytest.raises(ConfigurationError) as caught:
             act(case)
         assert re.search(f"{key_at_fault(case)}|stages: |only one", str(caught.value)), case
-        said.append(f"{case}\n{caught.value}")
-    return "\n\n".join(said)
+        messages.append(f"{case}\n{caught.value}")
+    return "\n\n".join(messages)
 
 
 def rows_of(folder: Path) -> dict[str, list[dict[str, str]]]:

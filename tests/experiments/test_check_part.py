@@ -42,7 +42,7 @@ def faulty(monkeypatch):
         monkeypatch.setenv("FAULT", fault)
         importlib.reload(module)
         return Subject(
-            lambda **more: load_config(**TRAINED | SIZES | {"mixer": "running_mean"} | more)
+            lambda **keys: load_config(**TRAINED | SIZES | {"mixer": "running_mean"} | keys)
         )
 
     yield load
@@ -64,23 +64,25 @@ def test_the_check_for_it_finds(fault, faulty):
 def test_an_optimizer_that_goes_up_is_found():
     registry.register("optimizer", "up")(lambda keys, parameters: optax.sgd(1.0))
     try:
-        subject = Subject(lambda **more: load_config(**TRAINED | SIZES | {"opt_type": "up"} | more))
+        subject = Subject(
+            lambda **other_keys: load_config(**TRAINED | SIZES | {"opt_type": "up"} | other_keys)
+        )
         updates = next(check for check in OPTIMIZER_CHECKS if check.name == "updates")
         assert "the loss goes from" in (result(updates, subject) or "")
     finally:
         registry.forget(__file__)
 
 
-def assert_all_ok(found):
-    assert found.count(" ok\n") == len(CHECKS), found
+def assert_all_ok(results):
+    assert results.count(" ok\n") == len(CHECKS), results
 
 
 @pytest.mark.slow
 def test_the_program(users_environment):
     """docs/tutorials/add_an_architecture.md runs it for a mixer and an optimizer of examples/."""
-    found = run("check_part.py", [PART], REPOSITORY, users_environment)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert_all_ok(found.stdout)
+    process = run("check_part.py", [PART], REPOSITORY, users_environment)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert_all_ok(process.stdout)
 
 
 @pytest.mark.slow

@@ -43,11 +43,13 @@ def test_intervals_equal_those_of_scipy(count):
 
 
 def test_holm_corrects_p_values_for_their_number():
-    found = holm_corrected(
+    corrected = holm_corrected(
         {"a": Estimate(2, p_value=0.03), "b": Estimate(1), "c": Estimate(2, p_value=0.01),
          "d": Estimate(2, p_value=0.02)}
     )  # fmt: skip
-    assert [one.p_value for one in found.values()] == pytest.approx([0.04, None, 0.03, 0.04])
+    assert [estimate.p_value for estimate in corrected.values()] == pytest.approx(
+        [0.04, None, 0.03, 0.04]
+    )
 
 
 @pytest.mark.parametrize("num_configs", [2, 4])
@@ -58,11 +60,11 @@ def test_equal_configurations_differ_in_one_set_of_twenty(num_configs):
     for _ in range(count):
         of_seed = generator.normal(4.0, 0.1, 3)  # the order of the data, which pairing cancels
         losses = of_seed + generator.normal(0.0, 0.02, (num_configs, 3))
-        found = results(
-            {name: dict(enumerate(of)) for name, of in zip(labels, losses, strict=True)}
+        run_results = results(
+            {name: dict(enumerate(values)) for name, values in zip(labels, losses, strict=True)}
         )
-        differences = comparison_results.differences(group_results(labels, found))
-        num_false += any(one.is_significant for one in differences.values())
+        differences = comparison_results.differences(group_results(labels, run_results))
+        num_false += any(estimate.is_significant for estimate in differences.values())
     assert num_false / count == pytest.approx(1 - CONFIDENCE, abs=0.015)
 
 
@@ -77,7 +79,11 @@ def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
 
 
 def results(losses=LOSSES) -> list[RunResult]:
-    return [result(name, seed, loss) for name, of in losses.items() for seed, loss in of.items()]
+    return [
+        result(name, seed, loss)
+        for name, loss_by_seed in losses.items()
+        for seed, loss in loss_by_seed.items()
+    ]
 
 
 def plan(match: Match = "tokens", seconds: float | None = None, **deviations: float) -> Plan:
@@ -92,15 +98,15 @@ def plan(match: Match = "tokens", seconds: float | None = None, **deviations: fl
 
 def test_different_objectives_are_compared_by_the_cross_entropy_beside_them():
     beside = {"lm_loss_kind": "cross-entropy"}
-    found = [
+    run_results = [
         result("a", seed, 4.0 + 0.1 * seed, validation_lm_loss=4.0 + 0.1 * seed, **beside)
         for seed in (0, 1)
     ]
-    found += [
+    run_results += [
         result("b", seed, 1.0, loss_kind="focal", validation_lm_loss=3.5 + 0.1 * seed, **beside)
         for seed in (0, 1)
     ]
-    groups = group_results(["a", "b"], found)
+    groups = group_results(["a", "b"], run_results)
     assert groups[1].losses == {0: 3.5, 1: 3.6}
     assert comparison_results.differences(groups)["b"].mean == pytest.approx(-0.5)
     lines = comparison_results.text_lines(groups, plan(), [])
@@ -108,10 +114,13 @@ def test_different_objectives_are_compared_by_the_cross_entropy_beside_them():
     assert any("b is lower than a by 0.5000 nats/token" in line for line in lines)
     # A diverged run has none; other tokenizers, and runs of earlier versions, stay incomparable.
     diverged = result("b", 2, None, loss_kind="focal", **beside)
-    assert group_results(["a", "b"], [*found, diverged])[1].losses == {0: 3.5, 1: 3.6}
-    other = [one._replace(lm_loss_kind=f"cross-entropy of {one.config}") for one in found]
+    assert group_results(["a", "b"], [*run_results, diverged])[1].losses == {0: 3.5, 1: 3.6}
+    other = [
+        run_result._replace(lm_loss_kind=f"cross-entropy of {run_result.config}")
+        for run_result in run_results
+    ]
     assert comparison_results.differences(group_results(["a", "b"], other)) == {}
-    older = [one._replace(validation_lm_loss=None) for one in found]
+    older = [run_result._replace(validation_lm_loss=None) for run_result in run_results]
     assert comparison_results.differences(group_results(["a", "b"], older)) == {}
 
 
@@ -154,9 +163,11 @@ def test_a_budget_is_called_equal_only_if_it_was():
     losses = results()
     losses[-1] = losses[-1]._replace(train_seconds=2.1)
     one_slow = group_results(["a", "b"], losses)
-    short = [one._replace(train_seconds=1.4) for one in losses if one.config == "b"]
+    short = [
+        run_result._replace(train_seconds=1.4) for run_result in losses if run_result.config == "b"
+    ]
     as_planned = group_results(["a", "b"], [*results({"a": LOSSES["a"]}), *short])
-    for groups, asked, line in (
+    for groups, tested_plan, line in (
         (equal, plan("params", b=0.019), ""),
         (equal, plan("params", b=0.3), "b has 30.0% more parameters than the budget"),
         (equal, plan("flops", a=-0.03), "a has 3.0% fewer FLOPs than the budget"),
@@ -165,10 +176,12 @@ def test_a_budget_is_called_equal_only_if_it_was():
         (one_slow, plan("time", 2.0), "b seed 2 trained for 2.1 s instead of 2.0 s (+5."),
         (as_planned, plan("time", 2.0, b=-0.3), "b has 30.0% fewer seconds than the budget"),
     ):
-        unequal = ", unequal" in comparison_results.title_of(asked, groups)
+        unequal = ", unequal" in comparison_results.title_of(tested_plan, groups)
         assert unequal == bool(line)
-        assert comparison_results.text_lines(groups, asked, [])[0].startswith(line or "config")
-        *lines, last = comparison_results.summary_lines(groups, asked, [])
+        assert comparison_results.text_lines(groups, tested_plan, [])[0].startswith(
+            line or "config"
+        )
+        *lines, last = comparison_results.summary_lines(groups, tested_plan, [])
         assert last.startswith("b is lower")
         assert bool(lines) == bool(line)
         assert ("the machine" in " ".join(lines)) == ("trained for" in line)
@@ -177,9 +190,11 @@ def test_a_budget_is_called_equal_only_if_it_was():
 
 
 def test_csv_files(tmp_path, told):
-    found = results({"a": {0: 4.0, 1: 4.5}, "b": {0: 3.5, 1: None}})
-    comparison_results.write_runs_csv(tmp_path / "runs.csv", found)
-    comparison_results.write_summary_csv(tmp_path / "summary.csv", group_results(["a", "b"], found))
+    run_results = results({"a": {0: 4.0, 1: 4.5}, "b": {0: 3.5, 1: None}})
+    comparison_results.write_runs_csv(tmp_path / "runs.csv", run_results)
+    comparison_results.write_summary_csv(
+        tmp_path / "summary.csv", group_results(["a", "b"], run_results)
+    )
     told("\n".join((tmp_path / name).read_text() for name in ("runs.csv", "summary.csv")))
 
 
@@ -197,20 +212,24 @@ def test_losses_of_different_kinds_have_no_difference():
 
 def swept(losses: Sequence[Sequence[float | None]], *arguments: str) -> list[str]:
     """What is said of a sweep, by losses of its configurations and seeds."""
-    found = variants("a.yml", *arguments)
-    labels = [variant.label for variant in found]
-    by_label = {label: dict(enumerate(of)) for label, of in zip(labels, losses, strict=True)}
+    all_variants = variants("a.yml", *arguments)
+    labels = [variant.label for variant in all_variants]
+    by_label = {
+        label: dict(enumerate(values)) for label, values in zip(labels, losses, strict=True)
+    }
     planned = dict.fromkeys(labels, plan().planned["a"])
-    whole = Plan(Path("x"), plan().question, {}, planned=planned)
-    return comparison_results.text_lines(group_results(labels, results(by_label)), whole, found)
+    solved_plan = Plan(Path("x"), plan().question, {}, planned=planned)
+    return comparison_results.text_lines(
+        group_results(labels, results(by_label)), solved_plan, all_variants
+    )
 
 
 def test_sweeps_are_sorted_and_the_best_of_each_arm_compared(configs, told):
     rates = "learning_rate: [1e-3, 3e-3, 6e-3]"
-    both = f"sweep={{position_embedding: [rotary, learned], {rates}}}"
+    two_arms = f"sweep={{position_embedding: [rotary, learned], {rates}}}"
     losses = [[4.0, 4.1], [3.9, 3.95], [3.95, 4.0], [5.0, 5.1], [4.5, 4.6], [4.2, 4.25]]
     printed = {
-        "two arms": swept(losses, both),
+        "two arms": swept(losses, two_arms),
         "one arm, of which one diverged": swept([[4.0], [3.9], [None]], f"sweep={{{rates}}}"),
     }
     told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))

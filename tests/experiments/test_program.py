@@ -40,8 +40,8 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
     (result,) = [line for line in done.stdout.splitlines() if "95 % interval" in line]
     page = (configs / "out" / "report.html").read_text()
     assert result in page.replace("<wbr>", "")  # where a line may break
-    found = losses(configs / "out")
-    assert {name: len(set(of)) for name, of in found.items()} == {"a": 2, "b": 2}
+    losses_by_name = losses(configs / "out")
+    assert {name: len(set(values)) for name, values in losses_by_name.items()} == {"a": 2, "b": 2}
     # One of the two that are gone is trained by the line that is printed, the other by compare.py.
     for name in "ab":
         shutil.rmtree(configs / "out" / name / "seed_1")
@@ -54,7 +54,7 @@ def test_seeds_differ_and_a_run_that_is_gone_is_repeated_to_the_last_digit(
     assert done.returncode == 0, done.stderr
     assert "4 runs in out, 3 already complete" in done.stdout
     assert done.stdout.count(": started") == 1
-    assert losses(configs / "out") == found
+    assert losses(configs / "out") == losses_by_name
 
 
 @pytest.mark.slow
@@ -68,8 +68,11 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
     (configs / "grown.yml").write_text(f"base_config: large.yml\n{stages}")
     done = run("grown.yml", "large.yml", "match=flops", "tolerance=0.1", "output=out")
     assert done.returncode == 0, done.stderr
-    found = losses(configs / "out")
-    assert {name: len(of) for name, of in found.items()} == {"grown": 1, "large": 1}
+    losses_by_name = losses(configs / "out")
+    assert {name: len(values) for name, values in losses_by_name.items()} == {
+        "grown": 1,
+        "large": 1,
+    }
     small, grown = (
         read_run(configs / "out" / "grown" / "seed_0" / f"stage_{number}") for number in (1, 2)
     )
@@ -81,7 +84,7 @@ def test_a_tokenformer_that_grows_against_one_that_does_not(run, configs):
 
 
 def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environment):
-    before = sorted(configs.iterdir())
+    files_before = sorted(configs.iterdir())
     arguments = ["a.yml", "b.yml", "match=parms", "seeds=x", "stepz=1"]
     options = ("-X", "importtime")  # names every module that is imported on stderr
     done = programs.run("compare.py", arguments, configs, users_environment, options=options)
@@ -91,7 +94,7 @@ def test_mistakes_are_found_without_jax_and_leave_nothing(configs, users_environ
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "MaxText.experiments.variants" in imported
     assert imported.isdisjoint({"jax", "numpy", "scipy", "flax"})
-    assert sorted(configs.iterdir()) == before
+    assert sorted(configs.iterdir()) == files_before
 
 
 def test_help_and_the_shared_options(run):

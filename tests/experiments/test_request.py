@@ -12,17 +12,17 @@ from tests.experiments.small_comparison import key_at_fault
 
 
 def request(*arguments: str) -> CompareArgs:
-    asked, found = parse_args(arguments)
-    assert not found
-    return asked
+    parsed, problems = parse_args(arguments)
+    assert not problems
+    return parsed
 
 
 def test_own_words_are_taken_out_and_the_rest_is_left():
-    asked = request(
+    parsed = request(
         "a.yml", "steps=3", "b.yaml", "match=flops", "budget=1.5B", "solve_for=[steps, width]",
         "seeds=2", "tolerance=0.1", "launch=print", "num_devices=8", "output=there",
     )  # fmt: skip
-    assert asked == CompareArgs(
+    assert parsed == CompareArgs(
         configs=("a.yml", "b.yaml"), keys=("steps=3",), match="flops", seeds=(0, 1), budget=1.5e9,
         solve_for=("steps", "width"), tolerance=0.1, launch="print", output=Path("there"),
         num_devices=8,
@@ -62,9 +62,9 @@ MISTAKES = [
 
 
 def test_mistakes(snapshot):
-    said = {}
+    messages = {}
     for line in MISTAKES:
         _, (problem,) = parse_args(shlex.split(line))
-        said[line] = "\n".join(problem.lines())
+        messages[line] = "\n".join(problem.lines())
         assert key_at_fault(line) in problem.message, line
-    assert said == snapshot
+    assert messages == snapshot

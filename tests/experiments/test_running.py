@@ -30,8 +30,8 @@ def processes(one_device, configs, monkeypatch):
 
 def test_a_run_that_failed_stops_the_comparison(processes):
     (processes / "fail").touch()
-    said = "a seed 0: train.py exited with code 1.*out/a/seed_0/train.log.*error: it fails"
-    with pytest.raises(UserError, match=f"(?s){said}"):
+    message = "a seed 0: train.py exited with code 1.*out/a/seed_0/train.log.*error: it fails"
+    with pytest.raises(UserError, match=f"(?s){message}"):
         compare("a.yml", "b.yml", "match=tokens")
     assert not (processes / "out" / "b").exists()
 

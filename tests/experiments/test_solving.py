@@ -15,16 +15,20 @@ def solved_chain(stages, match, solve_for, factor, *, tolerance=0.02, seconds=()
     """Solves for `factor` times what the stages have; gives (budget, stages, amount)."""
     amount = budget_metric(match, 1, seconds)
     budget = amount(stages) * factor
-    found = solve("it", stages, solve_for, amount, budget, match=match, tolerance=tolerance)
-    return budget, found, amount(found)
+    solution = solve("it", stages, solve_for, amount, budget, match=match, tolerance=tolerance)
+    return budget, solution, amount(solution)
 
 
 def solved(config, match, solve_for, factor, **options):
     """(budget, configuration, changes, amount) of one configuration."""
-    budget, (new,), amount = solved_chain((config,), match, solve_for, factor, **options)
-    before, after = flatten(config), flatten(new)
-    changes = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-    return budget, new, changes, amount
+    budget, (solution,), amount = solved_chain((config,), match, solve_for, factor, **options)
+    keys_before, keys_after = flatten(config), flatten(solution)
+    changes = {
+        name: (keys_before[name], keys_after[name])
+        for name in keys_before
+        if keys_before[name] != keys_after[name]
+    }
+    return budget, solution, changes, amount
 
 
 def tokenformer(**keys) -> Config:
@@ -34,13 +38,13 @@ def tokenformer(**keys) -> Config:
 
 def test_costs_are_those_of_the_model_and_its_batches():
     config = tiny_config(per_device_batch_size=2, gradient_accumulation_steps=3, steps=7)
-    of = cost(config, num_devices=4)
-    assert of.parameters == Model(config.model).num_parameters
-    assert (of.tokens, of.steps) == (7 * 2 * 3 * 4 * 16, 7)
+    stage = cost(config, num_devices=4)
+    assert stage.parameters == Model(config.model).num_parameters
+    assert (stage.tokens, stage.steps) == (7 * 2 * 3 * 4 * 16, 7)
     # 6 operations for each weight of a product, and causal attention over 16 tokens.
     weights = 64 * 32 + 3 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64)
     attention = 12 * 3 * 4 * 8 * 16 / 2
-    assert of.flops == of.tokens * (6 * weights + attention)
+    assert stage.flops == stage.tokens * (6 * weights + attention)
     with pytest.raises(UserError, match=r"per_device_batch_size=0\.5 x 3 .*1\.5"):
         cost(tiny_config(per_device_batch_size=0.5), num_devices=3)
 
@@ -62,23 +66,29 @@ def test_budgets_are_met(block, match, solve_for, factor):
         keys |= {"dynamic_dense_hidden_round": "none", "mlp_dim_multiple": 8}
     config = tokenformer(**keys) if block == "tokenformer" else tiny_config(block, **keys)
     tolerance = 0.2 if solve_for == "depth" else 0.02  # layers are coarse
-    budget, new, changes, amount = solved(config, match, solve_for, factor, tolerance=tolerance)
-    assert amount == getattr(cost(new, 1), "parameters" if match == "params" else match)
+    budget, solution, changes, amount = solved(
+        config, match, solve_for, factor, tolerance=tolerance
+    )
+    assert amount == getattr(cost(solution, 1), "parameters" if match == "params" else match)
     assert amount == pytest.approx(budget, rel=tolerance)
-    rest = "slot_num" if block == "tokenformer" else "base_mlp_dim"
-    changed = {"width": {"base_emb_dim", rest}, "vocab_size": {"vocab_size"}, "slots": {"slot_num"},
-               "steps": {"steps", "learning_rate_schedule_steps"},
-               "depth": {"base_num_decoder_layers"}}[solve_for]  # fmt: skip
+    size_key = "slot_num" if block == "tokenformer" else "base_mlp_dim"
+    changed = {
+        "width": {"base_emb_dim", size_key},
+        "vocab_size": {"vocab_size"},
+        "slots": {"slot_num"},
+        "steps": {"steps", "learning_rate_schedule_steps"},
+        "depth": {"base_num_decoder_layers"},
+    }[solve_for]
     assert set(changes) <= changed
-    before, after = flatten(config), flatten(new)
+    keys_before, keys_after = flatten(config), flatten(solution)
     if solve_for == "steps":
-        assert after["learning_rate_schedule_steps"] == after["steps"]
+        assert keys_after["learning_rate_schedule_steps"] == keys_after["steps"]
     if solve_for == "width":  # the rest leaves its proportion by a fifth at most
-        assert after[rest] == pytest.approx(
-            before[rest] * (after["base_emb_dim"] / before["base_emb_dim"])
-            if rest == "base_mlp_dim" else before[rest], rel=0.2,
+        assert keys_after[size_key] == pytest.approx(
+            keys_before[size_key] * (keys_after["base_emb_dim"] / keys_before["base_emb_dim"])
+            if size_key == "base_mlp_dim" else keys_before[size_key], rel=0.2,
         )  # fmt: skip
-    assert not solver.validation_errors(new)
+    assert not solver.validation_errors(solution)
 
 
 def test_a_letter_forbids_a_size():
@@ -110,8 +120,8 @@ def test_depth_steps_over_small_budgets_and_says_so():
     share = layer / cost(config, 1).parameters
     budget, _, changes, amount = solved(config, "params", "depth", 1 + 2 * share)
     assert (changes, amount) == ({"base_num_decoder_layers": (3, 5)}, budget)
-    said = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*solve_for=width.*tolerance="
-    with pytest.raises(UserError, match=f"(?s){said}") as caught:
+    message = "base_num_decoder_layers=5.*base_num_decoder_layers=6.*solve_for=width.*tolerance="
+    with pytest.raises(UserError, match=f"(?s){message}") as caught:
         solved(config, "params", "depth", 1 + 2.5 * share)
     tolerance = float(str(caught.value).partition("tolerance=")[2].rstrip("."))
     _, _, changes, _ = solved(config, "params", "depth", 1 + 2.5 * share, tolerance=tolerance)
@@ -120,8 +130,8 @@ def test_depth_steps_over_small_budgets_and_says_so():
 
 def test_values_that_a_rule_forbids_are_passed_over():
     config = tiny_config("gpt2", base_num_query_heads=4, base_num_kv_heads=4, head_dim=8)
-    _, new, *_ = solved(config, "params", "base_num_query_heads", 1.1, tolerance=0.1)
-    assert new.model.shape.base_num_query_heads % 4 == 0
+    _, solution, *_ = solved(config, "params", "base_num_query_heads", 1.1, tolerance=0.1)
+    assert solution.model.shape.base_num_query_heads % 4 == 0
 
 
 @pytest.mark.parametrize(
@@ -145,8 +155,8 @@ def test_what_cannot_be_solved(config, match, solve_for, factor, message):
 def test_what_meets_the_budget_stays_as_it_is():
     config = tiny_config()
     for factor in (1.0, 1.0001):
-        _, new, changes, _ = solved(config, "params", "width", factor)
-        assert (new, changes) == (config, {})
+        _, solution, changes, _ = solved(config, "params", "width", factor)
+        assert (solution, changes) == (config, {})
     # So does a schedule of its own length.
     config = tiny_config(learning_rate_schedule_steps=50)
     assert solved(config, "tokens", "steps", 2.0)[2] == {"steps": (10, 20)}
@@ -157,15 +167,15 @@ def test_growing_batches_are_counted():
         per_device_batch_size=4, enable_rampup_batch_size=True, per_device_batch_size_start=2,
         per_device_batch_size_increment=1, global_rampup_samples=16, steps=20,
     )  # fmt: skip
-    budget, new, _, amount = solved(config, "tokens", "steps", 3.0)
+    budget, solution, _, amount = solved(config, "tokens", "steps", 3.0)
     assert amount == pytest.approx(budget, rel=0.02)
-    assert new.run.steps < 60  # later steps see more than the first ones
+    assert solution.run.steps < 60  # later steps see more than the first ones
 
 
 def test_slots_of_parts_keep_their_proportion():
     config = tokenformer(slot_num=-1, ffn_slot_num=96)
-    _, new, changes, _ = solved(config, "params", "slots", 2.0)
-    slots = new.model.pattention
+    _, solution, changes, _ = solved(config, "params", "slots", 2.0)
+    slots = solution.model.pattention
     assert changes["slot_num"][0] == -1
     assert slots.slot_num > 32
     assert slots.ffn_slot_num == pytest.approx(96 / 32 * slots.slot_num, abs=2)
@@ -179,12 +189,12 @@ CHAIN = tuple(
 
 @pytest.mark.parametrize("match", ["flops", "tokens", "time"])
 def test_steps_of_all_stages_are_scaled_alike(match):
-    budget, found, amount = solved_chain(CHAIN, match, "steps", 3.0, seconds=(0.1, 0.2, 0.4))
+    budget, solution, amount = solved_chain(CHAIN, match, "steps", 3.0, seconds=(0.1, 0.2, 0.4))
     assert amount == budget
-    assert [stage.run.steps for stage in found] == [45, 30, 30]
-    assert [stage.schedule.learning_rate_schedule_steps for stage in found] == [45, 30, 30]
+    assert [stage.run.steps for stage in solution] == [45, 30, 30]
+    assert [stage.schedule.learning_rate_schedule_steps for stage in solution] == [45, 30, 30]
     by_hand = {
-        "flops": sum(cost(stage, 1).flops for stage in found),
+        "flops": sum(cost(stage, 1).flops for stage in solution),
         "tokens": 105 * cost(CHAIN[0], 1).tokens / 15,
         "time": 45 * 0.1 + 30 * 0.2 + 30 * 0.4,
     }
@@ -192,15 +202,15 @@ def test_steps_of_all_stages_are_scaled_alike(match):
 
 
 def test_every_stage_keeps_a_step():
-    _, found, _ = solved_chain(CHAIN, "tokens", "steps", 3 / 35)
-    assert [stage.run.steps for stage in found] == [1, 1, 1]
+    _, solution, _ = solved_chain(CHAIN, "tokens", "steps", 3 / 35)
+    assert [stage.run.steps for stage in solution] == [1, 1, 1]
     refused("steps=3 gives", solved_chain, CHAIN, "tokens", "steps", 2 / 35)
 
 
 def test_slots_of_all_stages_are_scaled_alike_and_the_last_has_the_parameters():
-    budget, found, _ = solved_chain(CHAIN, "params", "slots", 2.0)
-    slots = [stage.model.pattention.slot_num for stage in found]
+    budget, solution, _ = solved_chain(CHAIN, "params", "slots", 2.0)
+    slots = [stage.model.pattention.slot_num for stage in solution]
     assert slots[0] * 4 == pytest.approx(slots[2], abs=3)
     assert slots[1] * 2 == pytest.approx(slots[2], abs=1)
-    assert cost(found[-1], 1).parameters == pytest.approx(budget, rel=0.02)
+    assert cost(solution[-1], 1).parameters == pytest.approx(budget, rel=0.02)
     assert budget == 2 * cost(CHAIN[-1], 1).parameters

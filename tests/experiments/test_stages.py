@@ -26,7 +26,10 @@ def test_each_stage_lays_its_keys_over_the_file(configs):
     # Only the lengths of whole chains are compared.
     assert confounding_keys([a, c], {}) == ["steps: 4 (a); 5 (c)"]
     (configs / "d.yml").write_text("base_config: c.yml\nsweep: {base_emb_dim: [32, 48]}\n")
-    widths = [[stage.model.shape.base_emb_dim for stage in one.stages] for one in variants("d.yml")]
+    widths = [
+        [stage.model.shape.base_emb_dim for stage in variant.stages]
+        for variant in variants("d.yml")
+    ]
     assert widths == [[32, 32], [48, 48]]
 
 
@@ -62,9 +65,9 @@ def test_the_shipped_chain_grows_to_the_size_of_the_shipped_model():
     flops = [cost(stage, 1).flops for stage in grown.stages]
     assert max(flops) == pytest.approx(min(flops), rel=0.05)
     outside_tables = [
-        cost(one.config, 1).parameters
-        - one.config.model.shape.vocab_size * one.config.model.shape.base_emb_dim
-        for one in (scratch, transformer)
+        cost(stage_config.config, 1).parameters
+        - stage_config.config.model.shape.vocab_size * stage_config.config.model.shape.base_emb_dim
+        for stage_config in (scratch, transformer)
     ]
     assert outside_tables[0] == pytest.approx(outside_tables[1], rel=0.02)
     lines = confounding_keys([grown, scratch, transformer], {})
@@ -72,11 +75,11 @@ def test_the_shipped_chain_grows_to_the_size_of_the_shipped_model():
 
 
 def test_a_chain_of_runs(configs):
-    plan, found, question = plan_of(*COMMAND, seeds=(0, 1))
-    solve_plan(plan, found)
+    plan, planned_variants, question = plan_of(*COMMAND, seeds=(0, 1))
+    solve_plan(plan, planned_variants)
     assert plan.planned["c"].total("steps") == 10
     assert plan.planned["c"].total("tokens") == plan.planned["a"].total("tokens") == 640
-    chains = chains_of(plan, found)
+    chains = chains_of(plan, planned_variants)
     assert [[run.name for run in chain] for chain in chains[:2]] == [
         ["a seed 0"], ["c seed 0 stage 1", "c seed 0 stage 2"],
     ]  # fmt: skip
@@ -92,7 +95,9 @@ def test_a_chain_of_runs(configs):
     plan.save()
     groups = json.loads((plan.folder / "comparison.json").read_text())["groups"]
     assert groups["c stage 2"] == ["c/seed_0/stage_2", "c/seed_1/stage_2"]
-    assert load_or_create_plan(plan.folder, found, question, (0, 1)).planned == plan.planned
+    assert (
+        load_or_create_plan(plan.folder, planned_variants, question, (0, 1)).planned == plan.planned
+    )
     # Other stages are refused once a run has begun.
     first.folder.mkdir(parents=True)
     (first.folder / "events.jsonl").touch()

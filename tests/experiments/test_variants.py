@@ -29,12 +29,12 @@ def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
 
 def test_swept_values_have_the_types_of_their_keys(configs):
     sweep = "sweep={learning_rate: [1e-3, 3e-3], mlp_activations: [[gelu], [silu, linear]]}"
-    found = variants("a.yml", sweep)
-    config = [flatten(variant.config) for variant in found]
-    assert [one["learning_rate"] for one in config] == [1e-3, 1e-3, 3e-3, 3e-3]
-    assert [one["mlp_activations"] for one in config] == [("gelu",), ("silu", "linear")] * 2
-    assert found[1].label == "learning_rate=1e-3,silu+linear"
-    assert found[1].swept == ("learning_rate", "mlp_activations")
+    swept = variants("a.yml", sweep)
+    config = [flatten(variant.config) for variant in swept]
+    assert [keys["learning_rate"] for keys in config] == [1e-3, 1e-3, 3e-3, 3e-3]
+    assert [keys["mlp_activations"] for keys in config] == [("gelu",), ("silu", "linear")] * 2
+    assert swept[1].label == "learning_rate=1e-3,silu+linear"
+    assert swept[1].swept == ("learning_rate", "mlp_activations")
 
 
 def test_labels(configs, capsys):
@@ -46,12 +46,12 @@ def test_labels(configs, capsys):
     ]  # fmt: skip
     (configs / "other").mkdir()
     (configs / "other" / "a.yml").write_text("base_config: ../b.yml\n")
-    here = f"{configs.name}-a"
+    label = f"{configs.name}-a"
     capsys.readouterr()
-    assert labels("a.yml", "a.yml", "other/a.yml") == [here, f"{here}_2", "other-a"]
+    assert labels("a.yml", "a.yml", "other/a.yml") == [label, f"{label}_2", "other-a"]
     (note,) = capsys.readouterr().err.splitlines()  # the same configuration twice
-    assert here in note
-    assert f"{here}_2" in note
+    assert label in note
+    assert f"{label}_2" in note
 
 
 def test_a_file_may_hold_its_sweep_and_the_command_line_another(configs):
@@ -69,9 +69,9 @@ def test_the_environment_ranks_below_a_sweep(configs, monkeypatch, capsys):
     monkeypatch.setenv("M_LEARNING_RATE", "5e-3")
     monkeypatch.setenv("M_STEPS", "9")
     monkeypatch.setenv("M_LERNING_RATE", "5e-3")
-    found = variants("a.yml", "sweep={learning_rate: [1e-3, 2e-3]}")
-    assert [one.config.schedule.learning_rate for one in found] == [1e-3, 2e-3]
-    assert [one.config.run.steps for one in found] == [9, 9]
+    swept = variants("a.yml", "sweep={learning_rate: [1e-3, 2e-3]}")
+    assert [variant.config.schedule.learning_rate for variant in swept] == [1e-3, 2e-3]
+    assert [variant.config.run.steps for variant in swept] == [9, 9]
     # Notices of many configurations are shown once.
     assert capsys.readouterr().err.count("M_LERNING_RATE") == 1
 
@@ -92,8 +92,8 @@ def test_mistakes(configs, told):
 def test_unintended_differences(configs):
     text = "base_config: a.yml\nlearning_rate: 2.0e-2\nvocab_size: 128\nbase_emb_dim: 48\n"
     (configs / "c.yml").write_text(text + "run_name: own\nlog_period: 7\nsteps: 5\n")
-    found = variants("a.yml", "c.yml")
-    lines = dict(line.split(": ", 1) for line in confounding_keys(found, {}))
+    compared = variants("a.yml", "c.yml")
+    lines = dict(line.split(": ", 1) for line in confounding_keys(compared, {}))
     assert list(lines) == [
         "steps", "vocab_size", "learning_rate", "learning_rate_schedule_steps",
     ]  # fmt: skip
@@ -101,8 +101,8 @@ def test_unintended_differences(configs):
     # Losses over other vocabularies are not of the same thing.
     assert lines["vocab_size"].startswith("64 (a); 128 (c): ")
     solved = {"c": {"steps", "learning_rate_schedule_steps"}}
-    left = [line.partition(":")[0] for line in confounding_keys(found, solved)]
-    assert left == ["vocab_size", "learning_rate"]
+    reported = [line.partition(":")[0] for line in confounding_keys(compared, solved)]
+    assert reported == ["vocab_size", "learning_rate"]
     # Swept keys differ on purpose.
     assert not confounding_keys(variants("a.yml", "sweep={learning_rate: [1, 2]}"), {})
     (line,) = confounding_keys(variants("a.yml", "sweep={vocab_size: [64, 128]}"), {})
@@ -110,5 +110,5 @@ def test_unintended_differences(configs):
 
 
 def test_the_lists_of_keys_name_keys():
-    known = set(flatten(module.Config()))
-    assert known >= module._UNLIKE_LOSSES | module._WITHOUT_EFFECT | set(module._PLACE)
+    key_names = set(flatten(module.Config()))
+    assert key_names >= module._UNLIKE_LOSSES | module._WITHOUT_EFFECT | set(module._PLACE)

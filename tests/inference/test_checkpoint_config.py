@@ -185,7 +185,8 @@ def test_slots_keep_the_zoom_that_growth_has_fixed(tmp_path):
     (step / "items" / "_METADATA").write_text("{}")
     (step / "metadata").mkdir()
     stored = flatten(load_config(**tiny, zoom_dim=8))
-    (step / "metadata" / "metadata").write_text(json.dumps({"config": stored}))
+    metadata = checkpoint_files.with_digests({"config": stored}, {}, {})
+    (step / "metadata" / "metadata").write_text(json.dumps(metadata))
     weights = resolve_weights(load_config(load_parameters_path=str(tmp_path / "run")))
     small = with_stored_zoom(load_config(**tiny), weights.metadata)
     assert small.model.pattention.zoom("ffn", 16) == 32

@@ -45,7 +45,7 @@ class RunFiles:
 
     def start(self, step: int = 0, *, kind: str = "start", num_steps: int = 400, **facts) -> None:
         """Starts, or resumes, and compiles."""
-        known = {
+        default_facts = {
             "run_name": self.folder.name, "num_steps": num_steps, "num_parameters": 10_300_000,
             "num_devices": 4, "num_processes": 1, "device_kind": "TPU v5 lite", "platform": "tpu",
             "jax": "0.10.2", "unigram_entropy_nats": 7.31, "lineage": [], "cost": COST,
@@ -56,7 +56,7 @@ class RunFiles:
             "data": {"train": "wikitext, 120,000,000 tokens", "identity": "9f2b77aa01c3",
                      "tokenizer": "5c1e00aa42", "vocab_size": 8192},
         }  # fmt: skip
-        self.add(kind, 6.0, step, **(known | facts))
+        self.add(kind, 6.0, step, **(default_facts | facts))
         memory = {"arguments": 130e6, "outputs": 126e6, "temporaries": 900e6, "aliased": 126e6}
         memory["peak"] = 1.03e9
         self.add("compile", 9.0, step, compile_seconds=12.0, rows=32, length=512, memory=memory)
@@ -89,8 +89,8 @@ class RunFiles:
 
     def kill_and_resume(self, step: int, *, down: float, **facts) -> None:
         """The process dies here and another goes on at an earlier step `down` seconds later."""
-        again = [row for row in self.rows if row["phase"] != "startup"]
-        lost = [row for row in again if row["event"] != "compile" and row["step"] >= step]
+        later_rows = [row for row in self.rows if row["phase"] != "startup"]
+        lost = [row for row in later_rows if row["event"] != "compile" and row["step"] >= step]
         seconds: dict[str, float] = {}
         for row in lost:
             seconds[row["phase"]] = seconds.get(row["phase"], 0.0) + row["seconds"]

@@ -54,10 +54,10 @@ def many(tmp_path_factory):
     evil.add("stop", 0.1, 29, reason=EVIL)
     keys = {EVIL: EVIL, **dict.fromkeys([f"num_of_a_kind_{n}" for n in range(12)], 1_000_000)}
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
-    others = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
+    section = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
     return page_of(
         folder / "page", *seeds, evil.write(config=keys), title=EVIL, warnings=[EVIL],
-        groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, others],
+        groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, section],
     )  # fmt: skip
 
 
@@ -232,8 +232,8 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     copy = with_program(two, PRESSES, tmp_path / "copy.html")
     document, console = opened(chromium, copy, tmp_path / "browser", 500)
     assert console == []
-    said = json.loads(re.search(r"said: (\[.*\]);", document)[1])
-    *states, first, sizes, shares, zoomed, ticks, widths, kept = said
+    reported = json.loads(re.search(r"said: (\[.*\]);", document)[1])
+    *states, first, sizes, shares, zoomed, ticks, widths, kept_settings = reported
     assert states == [
         ["tokens", "linear", [2, 2, 2, 6]],
         ["time running (minutes)", "linear", [2, 2, 2, 6]],
@@ -250,7 +250,7 @@ def test_the_controls_change_what_is_shown(chromium, two, tmp_path):
     assert len(set(ticks)) == len(ticks) > 3  # of a small MFU
     assert widths[0] == widths[1] == 500
     assert widths[2] > 200
-    assert kept == [f"report:{copy}"]  # whatever its title
+    assert kept_settings == [f"report:{copy}"]  # whatever its title
 
 
 WIDTHS = (400, 1280, 2560)
@@ -304,5 +304,5 @@ def test_nothing_keeps_anyone_from_reading_it(chromium, medium, name, tmp_path, 
     switches = ["--virtual-time-budget=60000", *scheme]
     document, console = opened(chromium, host, tmp_path / "browser", 2600, *switches)
     assert console == []
-    said = sorted(json.loads(text) for text in re.findall("<pre>(.*?)</pre>", document))
-    assert said == [[width, is_dark, True, 0, [], []] for width in widths]
+    messages = sorted(json.loads(text) for text in re.findall("<pre>(.*?)</pre>", document))
+    assert messages == [[width, is_dark, True, 0, [], []] for width in widths]

@@ -20,10 +20,10 @@ def report(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def run(*words, sleep=None):
+    def run(*arguments, sleep=None):
         program = importlib.import_module("MaxText.report")
         monkeypatch.setattr(program, "time", SimpleNamespace(sleep=sleep))
-        monkeypatch.setattr(sys, "argv", ["report.py", *words])
+        monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
         try:
             code = program.main() or 0
         except SystemExit as end:
@@ -70,12 +70,12 @@ def test_runs_are_grouped_by_any_key(report, tmp_path):
 
 
 def test_mistakes_and_help(report, told):
-    said = []
-    for words in ([], ["none"], ["a", "outputs=x"], ["a", "--watch"], ["watch=0"], ["output="]):
-        code, output, errors = report(*words)
+    messages = []
+    for arguments in ([], ["none"], ["a", "outputs=x"], ["a", "--watch"], ["watch=0"], ["output="]):
+        code, output, errors = report(*arguments)
         assert (code, output) == (2, "")
-        said.append(f"{words}\n{errors}")
-    told("".join(said))
+        messages.append(f"{arguments}\n{errors}")
+    told("".join(messages))
     code, output, _ = report("--help")
     assert code == 0
     assert "watch=SECONDS" in output
@@ -117,8 +117,8 @@ def test_ctrl_c_ends_watching(report, started):
     assert (code, errors) == (130, "")
 
 
-def names(found):
-    return [run.name for run in found.runs]
+def names(discovered):
+    return [run.name for run in discovered.runs]
 
 
 def test_a_run_a_folder_of_runs_and_no_run_twice(tmp_path):
@@ -129,13 +129,19 @@ def test_a_run_a_folder_of_runs_and_no_run_twice(tmp_path):
     (tmp_path / "runs" / "again").symlink_to(tmp_path / "alone")
     (tmp_path / "runs" / "up").symlink_to(tmp_path)
     (tmp_path / "runs" / "here").symlink_to(".")
-    found = find_runs([str(tmp_path / "alone"), str(tmp_path / "runs"), str(tmp_path / "alone/")])
-    assert names(found) == ["alone", "deep", "lr9", "lr10"]
-    assert (found.groups, found.problems) == ({}, [])
+    discovered = find_runs(
+        [str(tmp_path / "alone"), str(tmp_path / "runs"), str(tmp_path / "alone/")]
+    )
+    assert names(discovered) == ["alone", "deep", "lr9", "lr10"]
+    assert (discovered.groups, discovered.problems) == ({}, [])
     # One that has just begun does not hide the others.
     (tmp_path / "runs" / "lr9" / "events.jsonl").write_text('{"time"')
-    found = find_runs([str(tmp_path / "runs")])
-    assert ("lr10" in names(found), "lr9" in names(found), len(found.problems)) == (True, False, 1)
+    discovered = find_runs([str(tmp_path / "runs")])
+    assert ("lr10" in names(discovered), "lr9" in names(discovered), len(discovered.problems)) == (
+        True,
+        False,
+        1,
+    )
 
 
 def test_a_comparison_says_what_belongs_together(tmp_path):
@@ -143,9 +149,9 @@ def test_a_comparison_says_what_belongs_together(tmp_path):
         completed(tmp_path / name)
     groups = {"x": ["x/seed0", "x/seed1"], "y": ["y/seed0", "y/not_yet"]}
     (tmp_path / "comparison.json").write_text(json.dumps({"groups": groups, "more": 1}))
-    found = find_runs([str(tmp_path)])
-    assert len(found.runs) == 3
-    assert found.groups["x"] == [str(tmp_path / "x/seed0"), str(tmp_path / "x/seed1")]
+    discovered = find_runs([str(tmp_path)])
+    assert len(discovered.runs) == 3
+    assert discovered.groups["x"] == [str(tmp_path / "x/seed0"), str(tmp_path / "x/seed1")]
     (tmp_path / "comparison.json").write_text('{"groups": ["a"]}')
     with pytest.raises(UserError, match=r"comparison\.json"):
         find_runs([str(tmp_path)])

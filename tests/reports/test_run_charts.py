@@ -108,8 +108,8 @@ def test_seeds_have_a_mean_and_a_band(tmp_path):
     assert mean.x["step"].tolist() == list(range(120))
     assert dots.x["step"].tolist() == [49, 99]
     losses = [read_run(folder).evaluations[1]["eval/avg_loss"] for folder in folders]
-    found = (dots.low[-1], dots.y[-1], dots.high[-1])
-    assert found == (min(losses), pytest.approx(np.mean(losses)), max(losses))
+    band = (dots.low[-1], dots.y[-1], dots.high[-1])
+    assert band == (min(losses), pytest.approx(np.mean(losses)), max(losses))
 
 
 @pytest.mark.slow
@@ -131,10 +131,10 @@ def test_thinning_keeps_spikes_gaps_and_both_ends():
     values = np.sin(np.arange(1_000_000) / 1e4)
     values[123_456], values[700_001] = 50.0, -50.0
     values[400_000:400_003] = np.nan
-    kept = downsample(values)
-    assert kept.size <= MAX_POINTS
-    assert {0, 123_456, 400_000, 700_001, 999_999} <= set(kept.tolist())
-    assert (np.diff(kept) > 0).all()
+    indices = downsample(values)
+    assert indices.size <= MAX_POINTS
+    assert {0, 123_456, 400_000, 700_001, 999_999} <= set(indices.tolist())
+    assert (np.diff(indices) > 0).all()
     assert {0, 9_999} <= set(downsample(np.full(10_000, np.nan)).tolist())
 
 
@@ -143,9 +143,9 @@ def test_running_median_does_not_lag_and_ignores_spikes():
     spiked = line.copy()
     spiked[250], spiked[100] = 99.0, np.nan
     indices, medians = running_median(spiked)
-    there = ~np.isnan(medians)
-    assert medians[there] == pytest.approx(line[indices[there]], abs=0.06)
-    assert indices[~there].tolist() == [100]
+    has_median = ~np.isnan(medians)
+    assert medians[has_median] == pytest.approx(line[indices[has_median]], abs=0.06)
+    assert indices[~has_median].tolist() == [100]
     indices, _ = running_median(np.ones(100_000))
     assert indices.size <= MAX_SMOOTH_POINTS
     assert indices[-1] == 99_999
@@ -233,12 +233,14 @@ def test_another_objective_has_its_own_chart_and_one_of_the_cross_entropy(tmp_pa
     folder = other_objective(tmp_path / "focal")
     record = read_run(folder)
     charts = charts_of([folder])
-    own, beside = charts["loss"], charts["loss_in_nats"]
-    assert own.y_title == "loss (of the objective, per token)"
-    assert beside.y_title == "loss (nats per token)"
-    (own_dots,), (dots,) = of_kind(own, "dots"), of_kind(beside, "dots")
+    objective, cross_entropy = charts["loss"], charts["loss_in_nats"]
+    assert objective.y_title == "loss (of the objective, per token)"
+    assert cross_entropy.y_title == "loss (nats per token)"
+    (own_dots,), (dots,) = of_kind(objective, "dots"), of_kind(cross_entropy, "dots")
     np.testing.assert_allclose(2 * own_dots.y, dots.y)
-    np.testing.assert_allclose(2 * of_kind(own, "raw")[0].y, of_kind(beside, "raw")[0].y)
+    np.testing.assert_allclose(
+        2 * of_kind(objective, "raw")[0].y, of_kind(cross_entropy, "raw")[0].y
+    )
     assert record.final_loss == own_dots.y[-1]
     assert record.final_lm_loss == dots.y[-1]
     assert record.training_loss[0] < 4
@@ -246,6 +248,9 @@ def test_another_objective_has_its_own_chart_and_one_of_the_cross_entropy(tmp_pa
     shown = table.rows[0][table.header.index("validation loss")]
     assert shown == f"{record.final_loss:.4f} (cross entropy {record.final_lm_loss:.4f})"
     run.steps(0, 60, every=20)
-    both = charts_of([folder, run.write()])
-    assert {"loss", "loss_2", "loss_in_nats"} <= set(both)
-    assert {series.owner for series in both["loss_in_nats"].series} >= {"focal", run.folder.name}
+    charts_of_both = charts_of([folder, run.write()])
+    assert {"loss", "loss_2", "loss_in_nats"} <= set(charts_of_both)
+    assert {series.owner for series in charts_of_both["loss_in_nats"].series} >= {
+        "focal",
+        run.folder.name,
+    }

@@ -50,37 +50,38 @@ def as_text(sections):
 
 def test_all_tables(completed_run, eventful_run, told):
     """Of one run and of two; differences that the table of runs shows are not repeated."""
-    one, both = entries_of(eventful_run), entries_of(completed_run, eventful_run)
+    one_run, two_runs = entries_of(eventful_run), entries_of(completed_run, eventful_run)
     sections = [
-        PageSection("Runs", table=run_tables.overview(both, differing_keys(both))),
-        PageSection("Time", table=run_tables.goodput_table(both)), *run_tables.event_table(one),
-        *run_tables.provenance(both),
-        *run_tables.configuration(one, {}), *run_tables.cost(both),
-        *run_tables.configuration(both, differing_keys(both)), *run_tables.memory(one),
+        PageSection("Runs", table=run_tables.overview(two_runs, differing_keys(two_runs))),
+        PageSection("Time", table=run_tables.goodput_table(two_runs)),
+        *run_tables.event_table(one_run),
+        *run_tables.provenance(two_runs),
+        *run_tables.configuration(one_run, {}), *run_tables.cost(two_runs),
+        *run_tables.configuration(two_runs, differing_keys(two_runs)), *run_tables.memory(one_run),
     ]  # fmt: skip
-    assert run_tables.lineage(one) == run_tables.configuration(both, {}) == []
+    assert run_tables.lineage(one_run) == run_tables.configuration(two_runs, {}) == []
     told(as_text(sections))
 
 
 def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
     """The first keys that differ are shown with their runs, main keys first."""
-    others = {f"key_{n}": n for n in range(12)}
+    other_keys = {f"key_{n}": n for n in range(12)}
     folders = []
     for name, resolved in (("a", "float32"), ("b", "bfloat16")):
         run = RunFiles(tmp_path / name)
         changed = {"mlp_dim": "8", "run_name": name}
         run.start(changed_keys=changed, resolved_keys={"attention": "flash", "dtype": resolved})
         config = {"attention": "autoselected", "dtype": "auto", "steps": 5, "mlp_dim": 8}
-        others = {key: value + 1 for key, value in others.items()}
-        folders.append(run.write(config={"run_name": name, "head_dim": 8, **others, **config}))
-    (alone,) = run_tables.configuration(entries_of(folders[0]), {})
+        other_keys = {key: value + 1 for key, value in other_keys.items()}
+        folders.append(run.write(config={"run_name": name, "head_dim": 8, **other_keys, **config}))
+    (section,) = run_tables.configuration(entries_of(folders[0]), {})
     shared = {
         "steps": "5 (default)", "attention": "flash (autoselected, default)", "mlp_dim": "8",
     }  # fmt: skip
-    assert alone.facts == shared | {"dtype": "float32 (auto, default)", "run_name": "a"}
+    assert section.facts == shared | {"dtype": "float32 (auto, default)", "run_name": "a"}
     entries = entries_of(*folders)
     differences = differing_keys(entries)
-    assert [*differences] == ["dtype", *sorted(others)]
+    assert [*differences] == ["dtype", *sorted(other_keys)]
     same, different = run_tables.configuration(entries, differences)
     assert same.facts == shared
     assert different.table.rows[0] == ["dtype", "float32", "bfloat16"]
@@ -93,11 +94,11 @@ def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
 def test_runs_show_what_replaced_auto_only_if_all_did_so(tmp_path, facts, dtype):
     """Not next to a run of a version that does not know it, or a run where it was set."""
     folders = []
-    known = {"changed_keys": {"steps": "5"}, "resolved_keys": {"dtype": "float32"}}
-    for name, said, given in (("a", known, "auto"), ("b", facts, dtype)):
+    all_facts = {"changed_keys": {"steps": "5"}, "resolved_keys": {"dtype": "float32"}}
+    for name, recorded, shown_dtype in (("a", all_facts, "auto"), ("b", facts, dtype)):
         run = RunFiles(tmp_path / name)
-        run.start(**said)
-        folders.append(run.write(config={"dtype": given, "steps": 5}))
+        run.start(**recorded)
+        folders.append(run.write(config={"dtype": shown_dtype, "steps": 5}))
     entries = entries_of(*folders)
     assert differing_keys(entries) == {}
     (same,) = run_tables.configuration(entries, {})
@@ -143,8 +144,8 @@ def test_mfu_of_peaks_that_were_measured_differently_is_not_compared(tmp_path, s
 
 def test_losses_of_different_kinds_are_on_no_common_axis(tmp_path):
     folders = [completed(tmp_path / name) for name in "abcd"]
-    others = {"b": "loss_type: entmax\nentmax_alpha: 1.3\n", "c": "mlm_training: true\n"}
-    for name, keys in others.items():
+    other_configs = {"b": "loss_type: entmax\nentmax_alpha: 1.3\n", "c": "mlm_training: true\n"}
+    for name, keys in other_configs.items():
         (tmp_path / name / "config.yml").write_text(keys)
     entries = entries_of(*folders)
     charts = charts_of(entries, loss_charts)
@@ -186,8 +187,15 @@ def test_lineage_is_a_line_of_each_run(tmp_path):
 
 def test_other_data_and_tokenizers_are_warned_about(tmp_path):
     data = {"train": "x", "identity": "1", "tokenizer": "t", "vocab_size": 10}
-    others = {"a": {}, "b": {}, "c": {"tokenizer": "u", "vocab_size": 20}, "d": {"identity": "2"}}
-    runs = {name: started(tmp_path / name, data=data | keys) for name, keys in others.items()}
+    changes_by_run = {
+        "a": {},
+        "b": {},
+        "c": {"tokenizer": "u", "vocab_size": 20},
+        "d": {"identity": "2"},
+    }
+    runs = {
+        name: started(tmp_path / name, data=data | keys) for name, keys in changes_by_run.items()
+    }
 
     def warnings(names):
         return run_tables.warnings(entries_of(*map(runs.get, names)))

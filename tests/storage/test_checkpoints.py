@@ -162,7 +162,7 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
         abstract(state),
         pytest.fail,
         CONFIG,
-        [].append,
+        log=[].append,
         resolved=resolved,
     )
     counts = asked()

@@ -50,6 +50,13 @@ _OWN_NORMS = "Queries, keys and values that read different sums have norms of th
 
 
 def _settings(epsilon: float, width: Any, expands: bool) -> tuple[hf.ConfigMapping, ...]:
+    """Returns the settings of one of the two programs.
+
+    Args:
+      epsilon: The default of `norm_eps`.
+      width: The default of `intermediate_size`, as in ConfigMapping.
+      expands: The default of `expand_last` and `round64`.
+    """
     return (
         hf.mapped("vocab_size", "vocab_size"),
         hf.mapped("block_size", "max_target_length", default=2048),

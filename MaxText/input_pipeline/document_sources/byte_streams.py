@@ -59,15 +59,18 @@ class PointerFileError(UserError):
         return PointerFileError, (str(self), self.num_bytes)
 
 
-def check_no_pointer(head: bytes, where: str) -> None:
-    """Raises PointerFileError if the first bytes of a file are those of a pointer."""
+def check_no_pointer(head: bytes, location: str) -> None:
+    """Raises PointerFileError if a file's first bytes, `head`, are those of a pointer.
+
+    `location` names the file in the message.
+    """
     head = head[:_LONGEST_POINTER]
-    for system, (beginning, command) in _POINTERS.items():
-        if beginning.match(head):
+    for system, (pattern, command) in _POINTERS.items():
+        if pattern.match(head):
             size = _POINTER_SIZE.search(head)
             num_bytes = int(size[1] or size[2]) if size else 0
             raise PointerFileError(
-                f"{where} is a {system} pointer, not the data that it stands for ({num_bytes:,} "
+                f"{location} is a {system} pointer, not the data that it stands for ({num_bytes:,} "
                 f"bytes). Download them ({command}), or leave the file out.",
                 num_bytes,
             )
@@ -86,28 +89,28 @@ def check_no_pointer_file(path: str) -> None:
 
 
 @contextmanager
-def read_errors_as_user_error(where: str) -> Iterator[None]:
-    """Converts READ_ERRORS to a UserError about `where`."""
+def read_errors_as_user_error(location: str) -> Iterator[None]:
+    """Converts READ_ERRORS to a UserError about `location`, the path of a file."""
     try:
         yield
     except READ_ERRORS as error:
-        check_no_pointer_file(where)
+        check_no_pointer_file(location)
         problem = reason(error)
-        if isinstance(error, FileNotFoundError) and os.path.islink(local_path(where)):
-            problem = f"it is a link to {os.readlink(local_path(where))}, which does not exist"
+        if isinstance(error, FileNotFoundError) and os.path.islink(local_path(location)):
+            problem = f"it is a link to {os.readlink(local_path(location))}, which does not exist"
         raise UserError(
-            f"{where} cannot be read ({problem}). Copy it again, or leave it out."
+            f"{location} cannot be read ({problem}). Copy it again, or leave it out."
         ) from error
 
 
-def decode(data: bytes, where: str) -> str:
-    """Decodes UTF-8; UserError with `where` and the first wrong byte."""
+def decode(data: bytes, location: str) -> str:
+    """Decodes UTF-8; UserError with `location` and the first wrong byte."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{where} is not UTF-8 text ({error}). Convert it (iconv -t UTF-8) or remove it from "
-            "prepare_source."
+            f"{location} is not UTF-8 text ({error}). Convert it (iconv -t UTF-8) or remove it "
+            "from prepare_source."
         ) from error
 
 
@@ -148,11 +151,12 @@ class _Frames(io.RawIOBase):
     lzma.open and bz2.open would treat damage between two streams as the end.
     """
 
-    def __init__(self, file: BinaryIO, begin: Callable[[], Any]):
+    def __init__(self, file: BinaryIO, make_decompressor: Callable[[], Any]):
+        """Reads nothing yet; `make_decompressor` is called for each stream."""
         self._file = file
-        self._begin = begin
-        self._frame: Any = None
-        self._unused = b""
+        self._make_decompressor = make_decompressor
+        self._decompressor: Any = None  # of the current stream; None between streams
+        self._unused = b""  # read, but not part of the stream that ended
 
     def readable(self) -> bool:
         return True
@@ -162,22 +166,22 @@ class _Frames(io.RawIOBase):
             chunk = self._unused
             self._unused = b""
             # A decompressor that filled the buffer continues without more input.
-            if not chunk and (self._frame is None or self._frame.needs_input):
+            if not chunk and (self._decompressor is None or self._decompressor.needs_input):
                 chunk = self._file.read(_CHUNK_BYTES)
-                if not chunk and self._frame is not None:
+                if not chunk and self._decompressor is not None:
                     raise EOFError("it ends in the middle of its compressed data")
                 if not chunk:
                     return 0
-            if self._frame is None:
+            if self._decompressor is None:
                 # xz allows zero padding between streams; no stream starts with one.
                 chunk = chunk.lstrip(b"\0")
                 if not chunk:
                     continue
-                self._frame = self._begin()
-            contents = self._frame.decompress(chunk, len(buffer))
-            if self._frame.eof:
-                self._unused = self._frame.unused_data
-                self._frame = None
+                self._decompressor = self._make_decompressor()
+            contents = self._decompressor.decompress(chunk, len(buffer))
+            if self._decompressor.eof:
+                self._unused = self._decompressor.unused_data
+                self._decompressor = None
             if contents:
                 buffer[: len(contents)] = contents
                 return len(contents)
@@ -193,18 +197,20 @@ class _StrictHeader(tarfile.TarInfo):
     def fromtarfile(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, archive: tarfile.TarFile
     ) -> tarfile.TarInfo:
-        known = vars(archive)
+        """Reads the next header; notes in the archive whether its end was seen."""
+        archive_state = vars(archive)
         try:
             header = super().fromtarfile(archive)
         except (tarfile.HeaderError, ValueError) as error:
-            kind = type(error).__name__  # the exceptions are private
-            if kind == "EOFHeaderError":  # zeros, which end every archive
-                known["has_end"] = True
+            error_name = type(error).__name__  # the exceptions are private
+            if error_name == "EOFHeaderError":  # zeros, which end every archive
+                archive_state["has_end"] = True
                 raise
-            if kind == "EmptyHeaderError" and (not archive.offset or known["has_end"]):
+            is_end = not archive.offset or archive_state["has_end"]
+            if error_name == "EmptyHeaderError" and is_end:
                 raise
             raise tarfile.ReadError(f"at byte {archive.offset}: {error}") from error
-        known["has_end"] = False
+        archive_state["has_end"] = False
         return header
 
 

@@ -1,4 +1,9 @@
-"""The corpus of `prepare_source`, divided into independent shards."""
+"""The corpus of `prepare_source`, divided into independent shards.
+
+A corpus is the list of files that `prepare_source` names. `open_corpus` divides it into shards of
+some 64 MB by names and sizes alone, without reading, so that every process (and every later run)
+finds the same shards. `Shard.documents` reads the texts of one.
+"""
 
 import contextlib
 import os
@@ -84,7 +89,7 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         """Bytes on disk to read, for progress reports."""
-        return sum(each.num_bytes for each in self.ranges)
+        return sum(file_range.num_bytes for file_range in self.ranges)
 
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Yields the documents, counting skipped ones.
@@ -93,37 +98,37 @@ class Shard:
         read from the start. Raises UserError beyond that, and for files damaged midway.
         """
         skipped.limit = self.max_bad_records
-        for each in self.ranges:
-            name = each.name
+        for file_range in self.ranges:
+            name = file_range.name
             has_begun = False
             try:
-                with read_errors_as_user_error(each.file.path):
-                    for row, text in range_texts(each, self.text_field, skipped):
+                with read_errors_as_user_error(file_range.file.path):
+                    for row, text in range_texts(file_range, self.text_field, skipped):
                         has_begun = True
                         if text and not text.isspace():
                             yield Document(text, name, row)
                         else:
                             skipped["empty"] += 1
-                skipped.readable_bytes += each.num_bytes
+                skipped.readable_bytes += file_range.num_bytes
             except TooManyBadError:
                 raise
             except UserError as error:
                 if has_begun:
                     raise  # an unknown part of the file would be lost
-                _count_unreadable(each, error, skipped)
+                _count_unreadable(file_range, error, skipped)
 
 
-def _count_unreadable(part: FileRange, error: UserError, skipped: Skipped) -> None:
+def _count_unreadable(file_range: FileRange, error: UserError, skipped: Skipped) -> None:
     """Counts the documents of a range that cannot be read, as far as their number is known."""
-    layout, compression = part.file.format
-    num_bytes = part.num_bytes
+    layout, compression = file_range.file.format
+    num_bytes = file_range.num_bytes
     num_documents = None
     try:
-        check_no_pointer_file(part.file.path)
+        check_no_pointer_file(file_range.file.path)
         if layout in TABLE_LAYOUTS:
             # Rows of another column than the text.
             with contextlib.suppress(OSError, UserError, ValueError):
-                num_documents = count_rows(part)
+                num_documents = count_rows(file_range)
     except PointerFileError as pointer:
         error = pointer
         num_bytes = pointer.num_bytes
@@ -148,10 +153,14 @@ class Corpus:
 
     def identity(self) -> dict[str, Any]:
         """Returns what the text depends on: files, their times, and options."""
-        ranges = [part for shard in self.shards for part in shard.ranges]
+        ranges = [file_range for shard in self.shards for file_range in shard.ranges]
         return {
-            "files": _file_infos(list(dict.fromkeys(part.file.path for part in ranges))),
-            "ranges": [[part.file.path, part.start, part.stop] for part in ranges],
+            "files": _file_infos(
+                list(dict.fromkeys(file_range.file.path for file_range in ranges))
+            ),
+            "ranges": [
+                [file_range.file.path, file_range.start, file_range.stop] for file_range in ranges
+            ],
             "text_field": self.shards[0].text_field,
             "max_bad_records": self.shards[0].max_bad_records,
         }
@@ -159,9 +168,11 @@ class Corpus:
 
 def _file_infos(paths: list[str]) -> list[FileInfo]:
     """Returns `file_infos` of files, of which some may be links that lead nowhere."""
-    broken = {path for path in paths if not is_url(path) and not os.path.exists(local_path(path))}
-    known = file_infos([path for path in paths if path not in broken])
-    return known + [FileInfo(path, 0, "") for path in sorted(broken)]
+    broken_links = {
+        path for path in paths if not is_url(path) and not os.path.exists(local_path(path))
+    }
+    infos = file_infos([path for path in paths if path not in broken_links])
+    return infos + [FileInfo(path, 0, "") for path in sorted(broken_links)]
 
 
 def open_corpus(
@@ -173,17 +184,23 @@ def open_corpus(
 ) -> Corpus:
     """Finds the files of `prepare_source` without reading them.
 
-    A shard has at most `shard_bytes` on disk, unless it is a file that cannot be split. Raises
-    UserError without entries, or for one that matches no readable file.
+    Args:
+      prepare_source: Files, folders, patterns or URLs, comma separated.
+      text_field: Field or column of the text in rows.
+      shard_bytes: Largest size of a shard on disk, unless it is a file that cannot be split.
+      max_bad_records: How many malformed or unreadable documents to skip.
+
+    Raises:
+      UserError: There are no entries, or one matches no readable file.
     """
     entries = split_entries(prepare_source)
     notes: list[str] = []
-    found = [file for entry in entries for file in _resolve(entry, entries, notes)]
+    sources = [file for entry in entries for file in _resolve(entry, entries, notes)]
     files_by_path: dict[str, SourceFile] = {}
-    for file, path in zip(found, real_paths([file.path for file in found]), strict=True):
+    for file, path in zip(sources, real_paths([file.path for file in sources]), strict=True):
         # Of several names of a file, as in a snapshot of the hub, the first that tells its format.
-        known = files_by_path.get(path)
-        if known is None or (known_format(file.name) and not known_format(known.name)):
+        chosen = files_by_path.get(path)
+        if chosen is None or (known_format(file.name) and not known_format(chosen.name)):
             files_by_path[path] = file
     files = [*files_by_path.values()]
     shards = split_into_shards(files, _splits(files), text_field, shard_bytes, max_bad_records)
@@ -193,6 +210,7 @@ def open_corpus(
 
 
 def _resolve(entry: str, entries: list[str], notes: list[str]) -> list[SourceFile]:
+    """Returns the files of an entry; errors about a missing file mention the commas."""
     try:
         return resolve_files(entry, notes)
     except UserError as error:
@@ -213,8 +231,8 @@ def _splits(files: list[SourceFile]) -> list[str]:
 
 def _split_of(name: str) -> str:
     """Returns the split at the start of a name, or ""."""
-    words = (re.split(r"[-_.]", part)[0] for part in name.lower().split("/"))
-    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), "")
+    first_words = (re.split(r"[-_.]", part)[0] for part in name.lower().split("/"))
+    return next((_SPLIT_NAMES[word] for word in first_words if word in _SPLIT_NAMES), "")
 
 
 def split_into_shards(
@@ -226,26 +244,33 @@ def split_into_shards(
 ) -> tuple[Shard, ...]:
     """Groups small files and splits large ones, by names and sizes only.
 
-    No shard mixes `splits`, and only an unsplittable file exceeds `shard_bytes`.
+    Args:
+      files: In document order.
+      splits: The split of each file, or empty strings. No shard mixes splits.
+      text_field: As in Shard.
+      shard_bytes: Only an unsplittable file exceeds it.
+      max_bad_records: As in Shard.
     """
     assert shard_bytes > 0, shard_bytes
-    total = sum(file.size for file in files)
-    shard_bytes = min(shard_bytes, max(total // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
+    total_bytes = sum(file.size for file in files)
+    shard_bytes = min(shard_bytes, max(total_bytes // _FEWEST_SHARDS, _SMALLEST_SHARD_BYTES))
     shards: list[tuple[str, list[FileRange]]] = []
-    size = 0
+    shard_size = 0
     for file, split in zip(files, splits, strict=True):
-        for each in _split_file(file, shard_bytes):
-            if not shards or size + each.num_bytes > shard_bytes or split != shards[-1][0]:
+        for file_range in _split_file(file, shard_bytes):
+            is_full = shard_size + file_range.num_bytes > shard_bytes
+            if not shards or is_full or split != shards[-1][0]:
                 shards.append((split, []))
-                size = 0
-            shards[-1][1].append(each)
-            size += each.num_bytes
+                shard_size = 0
+            shards[-1][1].append(file_range)
+            shard_size += file_range.num_bytes
     return tuple(
         Shard(tuple(ranges), text_field, max_bad_records, split) for split, ranges in shards
     )
 
 
 def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
+    """Divides a file into equal ranges of at most `shard_bytes`, if its format allows it."""
     layout, compression = file.format
     is_splittable = layout in _SPLITTABLE and not compression
     if not is_splittable or is_url(file.path) or file.size <= shard_bytes:
@@ -253,28 +278,41 @@ def _split_file(file: SourceFile, shard_bytes: int) -> list[FileRange]:
     count = -(-file.size // shard_bytes)
     bounds = [index * file.size // count for index in range(count)]
     if layout is Layout.TEXT:
-        longest = text_streams.LONGEST_TEXT
-        bounds = sorted({bound // longest * longest for bound in bounds})
+        chunk_bytes = text_streams.LONGEST_TEXT
+        bounds = sorted({bound // chunk_bytes * chunk_bytes for bound in bounds})
     return [
         FileRange(file, start, stop)
         for start, stop in zip(bounds, [*bounds[1:], None], strict=True)
     ]
 
 
-def range_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
-    """Yields (number, text) of documents of a file range, with empty ones."""
-    file = part.file
-    path = part.file.path
+def range_texts(
+    file_range: FileRange, text_field: str, skipped: Skipped
+) -> Iterator[tuple[int, str]]:
+    """Yields (number, text) of documents of a file range, with empty ones.
+
+    `skipped` collects malformed and unreadable ones. Raises UserError beyond its limit, or if the
+    file changed since the corpus was opened.
+    """
+    file = file_range.file
+    path = file_range.file.path
     if file.size >= 0 and not is_url(path) and os.path.getsize(local_path(path)) != file.size:
         raise UserError(
             f"{path} changed while it was read. Run again when nothing writes to the files of "
             "prepare_source."
         )
     if file.format.layout in TABLE_LAYOUTS:
-        yield from table_texts(part, text_field, skipped)
+        yield from table_texts(file_range, text_field, skipped)
     elif file.format.layout in RECORD_LAYOUTS:
-        yield from record_texts(part, text_field, skipped)
+        yield from record_texts(file_range, text_field, skipped)
     else:
         with open_stream(path) as content:
-            span = part.start, part.stop
-            yield from stream_texts(content, file.format, path, text_field, skipped, *span)
+            yield from stream_texts(
+                content,
+                file.format,
+                path,
+                text_field,
+                skipped,
+                start=file_range.start,
+                stop=file_range.stop,
+            )

@@ -1,4 +1,8 @@
-"""Reads text or ids from TFRecord, ArrayRecord and tensor archives."""
+"""Reads text or ids from TFRecord, ArrayRecord and tensor archives.
+
+Two kinds of readers: `record_texts` for text to prepare, and `read_ids` for token ids, which also
+reads tables (tables.py). Both check the checksums of every record.
+"""
 
 import functools
 import io
@@ -45,7 +49,7 @@ _USUAL_TENSORS = ("input_id", "input_ids", "tokens", "text", "")
 _Records = Iterator[tuple[int, bytes | BadRecordError]]
 
 
-def scan_records(part: FileRange) -> _Records:
+def scan_records(file_range: FileRange) -> _Records:
     """Yields (position, bytes or error) of each record of a file, in order.
 
     The position is the offset in the decompressed TFRecord file, or the record number in the
@@ -53,30 +57,32 @@ def scan_records(part: FileRange) -> _Records:
     copied to local disk temporarily. Raises BadRecordError if no further record can be found, and
     READ_ERRORS for failed reads.
     """
-    path = part.file.path
-    (layout, compression) = part.file.format
+    path = file_range.file.path
+    layout, compression = file_range.file.format
     with open_stream(path) as file:
         if layout is Layout.TFRECORD:
             yield from tfrecord.scan_records(decompressed(file, compression), path)
             return
-    with local_file(path) as copy:
-        yield from array_record.scan_records(path, copy, part.partition)
+    with local_file(path) as local_copy:
+        yield from array_record.scan_records(path, local_copy, file_range.partition)
 
 
-def record_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
+def record_texts(
+    file_range: FileRange, text_field: str, skipped: Skipped
+) -> Iterator[tuple[int, str]]:
     """Yields (number of the record in the file, text).
 
     `text_field` is the tf.train.Example feature with the text; multiple values are paragraphs.
     `skipped` collects records without text. Raises UserError or READ_ERRORS for damage, and
     UserError beyond the limit of `skipped`.
     """
-    path = part.file.path
-    is_numbered = part.file.format.layout is Layout.ARRAY_RECORD
-    for count, (position, record) in enumerate(scan_records(part)):
+    path = file_range.file.path
+    has_numbers = file_range.file.format.layout is Layout.ARRAY_RECORD
+    for index, (position, record) in enumerate(scan_records(file_range)):
         # Never skip damaged text records: missing text would go unnoticed.
         if isinstance(record, BadRecordError):
             raise record
-        number = position if is_numbered else count
+        number = position if has_numbers else index
         try:
             text = _text(record, f"{path}, record {number},", text_field)
         except UserError as error:
@@ -85,7 +91,8 @@ def record_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator
         yield number, text
 
 
-def _text(record: bytes, where: str, text_field: str) -> str:
+def _text(record: bytes, location: str, text_field: str) -> str:
+    """Returns the text of a record: a tf.train.Example, or the bytes of the text themselves."""
     try:
         features = tf_example.decode(record)
     except tf_example.ExampleError:
@@ -93,12 +100,12 @@ def _text(record: bytes, where: str, text_field: str) -> str:
     # Text does not parse as an example by accident: three nested fields each start with a line feed
     # and a matching length.
     if not features or "" in features:
-        return decode(record, where)
+        return decode(record, location)
     values = features.get(text_field)
     if not isinstance(values, list):
         texts = [name for name, value in features.items() if isinstance(value, list)]
-        raise missing_text_error(where, text_field, texts)
-    return PARAGRAPH_END.join(decode(value, where) for value in values)
+        raise missing_text_error(location, text_field, texts)
+    return PARAGRAPH_END.join(decode(value, location) for value in values)
 
 
 def read_ids(
@@ -137,6 +144,7 @@ def read_chunks(path: str, dtype: str) -> Iterator[TokenDocument | BadRecordErro
 
 
 def _tensor(content: bytes) -> np.ndarray:
+    """Returns the integers of a file of numpy or torch; UserError if there are none."""
     if not content.startswith(b"\x93NUMPY"):
         return read_tensor(content)
     try:
@@ -155,6 +163,14 @@ def _documents(
     records: Iterator[tuple[int, bytes | TokenDocument | BadRecordError]],
     to_ids: Callable[[bytes], np.ndarray] = _tensor,
 ) -> Iterator[TokenDocument | BadRecordError]:
+    """Converts records to documents, and errors of the file to BadRecordError.
+
+    Args:
+      path: Of the file, for messages.
+      unit: What positions count: "byte", "record" or "row".
+      records: (position, contents, document or error).
+      to_ids: Decodes contents.
+    """
     position = 0
     try:
         for position, record in records:
@@ -194,11 +210,13 @@ def holds_text(
 
 
 def _scan_file(path: str, kind: str) -> _Records:
+    """Yields the records of a whole file as scan_records does."""
     file_format = FileFormat(Layout(kind), format_of(path).compression)
     return scan_records(FileRange(SourceFile(path, path, -1, file_format)))
 
 
 def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -> bool:
+    """Returns whether a record holds text, not ids; UserError if it holds neither."""
     try:
         features = tf_example.decode(record)
     except tf_example.ExampleError:
@@ -215,20 +233,23 @@ def _is_text(record: bytes, path: str, fields: Sequence[str], text_field: str) -
 
 
 def _archive_tensors(path: str, fields: Sequence[str]) -> Iterator[tuple[int, bytes]]:
-    """Yields (offset, contents) of the tensor of each sample."""
-    chosen = None
+    """Yields (offset, contents) of the tensor of each sample.
+
+    The first sample decides which of `fields` is read. Raises UserError for a sample without it.
+    """
+    chosen_field = None
     for sample in _samples(path):
-        if chosen is None:
-            wanted = fields or (sample if len(sample) == 1 else _USUAL_TENSORS)
-            chosen = next((field for field in wanted if field in sample), None)
-        if chosen not in sample:
-            found = ", ".join(sorted(field or "(no name)" for field in sample))
+        if chosen_field is None:
+            candidates = fields or (sample if len(sample) == 1 else _USUAL_TENSORS)
+            chosen_field = next((field for field in candidates if field in sample), None)
+        if chosen_field not in sample:
+            missing = " or ".join(fields) or chosen_field or "a usual field"
+            members = ", ".join(sorted(field or "(no name)" for field in sample))
             raise UserError(
-                f"{path} has a sample without {' or '.join(fields) or chosen or 'a usual field'} "
-                f"(its {'/'.join(_TENSOR_ENDINGS)} members: {found}). Set token_records.field to "
-                "the one that holds token ids."
+                f"{path} has a sample without {missing} (its {'/'.join(_TENSOR_ENDINGS)} members: "
+                f"{members}). Set token_records.field to the one that holds token ids."
             )
-        yield sample[chosen]
+        yield sample[chosen_field]
 
 
 def _samples(path: str) -> Iterator[dict[str, tuple[int, bytes]]]:

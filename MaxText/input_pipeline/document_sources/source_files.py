@@ -39,13 +39,13 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 _STATE = "state.json"  # lists the files of a saved Hugging Face dataset
 
 # Next to tables and records, these files are metadata.
-_ABOUT_TABLES = {
+_TABLE_METADATA = {
     *(_STATE, "dataset_dict.json", "dataset_info.json", "dataset_infos.json"),
     *("features.json", "export.json", "readme.md"),
-    *("records_manifest.json", "prepared_from.json"),  # the second of earlier versions
+    "records_manifest.json",
 }
 # Next to files of rows, plain text with these names describes the data.
-_ABOUT_ROWS = re.compile(
+_ROW_METADATA = re.compile(
     r"(readme|licen[cs]e|copying|notice|citation|authors|changelog|datasheet|dataset_?card)"
     r"([-_.].*)?"
 )
@@ -54,8 +54,8 @@ _MAX_NAMED_FILES = 5  # in a note
 # Cached results that `datasets` writes next to a saved dataset.
 _CACHED = re.compile(r"(.*/)?cache-[^/]*\.arrow")
 
-# Each folder that prepare_data.py writes has one of these, with these fields.
-_MADE = {
+# Each folder that prepare_data.py writes has one of these files, with these fields.
+_PREPARED_MARKERS = {
     "manifest.json": {"schema_version", "tokenizer", "splits"},
     "records.json": {"schema_version", "tokenizer_sha256"},
     "export.json": {"schema_version", "tokenizer_sha256"},
@@ -86,26 +86,32 @@ class FileRange:
 
     @classmethod
     def whole(cls, path: str) -> "FileRange":
+        """Returns the range of all documents of a file, whose format its name tells."""
         return cls(SourceFile(path, path, -1, format_of(path)))
 
     @property
     def num_bytes(self) -> int:
-        return (self.file.size if self.stop is None else self.stop) - self.start
+        """Size of the range on disk."""
+        stop = self.file.size if self.stop is None else self.stop
+        return stop - self.start
 
     @property
     def name(self) -> str:
         """Name of the file, for `Document.file`."""
-        counts_rows = self.file.format.layout in JSON_LAYOUTS and self.start > 0
-        return f"{self.file.name} from byte {self.start}" if counts_rows else self.file.name
+        if self.file.format.layout in JSON_LAYOUTS and self.start > 0:
+            return f"{self.file.name} from byte {self.start}"
+        return self.file.name
 
     def partition(self, count: int) -> range:
-        """Returns the equal parts of the file with a start in the range.
+        """Returns which of `count` equal parts of the file start in the range.
 
-        Ranges that partition the file give each part exactly once.
+        For files of a known number of records. Ranges that partition the file give each part
+        exactly once.
         """
         size = self.file.size
         first = -(-self.start * count // size) if self.start else 0
-        return range(first, count if self.stop is None else -(-self.stop * count // size))
+        stop = count if self.stop is None else -(-self.stop * count // size)
+        return range(first, stop)
 
 
 def split_entries(prepare_source: str) -> list[str]:
@@ -122,9 +128,13 @@ def split_entries(prepare_source: str) -> list[str]:
 def resolve_files(entry: str, notes: list[str]) -> list[SourceFile]:
     """Returns the files of one entry, in order, without reading them.
 
-    An entry is a file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with
-    one name per line, or `python_stdlib`. `notes` collects messages on files that are not read, or
-    not as their neighbors are. Raises UserError if it matches no readable file.
+    Args:
+      entry: A file, folder, pattern (with *, **, ?, [], {a,b} or {000..127}), URL, @FILE with one
+        name per line, or `python_stdlib`.
+      notes: Collects messages on files that are not read, or not as their neighbors are.
+
+    Raises:
+      UserError: The entry matches no readable file.
     """
     if entry == STDLIB:
         return _stdlib_files(stdlib_root())
@@ -132,16 +142,17 @@ def resolve_files(entry: str, notes: list[str]) -> list[SourceFile]:
     is_folder = file_access.path_type(entry) == "directory"
     if is_folder and not file_access.is_url(entry):
         folder = file_access.local_path(entry)
-        if _MADE["manifest.json"] <= _fields(Path(folder) / "manifest.json").keys():
+        manifest = _read_object(Path(folder) / "manifest.json")
+        if manifest.keys() >= _PREPARED_MARKERS["manifest.json"]:
             raise UserError(
                 f"{_KEY}={entry} is a prepared data set. Train on it with dataset_path={entry}."
             )
         names = [Path(os.path.relpath(file.path, folder)).as_posix() for file in files]
     else:
         names = [*file_access.relative_names([file.path for file in files])]
-    found = dict(zip(names, files, strict=True))
+    files_by_name = dict(zip(names, files, strict=True))
     if is_folder:
-        return _folder_files(entry, found, notes)
+        return _folder_files(entry, files_by_name, notes)
     sources = [*map(_source_file, files, names)]
     _note_other_kinds(entry, {source.name: source.format for source in sources}, notes)
     return sources
@@ -167,11 +178,15 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode(errors="replace")
 
 
-def _is_made(folder: Path) -> bool:
-    return any(fields <= _fields(folder / name).keys() for name, fields in _MADE.items())
+def _is_prepared(folder: Path) -> bool:
+    """Returns whether prepare_data.py wrote a folder."""
+    return any(
+        fields <= _read_object(folder / name).keys() for name, fields in _PREPARED_MARKERS.items()
+    )
 
 
-def _fields(path: Path) -> dict[str, Any]:
+def _read_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file; empty if there is none."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -179,29 +194,38 @@ def _fields(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _leftovers(folder: Path, found: Iterable[str]) -> set[str]:
-    """Returns .arrow files missing from lists of saved Hugging Face datasets."""
-    arrow = [name for name in found if name.endswith(".arrow")]
-    leftovers = set()
-    for parent in {os.path.dirname(name) for name in arrow}:
-        listed = _fields(folder / parent / _STATE).get("_data_files")
-        if isinstance(listed, list):
-            names = {str(PurePosixPath(parent, str(file.get("filename")))) for file in listed}
-            if missing := sorted(names - set(arrow)):
-                raise UserError(
-                    f"{folder / parent / _STATE} lists {missing[0]}, which is missing. Save the "
-                    "data set again."
-                )
-            leftovers |= {n for n in arrow if os.path.dirname(n) == parent and n not in names}
+def _leftovers(folder: Path, names: Iterable[str]) -> set[str]:
+    """Returns the .arrow files that are not in the list of their saved Hugging Face dataset.
+
+    A dataset saved again with fewer shards leaves the others behind. Raises UserError if a listed
+    file is missing.
+    """
+    arrow_names = {name for name in names if name.endswith(".arrow")}
+    leftovers: set[str] = set()
+    for parent in {os.path.dirname(name) for name in arrow_names}:
+        data_files = _read_object(folder / parent / _STATE).get("_data_files")
+        if not isinstance(data_files, list):
+            continue
+        listed_names = {
+            str(PurePosixPath(parent, str(file.get("filename")))) for file in data_files
+        }
+        missing = sorted(listed_names - arrow_names)
+        if missing:
+            raise UserError(
+                f"{folder / parent / _STATE} lists {missing[0]}, which is missing. Save the "
+                "data set again."
+            )
+        names_in_parent = {name for name in arrow_names if os.path.dirname(name) == parent}
+        leftovers |= names_in_parent - listed_names
     return leftovers
 
 
-def _named(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     """Names a few of some files, with their number if there are more."""
-    in_order = sorted(map(printable, names), key=file_access.natural_key)
-    shown = ", ".join(in_order[:_MAX_NAMED_FILES])
-    num_more = len(in_order) - _MAX_NAMED_FILES
-    return f"{shown} and {num_more:,} more" if num_more > 0 else shown
+    sorted_names = sorted(map(printable, names), key=file_access.natural_key)
+    listed = ", ".join(sorted_names[:_MAX_NAMED_FILES])
+    num_more = len(sorted_names) - _MAX_NAMED_FILES
+    return f"{listed} and {num_more:,} more" if num_more > 0 else listed
 
 
 def _note_other_kinds(entry: str, formats: dict[str, FileFormat], notes: list[str]) -> None:
@@ -211,70 +235,98 @@ def _note_other_kinds(entry: str, formats: dict[str, FileFormat], notes: list[st
     if texts and num_others:
         notes.append(
             f"note: {entry}: {pluralize(len(texts), 'file')} of plain text among "
-            f"{pluralize(num_others, 'file')} of rows, read as documents too: {_named(texts)}"
+            f"{pluralize(num_others, 'file')} of rows, read as documents too: {_list_names(texts)}"
         )
 
 
-def _folder_files(entry: str, found: dict[str, FileInfo], notes: list[str]) -> list[SourceFile]:
-    """Returns files of a folder with a known extension, in natural order."""
+def _folder_files(
+    entry: str, files_by_name: dict[str, FileInfo], notes: list[str]
+) -> list[SourceFile]:
+    """Returns files of a folder with a known extension, in natural order.
+
+    `notes` collects messages on files that are not read. Raises UserError if there is none to read.
+    """
     if not file_access.is_url(entry):
-        folder = Path(file_access.local_path(entry))
-        below = {parent for name in found for parent in PurePosixPath(name).parents[:-1]}
-        made = tuple(f"{name}/" for name in below if _is_made(folder / name))
-        found = {name: file for name, file in found.items() if not name.startswith(made)}
-        found = {name: found[name] for name in found.keys() - _leftovers(folder, found)}
-    known = {name: known_format(name) for name in found if not _CACHED.fullmatch(name)}
-    formats = {name: file_format for name, file_format in known.items() if file_format}
-    about = _about_data(formats)
-    chosen = {name: formats[name] for name in formats if name not in about}
-    if about:
+        files_by_name = _without_outputs(Path(file_access.local_path(entry)), files_by_name)
+    formats: dict[str, FileFormat] = {}
+    unknown_names: list[str] = []
+    for name in files_by_name:
+        if _CACHED.fullmatch(name):
+            continue
+        file_format = known_format(name)
+        if file_format is None:
+            unknown_names.append(name)
+        else:
+            formats[name] = file_format
+    metadata_names = _metadata_files(formats)
+    chosen_formats = {name: formats[name] for name in formats if name not in metadata_names}
+    if metadata_names:
         notes.append(
-            f"note: {entry}: {pluralize(len(about), 'file')} about the data not read: "
-            f"{_named(about)}"
+            f"note: {entry}: {pluralize(len(metadata_names), 'file')} about the data not read: "
+            f"{_list_names(metadata_names)}"
         )
-    read = {*file_access.real_paths([found[name].path for name in chosen])}
-    others = [name for name, file_format in known.items() if not file_format]
-    other_paths = file_access.real_paths([found[name].path for name in others])
-    # Targets of links that are read, as in the cache of the hub, are no other files.
-    unknown = [name for name, path in zip(others, other_paths, strict=True) if path not in read]
-    if unknown:
+    read_paths = {*file_access.real_paths([files_by_name[name].path for name in chosen_formats])}
+    unknown_paths = file_access.real_paths([files_by_name[name].path for name in unknown_names])
+    # Targets of links that are read, as in the cache of the hub, are not named.
+    unread_names = [
+        name
+        for name, path in zip(unknown_names, unknown_paths, strict=True)
+        if path not in read_paths
+    ]
+    if unread_names:
         notes.append(
-            f"note: {entry}: {pluralize(len(unknown), 'file')} with other endings not read: "
-            f"{_named(unknown)} (a pattern reads them as plain text)"
+            f"note: {entry}: {pluralize(len(unread_names), 'file')} with other endings not read: "
+            f"{_list_names(unread_names)} (a pattern reads them as plain text)"
         )
-    _note_other_kinds(entry, chosen, notes)
-    if not chosen:
+    _note_other_kinds(entry, chosen_formats, notes)
+    if not chosen_formats:
         raise UserError(
             f"{_KEY}={entry}: the folder holds no file that ends in {READ_ENDINGS}. To read other "
             f"plain text, give a pattern, for example '{_KEY}={entry}/**/*.py'."
         )
-    return [_source_file(found[name], name) for name in sorted(chosen, key=file_access.natural_key)]
+    sorted_names = sorted(chosen_formats, key=file_access.natural_key)
+    return [_source_file(files_by_name[name], name) for name in sorted_names]
 
 
-def _about_data(formats: dict[str, FileFormat]) -> set[str]:
+def _without_outputs(folder: Path, files_by_name: dict[str, FileInfo]) -> dict[str, FileInfo]:
+    """Leaves out subfolders that prepare_data.py wrote, and leftovers of saved datasets."""
+    subfolders = {parent for name in files_by_name for parent in PurePosixPath(name).parents[:-1]}
+    prepared_prefixes = tuple(f"{name}/" for name in subfolders if _is_prepared(folder / name))
+    names = {name for name in files_by_name if not name.startswith(prepared_prefixes)}
+    names -= _leftovers(folder, names)
+    return {name: file for name, file in files_by_name.items() if name in names}
+
+
+def _metadata_files(formats: dict[str, FileFormat]) -> set[str]:
     """Returns the files of a folder that describe its data, by their names."""
     base_names = {name: os.path.basename(name).lower() for name in formats}
     layouts = {file_format.layout for file_format in formats.values()}
-    about: set[str] = set()
+    metadata_names: set[str] = set()
     if layouts & (TABLE_LAYOUTS | RECORD_LAYOUTS):
-        about |= {name for name, base_name in base_names.items() if base_name in _ABOUT_TABLES}
+        metadata_names |= {name for name in formats if base_names[name] in _TABLE_METADATA}
     texts = {name for name in formats if formats[name].layout is Layout.TEXT}
     # With more text than that, a README is a document like any other.
-    if len(texts) < len(formats) and all(_ABOUT_ROWS.fullmatch(base_names[name]) for name in texts):
-        about |= texts
-    return about
+    describes_rows = all(_ROW_METADATA.fullmatch(base_names[name]) for name in texts)
+    if len(texts) < len(formats) and describes_rows:
+        metadata_names |= texts
+    return metadata_names
 
 
 def stdlib_root() -> Path:
+    """Returns the folder of the standard library of the running interpreter."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _stdlib_files(root: Path) -> list[SourceFile]:
+    """Returns the Python files of the standard library, in order of names."""
     names = []
     for parent, folders, files in os.walk(root):
+        # os.walk enters the folders that stay in this list.
         folders[:] = [name for name in folders if name[0] != "." and name not in _NOT_STDLIB]
-        below = Path(parent).relative_to(root)
-        names += [(below / name).as_posix() for name in files if re.fullmatch(r"[^.].*\.py", name)]
+        relative_parent = Path(parent).relative_to(root)
+        for name in files:
+            if re.fullmatch(r"[^.].*\.py", name):
+                names.append((relative_parent / name).as_posix())
     # Build settings contain paths of the build machine.
     names = sorted(name for name in names if not name.startswith(("config-", "_sysconfigdata")))
     if not names:
@@ -282,7 +334,8 @@ def _stdlib_files(root: Path) -> list[SourceFile]:
             f"{_KEY}={STDLIB}: this interpreter has no source files in {root}. Give a folder of "
             "text instead."
         )
-    return [
-        SourceFile(path, name, os.path.getsize(path), FileFormat(Layout.STDLIB))
-        for path, name in ((f"{root}/{name}", name) for name in names)
-    ]
+    sources = []
+    for name in names:
+        path = f"{root}/{name}"
+        sources.append(SourceFile(path, name, os.path.getsize(path), FileFormat(Layout.STDLIB)))
+    return sources

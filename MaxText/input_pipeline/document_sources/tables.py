@@ -44,66 +44,74 @@ class Table(NamedTuple):
             yield row, selected
 
 
-def require_pyarrow(what: str) -> tuple[Any, Any]:
-    """Returns pyarrow and pyarrow.parquet; UserError if not installed."""
+def require_pyarrow(user: str) -> tuple[Any, Any]:
+    """Returns pyarrow and pyarrow.parquet; UserError if not installed.
+
+    `user` is what needs them, for the message: a file or an option.
+    """
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
-            f"{what} needs pyarrow, which is not installed. Run: pip install 'jaxpretrain[data]'"
+            f"{user} needs pyarrow, which is not installed. Run: pip install 'jaxpretrain[data]'"
         ) from error
     return pyarrow, parquet
 
 
 @contextmanager
-def open_table(part: FileRange) -> Iterator[Table]:
+def open_table(file_range: FileRange) -> Iterator[Table]:
     """Opens a parquet file, an Arrow file, or an Arrow stream.
 
     The first bytes determine the format. Errors of pyarrow, even inside the context, become
     OSError. Raises UserError if pyarrow is not installed.
     """
-    path = part.file.path
+    path = file_range.file.path
     pyarrow, parquet = require_pyarrow(path)
     try:
         with open_stream(path) as file:
-            magic = file.read(6)
+            first_bytes = file.read(6)
             file.seek(0)
-            if magic.startswith(b"PAR1"):
+            if first_bytes.startswith(b"PAR1"):
                 reader = parquet.ParquetFile(file, page_checksum_verification=True)
-                yield _table(reader.schema_arrow, _parquet_batches, reader, part)
+                yield _table(reader.schema_arrow, _parquet_batches, reader, file_range)
                 return
             # With a memory map, skipped batches are not read.
             name = local_path(path)
             with (
                 pyarrow.PythonFile(file, mode="r") if is_url(path) else pyarrow.memory_map(name)
             ) as source:
-                if magic == b"ARROW1":
+                if first_bytes == b"ARROW1":
                     reader = pyarrow.ipc.open_file(source)
-                    yield _table(reader.schema, _arrow_batches, reader, part)
+                    yield _table(reader.schema, _arrow_batches, reader, file_range)
                 else:
                     schema = pyarrow.ipc.open_stream(source).schema
-                    yield _table(schema, _arrow_stream_batches, source, part)
+                    yield _table(schema, _arrow_stream_batches, source, file_range)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # or a name that is not UTF-8
         raise OSError(str(error).split("\n")[0]) from error
 
 
-def _table(schema: Any, batches: Callable, reader: Any, part: FileRange) -> Table:
+def _table(schema: Any, batches: Callable, reader: Any, file_range: FileRange) -> Table:
+    """Returns the table of a reader; `batches` is one of the functions below."""
     types = {field.name: field.type for field in schema}
-    return Table(types, functools.partial(batches, reader, part))
+    return Table(types, functools.partial(batches, reader, file_range))
 
 
-def _parquet_batches(file: Any, part: FileRange, columns: list[str]) -> Iterator[tuple[int, Any]]:
+def _parquet_batches(
+    file: Any, file_range: FileRange, columns: list[str]
+) -> Iterator[tuple[int, Any]]:
     sizes = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
-    groups = part.partition(len(sizes))
+    groups = file_range.partition(len(sizes))
     row = sum(sizes[: groups.start])
     for batch in file.iter_batches(_BATCH_ROWS, row_groups=[*groups], columns=columns):
         yield row, batch
         row += batch.num_rows
 
 
-def _arrow_batches(reader: Any, part: FileRange, columns: list[str]) -> Iterator[tuple[int, Any]]:
-    numbers = part.partition(reader.num_record_batches)
+def _arrow_batches(
+    reader: Any, file_range: FileRange, columns: list[str]
+) -> Iterator[tuple[int, Any]]:
+    numbers = file_range.partition(reader.num_record_batches)
     row = 0
     for number in range(numbers.stop):
         batch = reader.get_batch(number)
@@ -113,20 +121,20 @@ def _arrow_batches(reader: Any, part: FileRange, columns: list[str]) -> Iterator
 
 
 def _arrow_stream_batches(
-    source: Any, part: FileRange, columns: list[str]
+    source: Any, file_range: FileRange, columns: list[str]
 ) -> Iterator[tuple[int, Any]]:
     import pyarrow
 
     source.seek(0)
     reader = pyarrow.ipc.open_stream(source)
     row = 0
-    while part.stop is None or source.tell() < part.stop:
+    while file_range.stop is None or source.tell() < file_range.stop:
         offset = source.tell()
         try:
             batch = reader.read_next_batch()
         except StopIteration:
             return
-        if offset >= part.start:
+        if offset >= file_range.start:
             yield row, batch
         row += batch.num_rows
 
@@ -159,21 +167,28 @@ def _nested_text(name: str, column_type: Any) -> list[str]:
     return []
 
 
-def count_rows(part: FileRange) -> int:
+def count_rows(file_range: FileRange) -> int:
     """Returns the number of rows of a range, whatever their columns; raises as open_table."""
-    with open_table(part) as table:
+    with open_table(file_range) as table:
         return sum(batch.num_rows for _, batch in table.read([]))
 
 
-def table_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[tuple[int, str]]:
+def table_texts(
+    file_range: FileRange, text_field: str, skipped: Skipped
+) -> Iterator[tuple[int, str]]:
     """Yields (row number, text or "" for null) for rows of a range.
 
-    `text_field` is a column of strings, UTF-8 bytes, or lists of strings (paragraphs). `skipped`
-    collects rows of other bytes. Raises UserError if there is no such column, if pyarrow is not
-    installed, or beyond the limit of `skipped`, and READ_ERRORS for damage.
+    Args:
+      file_range: A parquet or Arrow file, or a part of it.
+      text_field: A column of strings, UTF-8 bytes, or lists of strings (paragraphs).
+      skipped: Collects rows of bytes that are not UTF-8.
+
+    Raises:
+      UserError: There is no such column, pyarrow is not installed, or `skipped` is at its limit.
+      READ_ERRORS: The file is damaged.
     """
-    path = part.file.path
-    with open_table(part) as table:
+    path = file_range.file.path
+    with open_table(file_range) as table:
         fields = [name for name, column_type in table.types.items() if _is_text(column_type)]
         if text_field not in fields:
             nested = [
@@ -183,8 +198,8 @@ def table_texts(part: FileRange, text_field: str, skipped: Skipped) -> Iterator[
                 for name in _nested_text(column, column_type)
             ]
             raise missing_text_error(path, text_field, fields, nested[:_MAX_NAMED_FIELDS])
-        for first, batch in table.batches([text_field]):
-            for row, value in enumerate(batch.column(0).to_pylist(), start=first):
+        for first_row, batch in table.batches([text_field]):
+            for row, value in enumerate(batch.column(0).to_pylist(), start=first_row):
                 paragraphs = value if isinstance(value, list) else [value]
                 try:
                     texts = [
@@ -207,9 +222,9 @@ class TokenDocument(NamedTuple):
 
 def as_ids(values_N: np.ndarray) -> np.ndarray:
     """Converts integers [N] to int32 ids; UserError if out of range."""
-    others = values_N[(values_N < 0) | (values_N > _MAX_ID)]
-    if others.size:
-        raise UserError(f"{others[0]} is not a token id (ids are 0 to {_MAX_ID})")
+    invalid = values_N[(values_N < 0) | (values_N > _MAX_ID)]
+    if invalid.size:
+        raise UserError(f"{invalid[0]} is not a token id (ids are 0 to {_MAX_ID})")
     return values_N.astype(np.int32, copy=False)
 
 
@@ -233,6 +248,7 @@ def id_column(table: Table, path: str, fields: Sequence[str], text_field: str = 
 
 
 def has_mask_and_labels(table: Table) -> tuple[bool, bool]:
+    """Returns whether a table has the columns attention_mask and labels."""
     types = table.types
     has_mask = _MASK in types and _is_list(types[_MASK])
     return has_mask, _LABELS in types and _is_list_of_integers(types[_LABELS])
@@ -247,20 +263,30 @@ def table_documents(
     position with attention, if there is an `attention_mask`. With labels it keeps its length, and
     padding has no label.
 
-    Labels that are the ids of their own positions, as Hugging Face models take them, are shifted
-    left by one; the first labels of the file tell.
+    Hugging Face models take labels that are the ids of their own positions and shift them inside
+    the model. Such labels are shifted left by one here; the first labels of the file decide.
     """
     with open_table(FileRange.whole(path)) as table:
         column = id_column(table, path, fields)
         assert column is not None
         has_mask, has_labels = has_mask_and_labels(table)
         shift_labels = has_labels and _labels_are_ids(table, column)
-        columns = [column, *[_MASK] * has_mask, *[_LABELS] * has_labels]
-        for first, batch in table.batches(columns):
-            for row, lists in enumerate(zip(*batch.columns, strict=True), start=first):
+        columns = [column]
+        if has_mask:
+            columns.append(_MASK)
+        if has_labels:
+            columns.append(_LABELS)
+        for first_row, batch in table.batches(columns):
+            for row, row_values in enumerate(zip(*batch.columns, strict=True), start=first_row):
                 try:
-                    of = dict(zip(columns, map(_values, lists), strict=True))
-                    yield row, _document(of[column], of.get(_MASK), of.get(_LABELS), shift_labels)
+                    values_by_column = dict(zip(columns, map(_values, row_values), strict=True))
+                    document = _document(
+                        values_by_column[column],
+                        values_by_column.get(_MASK),
+                        values_by_column.get(_LABELS),
+                        shift_labels,
+                    )
+                    yield row, document
                 except UserError as error:
                     yield row, BadRecordError(path, row, str(error), "row")
 
@@ -268,10 +294,12 @@ def table_documents(
 def _labels_are_ids(table: Table, column: str) -> bool:
     """Returns whether the first labels equal the ids at their own positions."""
     for _, batch in table.batches([column, _LABELS]):
-        ids, labels = (of.flatten().to_numpy(zero_copy_only=False) for of in batch.columns)
-        counted = labels >= 0
-        if ids.size != labels.size or counted.any():
-            return ids.size == labels.size and np.array_equal(ids[counted], labels[counted])
+        ids, labels = (values.flatten().to_numpy(zero_copy_only=False) for values in batch.columns)
+        if ids.size != labels.size:
+            return False
+        has_label = labels >= 0
+        if has_label.any():
+            return np.array_equal(ids[has_label], labels[has_label])
     return False
 
 
@@ -286,15 +314,23 @@ def _values(scalar: Any) -> np.ndarray:
 def _document(
     ids: np.ndarray, mask: np.ndarray | None, labels: np.ndarray | None, shift_labels: bool
 ) -> TokenDocument:
+    """Returns the document of a row, see table_documents.
+
+    Args:
+      ids: Integers [N].
+      mask: [N], nonzero where there is a token; None without one.
+      labels: [N], negative where there is none; None without labels.
+      shift_labels: Whether labels are those of their own positions.
+    """
     ids = as_ids(ids)
-    end = ids.size if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
+    length = ids.size if mask is None else int(np.flatnonzero(mask).max(initial=-1)) + 1
     if labels is None:
-        return TokenDocument(ids[:end])
+        return TokenDocument(ids[:length])
     if labels.size != ids.size:
         raise UserError(f"the row has {labels.size} labels for {ids.size} ids")
     labels = labels.astype(np.int64)
     if shift_labels:
         labels = np.append(labels[1:], IGNORED)
     labels = np.where(labels < 0, IGNORED, labels).astype(np.int32)
-    labels[end:] = IGNORED
+    labels[length:] = IGNORED
     return TokenDocument(ids, labels)

@@ -47,8 +47,13 @@ class ExampleError(UserError):
 def encode(features: Mapping[str, Value]) -> bytes:
     """Serializes an example as TensorFlow's deterministic serialization.
 
-    Integers become an Int64List, floats a FloatList, bytes and str a BytesList; an empty sequence
-    an Int64List. Raises TypeError for other values, ValueError for integers beyond int64.
+    Args:
+      features: Values by name. Integers become an Int64List, floats a FloatList, bytes and str a
+        BytesList; an empty sequence an Int64List.
+
+    Raises:
+      TypeError: A value of another type.
+      ValueError: An integer beyond int64.
     """
     example = _Example()
     example.features.SetInParent()
@@ -80,14 +85,17 @@ def decode(record: bytes) -> dict[str, np.ndarray | list[bytes]]:
 
 
 def int64_values(record: bytes, names: Sequence[str]) -> np.ndarray:
-    """Returns the integers (int64 [N]) of the first name with integers."""
+    """Returns the integers (int64 [N]) of the first of `names` that has integers.
+
+    Raises ExampleError if there is none, or the record is not an example.
+    """
     features = _features(record)
     for name in names:
         # An empty list may have no kind.
         if name in features and features[name].WhichOneof("kind") in ("int64_list", None):
             return np.array(features[name].int64_list.value, np.int64)
-    wanted = " or ".join(names)
-    raise ExampleError(f"there is no integer feature {wanted} (features: {describe(record)})")
+    alternatives = " or ".join(names)
+    raise ExampleError(f"there is no integer feature {alternatives} (features: {describe(record)})")
 
 
 def describe(record: bytes) -> str:
@@ -100,6 +108,7 @@ def describe(record: bytes) -> str:
 
 
 def _features(record: bytes) -> dict[str, Any]:
+    """Returns the Feature messages of a record by name; raises ExampleError."""
     try:
         entries = _Example.FromString(record).features.feature
     except DecodeError as error:
@@ -108,6 +117,7 @@ def _features(record: bytes) -> dict[str, Any]:
 
 
 def _values(feature: Any) -> np.ndarray | list[bytes]:
+    """Returns the values of a Feature message."""
     kind = feature.WhichOneof("kind")
     if kind is None or kind == "bytes_list":
         return list(feature.bytes_list.value)

@@ -23,6 +23,7 @@ _MASK_DELTA = 0xA282EAD8
 
 
 def masked_crc32c(data: bytes) -> bytes:
+    """Returns the CRC as a file stores it: rotated right by 15 bits, plus a constant."""
     crc = google_crc32c.value(data)
     return struct.pack("<I", (((crc >> 15) | (crc << 17)) + _MASK_DELTA) & 0xFFFFFFFF)
 
@@ -42,12 +43,15 @@ class TFRecordWriter:
     """Writes an uncompressed TFRecord file, replacing an existing one."""
 
     def __init__(self, path: str | os.PathLike[str]):
+        """Creates the file."""
         self._file = open(path, "wb")  # noqa: SIM115 - closed by close()
 
     def write(self, record: bytes) -> None:
+        """Appends a record."""
         self._file.write(frame(record))
 
     def close(self) -> None:
+        """Writes what is buffered."""
         self._file.close()
 
 
@@ -57,20 +61,20 @@ def scan_records(file: BinaryIO, path: str) -> Iterator[tuple[int, bytes | BadRe
     Raises BadRecordError if no further record can be found: the CRC of a length is wrong, or the
     file is truncated.
     """
-    at = 0
+    offset = 0
     while header := file.read(HEADER_BYTES):
         if not is_header(header):
             reason = "the CRC of the record's length is wrong: not a TFRecord, damaged or truncated"
-            raise BadRecordError(path, at, reason)
+            raise BadRecordError(path, offset, reason)
         length = int.from_bytes(header[:8], "little")
         body = file.read(length + FOOTER_BYTES)
         if len(body) < length + FOOTER_BYTES:
             reason = f"the record has {length} bytes and the file ends before: it is truncated"
-            raise BadRecordError(path, at, reason)
+            raise BadRecordError(path, offset, reason)
         record = body[:-FOOTER_BYTES]
         if masked_crc32c(record) == body[-FOOTER_BYTES:]:
-            yield at, record
+            yield offset, record
         else:
             reason = "the CRC of the record is wrong: its bytes are damaged"
-            yield at, BadRecordError(path, at, reason)
-        at += HEADER_BYTES + length + FOOTER_BYTES
+            yield offset, BadRecordError(path, offset, reason)
+        offset += HEADER_BYTES + length + FOOTER_BYTES

@@ -18,11 +18,14 @@ class TorchFileError(UserError):
     """Not a one-dimensional integer tensor; the caller adds the file."""
 
 
-def _tensor_2(storage: np.ndarray, start: int, shape: Any, steps: Any, *rest: Any) -> np.ndarray:
+def _tensor_2(
+    storage: np.ndarray, start: int, shape: Any, strides: Any, *unused: Any
+) -> np.ndarray:
+    """Returns a one-dimensional tensor, a strided range of its storage."""
     if len(shape) != 1:
         raise TorchFileError(f"the tensor has shape {tuple(shape)}; one dimension is expected")
-    values = storage[start :: steps[0] or 1][: shape[0]]
-    if len(values) != shape[0] or (steps[0] == 0 and shape[0] > 1):
+    values = storage[start :: strides[0] or 1][: shape[0]]
+    if len(values) != shape[0] or (strides[0] == 0 and shape[0] > 1):
         raise TorchFileError("the tensor is truncated or repeats an element; save a copy of it")
     return values
 
@@ -30,14 +33,16 @@ def _tensor_2(storage: np.ndarray, start: int, shape: Any, steps: Any, *rest: An
 def _tensor_3(
     storage: np.ndarray,
     start: int,
-    shape: Any,
-    steps: Any,
-    gradient: Any,
-    hooks: Any,
-    dtype: str,
-    *rest: Any,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    *other_arguments: Any,
 ) -> np.ndarray:
-    return _tensor_2(storage.view(dtype), start, shape, steps)
+    """Returns a tensor of a type without a storage class.
+
+    The other arguments are whether it has a gradient, its hooks, and its type.
+    """
+    _, _, dtype, *_ = other_arguments
+    return _tensor_2(storage.view(dtype), start, shape, strides)
 
 
 _STORAGES = {"Byte": "u1", "Char": "i1", "Short": "i2", "Int": "i4", "Long": "i8"}
@@ -56,20 +61,23 @@ class _Reader(pickle.Unpickler):
     """An unpickler restricted to a few names."""
 
     def __init__(self, archive: zipfile.ZipFile):
+        """Reads data.pkl of the archive."""
         (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
         super().__init__(io.BytesIO(archive.read(pickled)))
         self._archive = archive
         self._folder = pickled.removesuffix("data.pkl")
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
-        if known is None:
+        """Returns what stands for a name; TorchFileError for any other name than the few."""
+        allowed = _KNOWN.get((module, name))
+        if allowed is None:
             raise TorchFileError(
                 f"the file refers to {module}.{name}, which a tensor of integers does not need"
             )
-        return known
+        return allowed
 
     def persistent_load(self, pid: Any) -> np.ndarray:
+        """Returns a storage, from the file of the archive that holds its bytes."""
         _, code, key = pid[:3]
         content = self._archive.read(f"{self._folder}data/{key}")
         return np.frombuffer(content, f"<{code}")

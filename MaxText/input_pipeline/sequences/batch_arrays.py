@@ -78,6 +78,7 @@ class _Layout:
 
     @classmethod
     def of(cls, parts: Sequence[BatchPart]) -> "_Layout":
+        """Returns the layout of parts whose rows follow each other."""
         counts = [len(part.rows) for part in parts]
         first_rows = itertools.accumulate(counts, initial=0)
         ranges = [

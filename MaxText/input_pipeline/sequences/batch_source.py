@@ -217,6 +217,7 @@ class BatchSource:
         return self._first_batch
 
     def _read(self, step: int) -> dict[str, np.ndarray]:
+        """Reads, checks and masks the sequences of a step's shard; splits them into rows."""
         stage = self.schedule.at(step)
         order_indices_B = self._shard_indices(step)
         arrays = self._sequences.read(order_indices_B)

@@ -119,6 +119,10 @@ class GptNeoxSequences(SequenceSlicer):
     def _token_ranges(
         self, sequence_indices_B: np.ndarray, random_bits_B: np.ndarray
     ) -> TokenRanges:
+        """Returns a range for each document that a sequence has tokens of.
+
+        A visit is one occurrence of a document in the shuffled order over all epochs.
+        """
         offsets = self.dataset.store.document_offsets
         ends = self._arrays["ends"]
         # Tokens are counted in the shuffled order of documents, until they are shifted below.

@@ -173,6 +173,7 @@ class _Index(NamedTuple):
 
     @classmethod
     def map(cls, file: Path, index: FileInfo) -> "_Index":
+        """Maps the arrays of an index; raises as read_header."""
         header = read_header(file, index)
         num_sequences = header.num_sequences
 

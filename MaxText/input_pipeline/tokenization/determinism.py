@@ -20,22 +20,23 @@ def without_dropout(contents: Any) -> Any:
     """Returns the contents of a tokenizer.json without BPE dropout; the same object without any."""
     if isinstance(contents, list):
         items = [without_dropout(item) for item in contents]
-        is_changed = any(new is not old for new, old in zip(items, contents, strict=True))
-        return items if is_changed else contents
+        is_same = all(item is original for item, original in zip(items, contents, strict=True))
+        return contents if is_same else items
     if not isinstance(contents, dict):
         return contents
-    changed = {
-        name: new
-        for name, value in contents.items()
-        if name not in _TABLES and (new := without_dropout(value)) is not value
-    }
+    changes = {}
+    for name, value in contents.items():
+        if name not in _TABLES:
+            deterministic_value = without_dropout(value)
+            if deterministic_value is not value:
+                changes[name] = deterministic_value
     if isinstance(contents.get(_DROPOUT), int | float) and contents[_DROPOUT]:
-        changed[_DROPOUT] = None
+        changes[_DROPOUT] = None
     if contents.get("type") == "Unigram":
         # Arguments of the class; no release so far reads them from a file.
         random_options = [name for name in _UNIGRAM_SAMPLING if contents.get(name) is not None]
-        changed |= dict.fromkeys(random_options)
-    return {**contents, **changed} if changed else contents
+        changes |= dict.fromkeys(random_options)
+    return {**contents, **changes} if changes else contents
 
 
 def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
@@ -43,12 +44,17 @@ def without_sampling(settings: dict[str, Any]) -> dict[str, Any]:
     options = settings.get(_SENTENCE_PIECE_OPTIONS)
     if not isinstance(options, dict) or not _SAMPLING_OPTIONS & options.keys():
         return settings
-    kept = {name: value for name, value in options.items() if name not in _SAMPLING_OPTIONS}
-    return {**settings, _SENTENCE_PIECE_OPTIONS: kept}
+    deterministic_options = {
+        name: value for name, value in options.items() if name not in _SAMPLING_OPTIONS
+    }
+    return {**settings, _SENTENCE_PIECE_OPTIONS: deterministic_options}
 
 
 def deterministic_file(name: str, content: bytes) -> bytes:
-    """Returns a file of a tokenizer, by its name, as it is or without what makes it random."""
+    """Returns a file of a tokenizer without what makes it random; unchanged if nothing does.
+
+    `name` is the file's name, which tells whether it is JSON.
+    """
     if not name.endswith(".json"):
         return content
     try:
@@ -63,5 +69,5 @@ def deterministic_file(name: str, content: bytes) -> bytes:
 
 
 def to_text(contents: Any) -> str:
-    """Returns a file that was changed, as the tokenizers library formats it."""
+    """Returns the text of a tokenizer.json, formatted as by the tokenizers library."""
     return json.dumps(contents, ensure_ascii=False, indent=2)

@@ -36,13 +36,23 @@ _CHECKED_TOKENS = 64  # added tokens to check; some files reserve thousands
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json, encoded by fastokens if equal to tokenizers.
+    """A tokenizer.json, encoded by the package fastokens where its ids equal those of tokenizers.
 
-    `file_text` is the file without BPE dropout.
+    Attributes:
+      file_text: The file without BPE dropout.
     """
 
     def __init__(self, file_text: str, origin: str, settings: Mapping[str, Any]):
-        """Raises UserError for an invalid or unsafe tokenizer.json."""
+        """Builds it from a tokenizer.json.
+
+        Args:
+          file_text: Contents of the file.
+          origin: Names the file in manifests and messages.
+          settings: The tokenizer_config.json next to it.
+
+        Raises:
+          UserError: The file is invalid, or documents could forge a control id.
+        """
         self._settings = control_token_settings(settings)
         try:
             contents = json.loads(file_text)
@@ -67,8 +77,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._fast:
             self.engine = "fastokens"
             decoder = self._tokenizer.get_added_tokens_decoder()
-            added = [str(token.content) for token in decoder.values()]
-            contexts = [f"a{token} {token}b {token}{token}" for token in added[:_CHECKED_TOKENS]]
+            added_tokens = [str(token.content) for token in decoder.values()]
+            contexts = [
+                f"a{token} {token}b {token}{token}" for token in added_tokens[:_CHECKED_TOKENS]
+            ]
             self.check_engine([CHECKED_TEXT, *contexts])
         self._check_special_tokens_as_text(
             {i: self._tokenizer.id_to_token(i) or "" for i in ids.values() if i is not None},
@@ -104,11 +116,11 @@ class HuggingFaceTokenizer(Tokenizer):
     def check_engine(self, texts: Iterable[str]) -> bool:
         """Returns whether fastokens is exact on a sample; drops it if not."""
         sample: list[str] = []
-        left = _COMPARED_CHARACTERS
+        num_characters = _COMPARED_CHARACTERS
         for text in texts:
-            sample.append(text[:left])
-            left -= len(text)
-            if left <= 0:
+            sample.append(text[:num_characters])
+            num_characters -= len(text)
+            if num_characters <= 0:
                 break
         pairs = zip(self.encode(sample), self.encode_reference(sample), strict=True)
         same = all(np.array_equal(fast, exact) for fast, exact in pairs)
@@ -118,6 +130,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return same
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes, with control tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def control_token_codec(self) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
@@ -135,6 +148,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return encode, lambda ids: library.decode(ids, skip_special_tokens=True)
 
     def save(self, folder: Path) -> list[Path]:
+        """Writes tokenizer.json and tokenizer_config.json."""
         return write_files(folder, {TOKENIZER_NAME: self.file_text.encode()}, self._settings)
 
 
@@ -153,9 +167,9 @@ def panics_as_user_error(tokenizer: HuggingFaceTokenizer) -> Iterator[None]:
         yield
         return
     panic = None
-    with _stderr_lock, tempfile.TemporaryFile() as printed:
+    with _stderr_lock, tempfile.TemporaryFile() as captured:
         stderr = os.dup(2)
-        os.dup2(printed.fileno(), 2)
+        os.dup2(captured.fileno(), 2)
         try:
             yield
         except BaseException as error:
@@ -165,8 +179,8 @@ def panics_as_user_error(tokenizer: HuggingFaceTokenizer) -> Iterator[None]:
         finally:
             os.dup2(stderr, 2)
             if panic is None:  # of other threads
-                printed.seek(0)
-                _write_all(stderr, printed.read())
+                captured.seek(0)
+                _write_all(stderr, captured.read())
             os.close(stderr)
     if panic is not None:
         raise UserError(
@@ -182,6 +196,7 @@ def _is_panic(error: BaseException) -> bool:
 
 
 def _write_all(descriptor: int, content: bytes) -> None:
+    """Writes to a file descriptor until all bytes are written."""
     while content:
         content = content[os.write(descriptor, content) :]
 
@@ -191,13 +206,13 @@ def _check_declared_ids(contents: Any, origin: str) -> None:
     if not isinstance(contents, dict):
         return
     model = contents.get("model")
-    added = contents.get("added_tokens")
+    added_tokens = contents.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    if isinstance(added, list):
-        ids += [token.get("id") for token in added if isinstance(token, dict)]
-    largest = max((number for number in ids if type(number) is int), default=0)
-    check_vocab_size(largest + 1, origin)
+    if isinstance(added_tokens, list):
+        ids += [token.get("id") for token in added_tokens if isinstance(token, dict)]
+    largest_id = max((number for number in ids if type(number) is int), default=0)
+    check_vocab_size(largest_id + 1, origin)
 
 
 def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
@@ -215,6 +230,7 @@ def _fast_engine(file_text: str) -> fastokens.Tokenizer | None:
 
 
 def _parse(file_text: str, origin: str) -> tokenizers.Tokenizer:
+    """Returns the library's tokenizer, without truncation and padding; raises UserError."""
     try:
         tokenizer = tokenizers.Tokenizer.from_str(file_text)
     except BaseException as error:  # The library raises bare Exception, or panics.
@@ -235,14 +251,24 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     """Returns a tokenizer.json for GPT-2's vocab.json and merges.txt.
 
     Tokens of added_tokens.json, and the vocabulary's control tokens, become special.
+
+    Args:
+      folder: Contains the files.
+      settings: Its tokenizer_config.json.
+
+    Raises:
+      UserError: The files are damaged, or added tokens have other ids than the next free ones.
     """
-    paths = str(folder / "vocab.json"), str(folder / "merges.txt")
-    _check_declared_ids({"model": {"vocab": read_json(folder / "vocab.json")}}, paths[0])
+    vocabulary_path = str(folder / "vocab.json")
+    merges_path = str(folder / "merges.txt")
+    vocabulary = read_json(folder / "vocab.json")
+    _check_declared_ids({"model": {"vocab": vocabulary}}, vocabulary_path)
     try:
-        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(*paths))
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(vocabulary_path, merges_path))
     except Exception as error:  # The library raises bare Exception.
         raise UserError(
-            f"{' and '.join(paths)} are not a byte-level BPE: {error}. Copy both again."
+            f"{vocabulary_path} and {merges_path} are not a byte-level BPE: {error}. Copy both "
+            "again."
         ) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=settings.get("add_prefix_space") is True
@@ -250,18 +276,20 @@ def convert_vocabulary(folder: Path, settings: Mapping[str, Any]) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     ids = control_ids(settings, tokenizer.token_to_id).values()
     tokens = {tokenizer.id_to_token(i) or "" for i in ids if i is not None}
-    added = read_json(folder / "added_tokens.json")
-    if not all(type(number) is int for number in added.values()):
+    added_tokens = read_json(folder / "added_tokens.json")
+    if not all(type(token_id) is int for token_id in added_tokens.values()):
         raise UserError(
             f"{folder / 'added_tokens.json'} gives a token an id that is not an integer. Copy it "
             "again."
         )
-    tokenizer.add_special_tokens([*sorted(tokens), *sorted(added, key=lambda token: added[token])])
-    for token, number in added.items():
-        if tokenizer.token_to_id(token) != number:
+    tokenizer.add_special_tokens(
+        [*sorted(tokens), *sorted(added_tokens, key=lambda token: added_tokens[token])]
+    )
+    for token, token_id in added_tokens.items():
+        if tokenizer.token_to_id(token) != token_id:
             raise UserError(
-                f"{folder / 'added_tokens.json'} gives {token!r} the id {number}, which is not the "
-                f"next free one. Save a {TOKENIZER_NAME} with transformers and give that."
+                f"{folder / 'added_tokens.json'} gives {token!r} the id {token_id}, which is not "
+                f"the next free one. Save a {TOKENIZER_NAME} with transformers and give that."
             )
     return json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False, indent=2)
 
@@ -274,9 +302,16 @@ def train_tokenizer(
 ) -> HuggingFaceTokenizer:
     """Trains a byte-level BPE: special tokens, the 256 bytes, merges.
 
-    Deterministic. Has fewer than `vocab_size` ids if the sample has no more pairs to merge. The
-    first special token ends (and may begin) documents. Raises UserError for invalid special tokens,
-    or a too small `vocab_size`.
+    Deterministic.
+
+    Args:
+      sample: Texts to train on.
+      vocab_size: Number of ids; there are fewer if the sample has no more pairs to merge.
+      origin: Names the tokenizer in manifests and messages.
+      special_tokens: The first one ends (and may begin) documents.
+
+    Raises:
+      UserError: Invalid special tokens, or a too small `vocab_size`.
     """
     if not special_tokens or len({*special_tokens} - {""}) != len(special_tokens):
         raise UserError(
@@ -284,11 +319,11 @@ def train_tokenizer(
             f"twice. Give at least the one that ends documents, for example {END_OF_TEXT}."
         )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    fewest = len(special_tokens) + len(alphabet)
-    if vocab_size < fewest:
+    min_vocab_size = len(special_tokens) + len(alphabet)
+    if vocab_size < min_vocab_size:
         raise UserError(
             f"tokenizer_vocab_size={vocab_size} has no room for {len(special_tokens)} special "
-            f"tokens and 256 bytes. Set it to {fewest} or more."
+            f"tokens and 256 bytes. Set it to {min_vocab_size} or more."
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,4 +1,8 @@
-"""Interface of all tokenizers, and their files."""
+"""Interface of all tokenizers, and reading and writing of their files.
+
+`Tokenizer` is what the rest of the program sees of a Hugging Face, SentencePiece, tiktoken or byte
+tokenizer. `load_tokenizer` makes one from a path.
+"""
 
 import abc
 import hashlib
@@ -38,10 +42,15 @@ MAX_VOCAB_SIZE = 2**24
 
 
 class Tokenizer(abc.ABC):
-    """Picklable text tokenizer: manifest `entry` and encoding `engine`.
+    """A text tokenizer, which can be pickled for worker processes.
 
     Deterministic: files that ask for random ids (BPE dropout, sampling of segmentations) are read
     without that, and `notes` says so.
+
+    Attributes:
+      entry: Description for manifests: origin, digest, vocabulary size and control ids.
+      engine: Name of the library that encodes.
+      notes: Messages for the user about the file.
     """
 
     notes: tuple[str, ...] = ()
@@ -54,9 +63,17 @@ class Tokenizer(abc.ABC):
         control_ids: Mapping[str, int | None],
         engine: str,
     ):
-        """`identity` has all inputs of the ids; `control_ids` are by name.
+        """Describes the tokenizer in `entry`.
 
-        Raises UserError for ids beyond MAX_VOCAB_SIZE.
+        Args:
+          origin: Names it in manifests and messages.
+          identity: All that determines the ids, such as the contents of the file; it is hashed.
+          vocab_size: Largest id plus one, control ids included.
+          control_ids: By name (eos, bos, pad, mask); None for those it does not have.
+          engine: Name of the library that encodes.
+
+        Raises:
+          UserError: Ids beyond MAX_VOCAB_SIZE.
         """
         check_vocab_size(vocab_size, origin)
         self.entry = TokenizerEntry(
@@ -120,26 +137,34 @@ def control_token_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
     Each is a string or an object with the field `content`.
     """
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in KNOWN_CONTROL_TOKENS:
         token = settings.get(f"{name}_token")
         if isinstance(token, Mapping):
             token = token.get("content")
         if isinstance(token, str):
-            found[f"{name}_token"] = token
-    return found
+            tokens[f"{name}_token"] = token
+    return tokens
 
 
 def control_ids(
     settings: Mapping[str, Any], id_of: Callable[[str], int | None]
 ) -> dict[str, int | None]:
-    """Returns the id of each control token, configured or usual."""
+    """Returns the id of each control token by name; None for one that is not in the vocabulary.
+
+    Args:
+      settings: A tokenizer_config.json. Without a token there, the usual spellings are tried.
+      id_of: Returns the id of a token, or None.
+    """
     configured = control_token_settings(settings)
     ids: dict[str, int | None] = {}
-    for name, usual in KNOWN_CONTROL_TOKENS.items():
+    for name, usual_tokens in KNOWN_CONTROL_TOKENS.items():
         token = configured.get(f"{name}_token")
-        found = map(id_of, usual if token is None else (token,))
-        ids[name] = next((control for control in found if control is not None), None)
+        candidates = usual_tokens if token is None else (token,)
+        candidate_ids = (id_of(candidate) for candidate in candidates)
+        ids[name] = next(
+            (control_id for control_id in candidate_ids if control_id is not None), None
+        )
     return ids
 
 
@@ -199,7 +224,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_files(
     folder: Path, files: Mapping[str, bytes], settings: Mapping[str, Any]
 ) -> list[Path]:
-    """Writes files and tokenizer_config.json; returns the paths."""
+    """Writes files by name, and `settings` as tokenizer_config.json; returns the paths."""
     contents = dict(files)
     if settings:
         text = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

@@ -65,46 +65,62 @@ class ByteTokenizer(Tokenizer):
     """An id per byte of UTF-8; 256 is eos, 257 bos, 258 padding."""
 
     def __init__(self):
-        identity = b"bytes of UTF-8, then eos, bos and pad"
-        controls = {"eos": 256, "bos": 257, "pad": 258}
-        super().__init__("bytes of UTF-8", identity, 259, controls, "numpy")
+        """Takes no file."""
+        super().__init__(
+            origin="bytes of UTF-8",
+            identity=b"bytes of UTF-8, then eos, bos and pad",
+            vocab_size=259,
+            control_ids={"eos": 256, "bos": 257, "pad": 258},
+            engine="numpy",
+        )
 
     def _ids(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decodes; control ids are written <eos>, <bos>, <pad>."""
-        controls = {256: b"<eos>", 257: b"<bos>", 258: b"<pad>"}
-        pieces = [controls.get(i) or bytes([i]) for i in map(int, ids) if 0 <= i <= 258]
+        control_tokens = {256: b"<eos>", 257: b"<bos>", 258: b"<pad>"}
+        pieces = []
+        for token_id in map(int, ids):
+            if token_id in control_tokens:
+                pieces.append(control_tokens[token_id])
+            elif 0 <= token_id < 256:
+                pieces.append(bytes([token_id]))
         return b"".join(pieces).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> list[Path]:
+        """Writes a tokenizer_config.json with the type."""
         return write_files(folder, {}, {"tokenizer_type": "byte"})
 
 
 def load_tokenizer(tokenizer_path: str | Path, tokenizer_type: str = "auto") -> Tokenizer:
     """Loads a tokenizer.
 
-    `tokenizer_path` is a folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
-    `bytes`; or a hub id. Raises UserError if nothing usable is there, or the hub cannot be reached.
+    Args:
+      tokenizer_path: A folder; a tokenizer.json, SentencePiece model or tiktoken file; `byte` or
+        `bytes`; or a hub id.
+      tokenizer_type: A value of the key tokenizer_type; "auto" detects it by the file.
+
+    Raises:
+      UserError: Nothing usable is there, or the hub cannot be reached.
     """
-    named = str(tokenizer_path)
-    path = Path(named).expanduser()
+    name = str(tokenizer_path)
+    path = Path(name).expanduser()
     is_byte = tokenizer_type == "byte"
-    if named and os.path.isdir(path):
+    if name and os.path.isdir(path):
         return _load_folder(path, tokenizer_type)
-    if named and os.path.exists(path) and not is_byte:
+    if name and os.path.exists(path) and not is_byte:
         return _load_file(path, tokenizer_type)
     byte_names = (*BYTE_NAMES, "") if is_byte else BYTE_NAMES
-    if named in byte_names and tokenizer_type in ("auto", "byte"):
+    if name in byte_names and tokenizer_type in ("auto", "byte"):
         return ByteTokenizer()
     is_file_name = path.suffix in (".json", ".model", ".tiktoken", ".txt")
-    if is_file_name or is_byte or not _HUB_ID.fullmatch(named):
+    if is_file_name or is_byte or not _HUB_ID.fullmatch(name):
         raise UserError(
-            f"tokenizer_path={named}: no such file or folder (seen from {Path.cwd()}), or none of "
+            f"tokenizer_path={name}: no such file or folder (seen from {Path.cwd()}), or none of "
             f"tokenizer_type={tokenizer_type}. Check the path, {_TRAINED}"
         )
-    return _load_folder(_fetch(named), tokenizer_type, origin=f"hub {named}")
+    return _load_folder(_fetch(name), tokenizer_type, origin=f"hub {name}")
 
 
 def _fetch(hub_id: str) -> Path:
@@ -123,7 +139,9 @@ def _fetch(hub_id: str) -> Path:
 
 
 def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -> Tokenizer:
-    if file := _find_file(folder, tokenizer_type):
+    """Loads the tokenizer of a folder; UserError if there is none, or several."""
+    file = _find_file(folder, tokenizer_type)
+    if file is not None:
         return _load_file(file, tokenizer_type, origin)
     if tokenizer_type in ("auto", "byte") and _is_byte(folder):
         return ByteTokenizer()
@@ -135,21 +153,24 @@ def _load_folder(folder: Path, tokenizer_type: str, origin: str | None = None) -
 
 
 def _find_file(folder: Path, tokenizer_type: str = "auto") -> Path | None:
-    found = [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
-    vocabularies = [path.name for path in found if path.suffix == ".tiktoken"]
+    """Returns the preferred tokenizer file of a folder; UserError for several tiktoken files."""
+    candidates = [path for pattern in _PATTERNS for path in sorted(folder.glob(pattern))]
+    vocabularies = [path.name for path in candidates if path.suffix == ".tiktoken"]
     if len(vocabularies) > 1 and tokenizer_type in ("auto", "tiktoken"):
         raise UserError(
             f"{folder} holds several tokenizers ({', '.join(vocabularies)}). Set tokenizer_path to "
             "one of these files."
         )
-    return next((path for path in found if tokenizer_type in ("auto", _kind(path))), None)
+    return next((path for path in candidates if tokenizer_type in ("auto", _kind(path))), None)
 
 
 def _is_byte(folder: Path) -> bool:
+    """Returns whether a folder has the settings of a byte tokenizer."""
     return _settings(folder).get("tokenizer_type") == "byte"
 
 
 def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> Tokenizer:
+    """Loads a tokenizer file with the settings next to it."""
     origin = origin or f"file {path.name}"
     settings = _settings(path.parent)
     kind = _kind(path) if tokenizer_type == "auto" else tokenizer_type
@@ -163,6 +184,7 @@ def _load_file(path: Path, tokenizer_type: str, origin: str | None = None) -> To
 
 
 def _kind(path: Path) -> str:
+    """Returns the tokenizer_type of a file."""
     if path.suffix == ".json" or path.name == "merges.txt":
         return "huggingface"
     is_tiktoken = path.suffix == ".tiktoken" or is_tiktoken_file(read_bytes(path))
@@ -170,23 +192,29 @@ def _kind(path: Path) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
+    """Returns a tokenizer's settings; tokenizer_config.json takes precedence."""
     return {**read_json(folder / "special_tokens_map.json"), **read_json(folder / CONFIG_NAME)}
 
 
 def find_tokenizer_near(file: str, location: str, tokenizer_path: str = "") -> Path | None:
-    """Returns the tokenizer folder of a local file, else tokenizer_path.
+    """Returns the tokenizer folder of a local file, else tokenizer_path if that exists.
 
     Searches from the file up to `location`, and above folders named like a split.
+
+    Args:
+      file: Path of data or weights; of a URL only tokenizer_path is tried.
+      location: The folder or file that the user named.
+      tokenizer_path: Fallback; empty for none.
     """
     if not is_url(file):
-        top = Path(os.path.abspath(local_path(location)))
+        top_folder = Path(os.path.abspath(local_path(location)))
         for folder in Path(os.path.abspath(local_path(file))).parents:
             if _has_tokenizer(folder):
                 return folder
-            if not (top in folder.parents or _SPLIT.fullmatch(folder.name)):
+            if not (top_folder in folder.parents or _SPLIT.fullmatch(folder.name)):
                 break
-    named = Path(tokenizer_path).expanduser()
-    return named if tokenizer_path and os.path.exists(named) else None
+    path = Path(tokenizer_path).expanduser()
+    return path if tokenizer_path and os.path.exists(path) else None
 
 
 def _has_tokenizer(folder: Path) -> bool:

@@ -21,21 +21,33 @@ class SentencePieceTokenizer(Tokenizer):
     """A SentencePiece model with its normalization and byte fallback."""
 
     def __init__(self, model: bytes, origin: str, settings: Mapping[str, Any]):
-        """Builds it from model bytes; `settings` override control tokens.
+        """Builds it from a model.
 
-        Raises UserError if sentencepiece is not installed, the bytes are not a model, or documents
-        could forge a control id.
+        Args:
+          model: Contents of the file.
+          origin: Names the file in manifests and messages.
+          settings: The tokenizer_config.json next to it, whose control tokens take precedence.
+
+        Raises:
+          UserError: The package sentencepiece is not installed, the bytes are not a model, or
+            documents could forge a control id.
         """
         self._model_bytes = model
         self._settings = control_token_settings(settings)
         self.model = _parse(model, origin)
         ids = control_ids(settings, self._id_of)
         for name in ("bos", "eos", "pad"):
-            own = getattr(self.model, f"{name}_id")()
-            if f"{name}_token" not in self._settings and own >= 0:
-                ids[name] = own
+            model_id = getattr(self.model, f"{name}_id")()
+            if f"{name}_token" not in self._settings and model_id >= 0:
+                ids[name] = model_id
         vocab_size = self.model.get_piece_size()
-        super().__init__(origin, model, vocab_size, ids, "sentencepiece")
+        super().__init__(
+            origin=origin,
+            identity=model,
+            vocab_size=vocab_size,
+            control_ids=ids,
+            engine="sentencepiece",
+        )
         self._check_special_tokens_as_text(
             {i: self.model.id_to_piece(i) for i in ids.values() if i is not None},
             "Train the model with that token among control_symbols, or name another one in "
@@ -43,9 +55,9 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def _id_of(self, token: str) -> int | None:
-        found = self.model.piece_to_id(token)
+        piece_id = self.model.piece_to_id(token)
         # Missing pieces get the id of the unknown piece.
-        return found if self.model.id_to_piece(found) == token else None
+        return piece_id if self.model.id_to_piece(piece_id) == token else None
 
     def _ids(self, text: str) -> np.ndarray:
         # Without sampling, whatever the defaults of the library are.
@@ -56,10 +68,12 @@ class SentencePieceTokenizer(Tokenizer):
         return self.model.decode([int(i) for i in ids if 0 <= i < self.entry.vocab_size])
 
     def save(self, folder: Path) -> list[Path]:
+        """Writes tokenizer.model and tokenizer_config.json."""
         return write_files(folder, {SENTENCE_PIECE_NAME: self._model_bytes}, self._settings)
 
 
 def _parse(model: bytes, origin: str) -> Any:
+    """Returns a SentencePieceProcessor; raises UserError."""
     try:
         import sentencepiece
     except ImportError as error:

@@ -108,12 +108,13 @@ class _Settings(pydantic.BaseModel):
 
 
 def _read_settings(settings: Mapping[str, Any], origin: str) -> _Settings:
+    """Checks the settings of a tiktoken file; raises UserError."""
     try:
         return _Settings.model_validate(settings)
     except pydantic.ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise UserError(f"{origin}: {where} in {CONFIG_NAME}: {problem['msg']}") from error
+        key = ".".join(map(str, problem["loc"]))
+        raise UserError(f"{origin}: {key} in {CONFIG_NAME}: {problem['msg']}") from error
 
 
 def is_tiktoken_file(head: bytes) -> bool:
@@ -125,42 +126,30 @@ class TiktokenTokenizer(Tokenizer):
     """A tiktoken vocabulary."""
 
     def __init__(self, contents: bytes, name: str, origin: str, settings: Mapping[str, Any]):
-        """Builds it from file contents and the tokenizer_config.json next to it.
+        """Builds it from file contents.
 
-        `name` is the file name without extension, which identifies a published vocabulary. Raises
-        UserError for a damaged file or an unknown word pattern.
+        Args:
+          contents: Of the file.
+          name: The file name without extension, which identifies a published vocabulary.
+          origin: Names the file in manifests and messages.
+          settings: The tokenizer_config.json next to it.
+
+        Raises:
+          UserError: A damaged file or an unknown word pattern.
         """
         self.contents = contents
         ranks = _read_ranks(contents, origin)
-        stated = _read_settings(settings, origin)
-        published = _PUBLISHED.get(stated.word_pattern) or _find_published(name, len(ranks))
-        pattern = stated.word_pattern
-        if published and pattern in ("", *_PUBLISHED):
-            pattern = published.word_pattern
-        if not pattern:
-            raise UserError(
-                f"{origin}: a tiktoken file does not say how to split text into words, and its "
-                f"name is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} next "
-                'to it with "word_pattern" (one of these names, or a regular expression) and '
-                '"special_tokens" (token to id).'
-            )
-        special = stated.special_tokens
-        if special is None:
-            is_complete = published is not None and published.num_ranks == len(ranks)
-            special = {**published.special_tokens} if published and is_complete else {}
-        if taken := {*special.values()} & {*ranks.values()}:
-            raise UserError(
-                f'{origin}: "special_tokens" in {CONFIG_NAME} have ids of other tokens '
-                f"({min(taken)}). Give them free ids."
-            )
-        vocab_size = max([*ranks.values(), *special.values()], default=-1) + 1
+        pattern, special_tokens = _pattern_and_special_tokens(
+            _read_settings(settings, origin), name, ranks, origin
+        )
+        vocab_size = max([*ranks.values(), *special_tokens.values()], default=-1) + 1
         check_vocab_size(vocab_size, origin)
         try:
             self._encoding = tiktoken.Encoding(
                 name,
                 pat_str=pattern,
                 mergeable_ranks=ranks,
-                special_tokens=special or {UNUSED_TOKEN: vocab_size},
+                special_tokens=special_tokens or {UNUSED_TOKEN: vocab_size},
             )
         except ValueError as error:
             raise UserError(
@@ -170,13 +159,19 @@ class TiktokenTokenizer(Tokenizer):
         self._settings = {
             **control_token_settings(settings),
             "word_pattern": pattern,
-            "special_tokens": special,
+            "special_tokens": special_tokens,
         }
         self._check_encodes_all_text(ranks, pattern, origin)
-        ids = control_ids(settings, special.get)
+        ids = control_ids(settings, special_tokens.get)
         # The ids depend on more than the file, so the digest covers all of it.
-        identity = json.dumps([pattern, special], sort_keys=True).encode()
-        super().__init__(origin, contents + identity, vocab_size, ids, "tiktoken")
+        identity = json.dumps([pattern, special_tokens], sort_keys=True).encode()
+        super().__init__(
+            origin=origin,
+            identity=contents + identity,
+            vocab_size=vocab_size,
+            control_ids=ids,
+            engine="tiktoken",
+        )
 
     def _check_encodes_all_text(
         self, ranks: Mapping[bytes, int], pattern: str, origin: str
@@ -188,8 +183,8 @@ class TiktokenTokenizer(Tokenizer):
                 f"{origin} has no token for {pluralize(len(missing), 'byte')} ({missing[0]:#04x} "
                 "...), so not every text can be encoded. Copy it again."
             )
-        words = regex.finditer(pattern, CHECKED_TEXT, timeout=SECONDS_PER_TEXT)
-        matched = "".join(word.group() for word in words)
+        matches = regex.finditer(pattern, CHECKED_TEXT, timeout=SECONDS_PER_TEXT)
+        matched = "".join(word.group() for word in matches)
         if matched != CHECKED_TEXT:
             raise UserError(
                 f"{origin}: the word_pattern {pattern!r} matches only {len(matched)} of "
@@ -206,10 +201,11 @@ class TiktokenTokenizer(Tokenizer):
             return self._ids_by_words(text)
 
     def _ids_by_words(self, text: str) -> np.ndarray:
+        """Encodes word by word, for texts on which tiktoken fails; slower."""
         pattern = self._settings["word_pattern"]
         try:
-            words = regex.finditer(pattern, text, timeout=SECONDS_PER_TEXT)
-            ids = [i for word in words for i in self._encoding.encode_ordinary(word.group())]
+            matches = regex.finditer(pattern, text, timeout=SECONDS_PER_TEXT)
+            ids = [i for match in matches for i in self._encoding.encode_ordinary(match.group())]
         except (TimeoutError, ValueError) as error:
             raise UserError(
                 f"{self.entry.origin} cannot encode a text: {error}. Its word_pattern {pattern!r} "
@@ -219,6 +215,7 @@ class TiktokenTokenizer(Tokenizer):
         return np.array(ids, np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Decodes, with control tokens."""
         pieces = []
         for i in map(int, ids):
             if 0 <= i < self.entry.vocab_size:
@@ -228,7 +225,48 @@ class TiktokenTokenizer(Tokenizer):
         return b"".join(pieces).decode("utf-8", "replace")
 
     def save(self, folder: Path) -> list[Path]:
+        """Writes tokenizer.tiktoken and tokenizer_config.json."""
         return write_files(folder, {TIKTOKEN_NAME: self.contents}, self._settings)
+
+
+def _pattern_and_special_tokens(
+    settings: _Settings, name: str, ranks: Mapping[bytes, int], origin: str
+) -> tuple[str, dict[str, int]]:
+    """Returns the word pattern and the special tokens, of the settings or as published.
+
+    Args:
+      settings: The tokenizer_config.json next to the file.
+      name: The file name without extension.
+      ranks: Ids of the file's tokens.
+      origin: Names the file in messages.
+
+    Raises:
+      UserError: There is no pattern, or a special token has the id of another token.
+    """
+    published = _PUBLISHED.get(settings.word_pattern) or _find_published(name, len(ranks))
+    pattern = settings.word_pattern
+    if published and pattern in ("", *_PUBLISHED):
+        pattern = published.word_pattern
+    if not pattern:
+        raise UserError(
+            f"{origin}: a tiktoken file does not say how to split text into words, and its "
+            f"name is none of {', '.join(_PUBLISHED)}. Rename it, or put a {CONFIG_NAME} next "
+            'to it with "word_pattern" (one of these names, or a regular expression) and '
+            '"special_tokens" (token to id).'
+        )
+    special_tokens = settings.special_tokens
+    if special_tokens is None:
+        special_tokens = {}
+        # Of a part of a published vocabulary, the ids may mean something else.
+        if published and published.num_ranks == len(ranks):
+            special_tokens = {**published.special_tokens}
+    conflicting_ids = {*special_tokens.values()} & {*ranks.values()}
+    if conflicting_ids:
+        raise UserError(
+            f'{origin}: "special_tokens" in {CONFIG_NAME} have ids of other tokens '
+            f"({min(conflicting_ids)}). Give them free ids."
+        )
+    return pattern, special_tokens
 
 
 def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
@@ -249,8 +287,9 @@ def _read_ranks(contents: bytes, origin: str) -> dict[bytes, int]:
 
 
 def _find_published(name: str, num_ranks: int) -> _Published | None:
-    for known, published in _PUBLISHED.items():
-        if name.lower().replace("-", "").startswith(known):
+    """Returns the published vocabulary of a file, by its name or (Llama 3) its size."""
+    for published_name, published in _PUBLISHED.items():
+        if name.lower().replace("-", "").startswith(published_name):
             return published
     # Llama 3's file is named tokenizer.model.
     llama3 = _PUBLISHED["llama3"]

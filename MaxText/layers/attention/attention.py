@@ -65,6 +65,13 @@ class Attention(Mixer):
     has_memories = True  # whether it reads num_mem_kv learned keys and values
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        """Declares the projections, and where configured memories and query-key norms.
+
+        Args:
+          config: Keys of the model; `attention_projections` names the class of the projections.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         attention = config.attention
         D, N, K, H = init.dimensions[:4]
         draw = init.initializers

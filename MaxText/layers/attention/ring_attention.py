@@ -247,6 +247,7 @@ class _Ring:
         def add_keys(
             queries: _QueryBlock, keys: _KVBlock, state: _OnlineSoftmax, _: tuple[()]
         ) -> tuple[_OnlineSoftmax, tuple[()]]:
+            """Returns the softmax of a block of queries over a further piece of keys."""
             scores, seen, _ = self._scores(queries, keys, slopes_KG)
             largest = jnp.maximum(state.largest_BKGR, jnp.where(seen, scores, _LOWEST).max(-1))
             correction = jnp.exp(state.largest_BKGR - largest)
@@ -302,6 +303,7 @@ class _Ring:
             dq: jax.Array,
             key_gradients: tuple[jax.Array, jax.Array],
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            """Returns the gradients of a block of queries and a piece of keys, added up."""
             do_BKGRH, delta, log_sums = queries.residuals
             dk, dv = key_gradients
             k_BSKH = keys.k_BSKH
@@ -528,9 +530,9 @@ def _split_length(x_BL: jax.Array, number: int) -> jax.Array:
     return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
-def _merge_length(parts: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns parts [number, B, ...] with the shape and dtype of `like` [B, L, ...]."""
-    return jnp.moveaxis(parts, 0, 1).reshape(like.shape).astype(like.dtype)
+def _merge_length(parts: jax.Array, reference: jax.Array) -> jax.Array:
+    """Returns parts [number, B, ...] with the shape and dtype of `reference` [B, L, ...]."""
+    return jnp.moveaxis(parts, 0, 1).reshape(reference.shape).astype(reference.dtype)
 
 
 def _memory_block(persistent_kv: PersistentKV, batch: int) -> _KVBlock:

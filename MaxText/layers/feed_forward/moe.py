@@ -75,6 +75,15 @@ class Experts(nnx.Module):
     def __init__(
         self, num_experts: int, width: int, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs
     ):
+        """Declares the matrices.
+
+        Args:
+          num_experts: E.
+          width: F.
+          activations: One is plain; the branches of several are multiplied, as in `MLP`.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         D = init.dimensions.emb_dim
         draw = init.initializers
         self.activations = activations

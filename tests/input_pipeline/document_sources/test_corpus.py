@@ -187,13 +187,17 @@ def test_splits_of_the_source(tmp_path, names, splits):
 def test_output_below_its_own_source(tmp_path):
     folder = tmp_path / "txt"
     write(folder, {"a.txt": b"text a", "web/manifest.json": b'{"text": "of another program"}'})
-    for output_format, made in [("bin", "bin"), ("tfrecord", "ids"), ("text_tfrecord", "records")]:
+    for output_format, output in [
+        ("bin", "bin"),
+        ("tfrecord", "ids"),
+        ("text_tfrecord", "records"),
+    ]:
         keys = PreparationConfig(
             prepare_source=str(folder), tokenizer_path="bytes", prepare_output_format=output_format
         )
         for expected in ("Wrote", "Kept"):
             lines = []
-            prepare(keys, str(folder / made), lines.append)
+            prepare(keys, str(folder / output), lines.append)
             assert lines[-1].startswith(expected)
             assert read_texts(folder) == ["text a", "of another program"]
     # What is named itself is read, if it holds text.

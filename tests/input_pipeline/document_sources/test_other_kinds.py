@@ -152,8 +152,8 @@ def test_pointers_in_archives_and_of_git_annex(tmp_path):
     assert manifest.source.skipped == {"unreadable": 3}
     assert sum(split.num_documents for split in manifest.splits.values()) == 2
     named = "\n".join(lines)
-    for words in ("member 'b.txt', is a Git LFS", "member 'c.png', is not text", "git-annex"):
-        assert words in named
+    for pattern in ("member 'b.txt', is a Git LFS", "member 'c.png', is not text", "git-annex"):
+        assert pattern in named
 
 
 def test_text_about_pointers_is_text(tmp_path):

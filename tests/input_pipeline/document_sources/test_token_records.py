@@ -44,7 +44,10 @@ def write_raw(kind: str, path: Path, records: list[bytes]) -> None:
 def read(path, kind, *fields, **keys):
     """Lists of ids, and of a damaged document its position."""
     documents = read_ids(str(path), kind.strip(), fields, **keys)
-    return [one.ids.tolist() if isinstance(one, TokenDocument) else one.offset for one in documents]
+    return [
+        document.ids.tolist() if isinstance(document, TokenDocument) else document.offset
+        for document in documents
+    ]
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -80,12 +83,12 @@ def test_a_truncated_file_ends_with_an_error(tmp_path, kind):
         path.write_bytes(content[: int(share * len(content))])
         if kind == "tfrecord" and not share:  # nothing says that there were records
             continue
-        found = []
+        read_documents = []
         with pytest.raises(BadRecordError, match=name):
-            found.extend(read_ids(str(path), kind.strip()))
-        for document, ids in zip(found, documents, strict=False):
+            read_documents.extend(read_ids(str(path), kind.strip()))
+        for document, ids in zip(read_documents, documents, strict=False):
             np.testing.assert_array_equal(document.ids, ids)
-        assert len(found) < 8
+        assert len(read_documents) < 8
     with pytest.raises(BadRecordError, match=r"absent .*No such file") as caught:
         read(tmp_path / "absent", kind)
     assert isinstance(caught.value.__cause__, OSError)
@@ -106,12 +109,12 @@ def test_damage_costs_one_document(tmp_path, kind):
     elif record in content:
         content[content.index(record) + len(record) // 2] ^= 4
     (tmp_path / name).write_bytes(content)
-    found = list(read_ids(str(tmp_path / name), kind.strip()))
-    bad = found.pop(1)
+    read_documents = list(read_ids(str(tmp_path / name), kind.strip()))
+    bad = read_documents.pop(1)
     assert isinstance(bad, BadRecordError)
     assert f"{name} at {bad.unit} {bad.offset}: " in str(bad)
     assert bad.offset == 1 or bad.unit == "byte"
-    for document, ids in zip(found, [documents[0], *documents[2:]], strict=True):
+    for document, ids in zip(read_documents, [documents[0], *documents[2:]], strict=True):
         assert isinstance(document, TokenDocument)
         np.testing.assert_array_equal(document.ids, ids)
     # Where the text of a length is damaged, what follows is lost.
@@ -181,7 +184,7 @@ def test_fields_of_archives(tmp_path):
     refused(r"a usual field .*: ids, mask\).*records\.field", read, path, "webdataset")
     refused("without other .*ids, mask", read, path, "webdataset", "other")
     documents = [*read_ids(str(path), "webdataset", ["ids"])]
-    assert [each.ids.tolist() for each in documents[:2]] == [[1], [2]]
+    assert [document.ids.tolist() for document in documents[:2]] == [[1], [2]]
     assert "int64 of shape (1, 1), not a list of ids" in str(documents[2])
     assert "not a torch.save file" in str(documents[3])
     assert "float64" in str(documents[4])
@@ -240,8 +243,8 @@ def test_rows_of_tables_with_mistakes(tmp_path):
     assert read(tmp_path / "a", "arrow") == [[1, 2], 1, 2, [4], [5, 6], []]
     parquet.write_table(pyarrow.table({"input_ids": ids, "labels": labels}), tmp_path / "b")
     documents = [*read_ids(str(tmp_path / "b"), "parquet")]
-    errors = [each for each in documents if isinstance(each, BadRecordError)]
-    assert [str(each).partition(": ")[2] for each in errors] == [
+    errors = [document for document in documents if isinstance(document, BadRecordError)]
+    assert [str(document).partition(": ")[2] for document in errors] == [
         "the row lacks a value", "the row lacks a value", "the row has 2 labels for 1 ids",
         "the row lacks a value",
     ]  # fmt: skip

@@ -91,10 +91,10 @@ def parquet_file(texts: Sequence[str], kind: pyarrow.DataType | None = None) -> 
 
 
 def arrow_stream(
-    texts: Sequence[str], kind: pyarrow.DataType | None = None, new=pyarrow.ipc.new_stream
+    texts: Sequence[str], kind: pyarrow.DataType | None = None, make_writer=pyarrow.ipc.new_stream
 ) -> bytes:
     content, data = io.BytesIO(), table(texts, kind)
-    with new(content, data.schema) as writer:
+    with make_writer(content, data.schema) as writer:
         writer.write_table(data, max_chunksize=2)
     return content.getvalue()
 
@@ -136,7 +136,7 @@ _CONTENTS: dict[str, Callable[[Sequence[str]], bytes]] = {
     "urlsf_subset00-3_data.xz": lambda texts: tar(members_of(texts), "w:xz"),
     ".parquet": parquet_file,
     ".arrow": arrow_stream,
-    "_file.arrow": lambda texts: arrow_stream(texts, new=pyarrow.ipc.new_file),
+    "_file.arrow": lambda texts: arrow_stream(texts, make_writer=pyarrow.ipc.new_file),
     **dict.fromkeys(
         (".tfrecord", ".tfrecord-00000-of-00001"),
         lambda texts: b"".join(map(tfrecord.frame, _examples(texts))),

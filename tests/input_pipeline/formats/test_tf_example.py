@@ -57,7 +57,9 @@ def test_empty_lists():
 NUMBERS = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 2**28), max_size=50)
 VALUES = (
     NUMBERS.map(lambda values: np.array(values, np.int64))
-    | st.lists(st.floats(width=32, allow_nan=False)).map(lambda each: np.array(each, np.float32))
+    | st.lists(st.floats(width=32, allow_nan=False)).map(
+        lambda floats: np.array(floats, np.float32)
+    )
     | st.lists(st.binary(max_size=9), min_size=1)
 )
 

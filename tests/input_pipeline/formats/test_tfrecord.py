@@ -31,20 +31,20 @@ def test_written_and_read(tmp_path):
 
 
 def test_truncated_file():
-    whole = tfrecord.frame(b"hello") + tfrecord.frame(b"last")
-    for left in range(1, len(whole)):
-        if left == 21:  # exactly the first record: nothing says that there was another
-            assert scan(whole[:left]) == [(0, b"hello")]
+    content = tfrecord.frame(b"hello") + tfrecord.frame(b"last")
+    for num_bytes in range(1, len(content)):
+        if num_bytes == 21:  # exactly the first record: nothing says that there was another
+            assert scan(content[:num_bytes]) == [(0, b"hello")]
             continue
         with pytest.raises(BadRecordError) as caught:
-            scan(whole[:left])
-        assert (caught.value.path, caught.value.offset) == ("x", 0 if left < 21 else 21)
+            scan(content[:num_bytes])
+        assert (caught.value.path, caught.value.offset) == ("x", 0 if num_bytes < 21 else 21)
 
 
 def test_flipped_bits():
-    whole = tfrecord.frame(b"hello") + tfrecord.frame(b"more")
+    original = tfrecord.frame(b"hello") + tfrecord.frame(b"more")
     for at in range(21):
-        content = bytearray(whole)
+        content = bytearray(original)
         content[at] ^= 0x10
         if at < tfrecord.HEADER_BYTES:
             with pytest.raises(BadRecordError, match="x at byte 0: the CRC of the record's length"):

@@ -30,9 +30,9 @@ def test_other_objects(name, message):
 
 def test_truncated_files():
     content = (GOLDEN / "int64.pth").read_bytes()
-    for left in range(0, len(content), 7):
+    for num_bytes in range(0, len(content), 7):
         with pytest.raises(TorchFileError):
-            read_tensor(content[:left])
+            read_tensor(content[:num_bytes])
 
 
 def test_damaged_and_other_files():

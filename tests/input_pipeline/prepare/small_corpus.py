@@ -16,11 +16,11 @@ from tests.input_pipeline.token_store.token_files import open_data, tokens_of
 def write_texts(folder: Path, count: int = 30) -> list[str]:
     """Text files of random words; returns their texts in the order they are read."""
     rng = np.random.default_rng(0)
-    words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 8))) for _ in range(100)]
+    vocabulary = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 8))) for _ in range(100)]
     folder.mkdir(parents=True)
     texts = []
     for index in range(count):
-        text = " ".join(rng.choice(words, 60)) + f"\nText {index}, äöü 漢字 🙂.\r\n"
+        text = " ".join(rng.choice(vocabulary, 60)) + f"\nText {index}, äöü 漢字 🙂.\r\n"
         (folder / f"{index:03d}.txt").write_bytes(text.encode())
         texts.append(text)
     return texts
@@ -42,8 +42,8 @@ def byte_options(source: Path | str, **keys) -> PreparationConfig:
     return PreparationConfig(prepare_source=str(source), tokenizer_path="bytes", **keys)
 
 
-def made(keys: PreparationConfig, folder: Path, log=lambda line: None, **more) -> Manifest:
-    manifest = prepare_module.prepare(keys, str(folder), log, **more)
+def made(keys: PreparationConfig, folder: Path, log=lambda line: None, **arguments) -> Manifest:
+    manifest = prepare_module.prepare(keys, str(folder), log, **arguments)
     assert manifest is not None
     return manifest
 

@@ -111,6 +111,6 @@ def test_the_printed_command_runs_and_resumes(tmp_path):
     command = re.sub(r"^python3? ", f"{shlex.quote(sys.executable)} ", command)
     first = run(re.sub(r"steps=\d+", "steps=12", command) + " eval_interval=6 hardware=cpu")
     assert len(re.findall("Completed eval", first)) == 2
-    again = run(re.sub(r"steps=\d+", "steps=14", command) + " eval_interval=6 hardware=cpu")
-    assert "completed step: 0," not in again
-    assert "checkpoints/13" in again
+    resumed = run(re.sub(r"steps=\d+", "steps=14", command) + " eval_interval=6 hardware=cpu")
+    assert "completed step: 0," not in resumed
+    assert "checkpoints/13" in resumed

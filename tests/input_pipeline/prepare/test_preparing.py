@@ -108,20 +108,22 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
         write_rows(folder / "text" / f"{number}.jsonl", rows)
     everything = [row.encode() for rows in texts for row in rows]
     with_text = [row for row in everything if row.decode().strip()]
-    kept = [list(row) for row in with_text if len(row) >= keys.get("prepare_minimum_tokens", 0)]
-    before = [257] if keys.get("add_bos") else []
-    after = [keys.get("prepare_separator_id", 256)] if keys.get("add_eos", True) else []
-    expected = [before + ids + after for ids in kept]
-    asked = byte_options(folder / "text", validation_fraction=fraction, **keys)
+    read_texts = [
+        list(row) for row in with_text if len(row) >= keys.get("prepare_minimum_tokens", 0)
+    ]
+    ids_before = [257] if keys.get("add_bos") else []
+    ids_after = [keys.get("prepare_separator_id", 256)] if keys.get("add_eos", True) else []
+    expected = [ids_before + ids + ids_after for ids in read_texts]
+    preparation = byte_options(folder / "text", validation_fraction=fraction, **keys)
     with pytest.MonkeyPatch.context() as monkeypatch:
         split_small(monkeypatch, shard_bytes)
         # What is asserted here does not depend on it, and it takes most of the time.
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
         if not expected:
-            refused("no document with text", made, asked, folder / "d")
+            refused("no document with text", made, preparation, folder / "d")
             assert not (folder / "d").exists()
             return
-        manifest = made(asked, folder / "d")
+        manifest = made(preparation, folder / "d")
     train, validation = (documents(folder / "d", split) for split in ("train", "validation"))
     assert sorted(train + validation) == sorted(expected)
     stored = iter(expected)
@@ -131,7 +133,7 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
     assert sum(split.num_tokens for split in manifest.splits.values()) == sum(map(len, expected))
     skipped = manifest.source.skipped
     assert skipped.pop("empty", 0) == len(everything) - len(with_text)
-    assert sum(skipped.values()) == len(with_text) - len(kept)
+    assert sum(skipped.values()) == len(with_text) - len(read_texts)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,10 @@ def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
     monkeypatch.setattr(process_pool, "_BYTES_PER_PROCESS", 1)
     for workers in (1, 2):
-        asked = options(corpus, prepare_num_workers=workers, **{"records.num_shards": 3}, **keys)
-        prepare(asked, str(tmp_path / str(workers)), lambda line: None)
+        preparation = options(
+            corpus, prepare_num_workers=workers, **{"records.num_shards": 3}, **keys
+        )
+        prepare(preparation, str(tmp_path / str(workers)), lambda line: None)
     assert len(contents(tmp_path / "1")) >= 4
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
@@ -164,8 +168,8 @@ def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
 
 
 def test_separator_and_special_tokens(corpus, tmp_path):
-    asked = byte_options(corpus, prepare_separator_id=259)
-    refused("prepare_separator_id=259", made, asked, tmp_path / "d")
+    preparation = byte_options(corpus, prepare_separator_id=259)
+    refused("prepare_separator_id=259", made, preparation, tmp_path / "d")
     assert made(byte_options(corpus, prepare_separator_id=7), tmp_path / "d").tokenizer.eos_id == 7
     made(options(corpus, tokenizer_special_tokens=("<end>", "[MASK]")), tmp_path / "e")
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "e" / "tokenizer.json"))
@@ -284,7 +288,7 @@ def test_failures_leave_nothing(tmp_path, make_options, name, content, limit, me
 def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
     target, lines = tmp_path / "d", []
     made(options(corpus), target)
-    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    times_before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     made(options(f"{corpus}/*.txt", prepare_num_workers=1), target, lines.append)
     # The same tokenizer, now named instead of trained.
     same = {"tokenizer_path": str(target / "tokenizer.json"), "tokenizer_vocab_size": 9999}
@@ -300,7 +304,7 @@ def test_complete_datasets_are_kept_and_others_refused(corpus, tmp_path):
         refused(message, made, options(corpus, **keys), target)
     (corpus / "new.txt").write_text("one more")
     refused("different source text", made, options(corpus), target)
-    assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    assert times_before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     # One that was made with fewer keys.
     (corpus / "new.txt").unlink()
     entries = json.loads((target / "manifest.json").read_text())
@@ -331,14 +335,14 @@ def test_unusable_targets(corpus, tmp_path, told):
 def test_text_is_read_again_only_where_a_file_changed(corpus, tmp_path, monkeypatch):
     read = mock.Mock(side_effect=prepare_module.sampling.read_shard)
     monkeypatch.setattr(prepare_module.sampling, "read_shard", read)
-    asked, out, cache = byte_options(corpus), tmp_path / "out", tmp_path / "cache"
+    preparation, out, cache = byte_options(corpus), tmp_path / "out", tmp_path / "cache"
     for _ in range(2):
-        made(asked, out, cache_dir=cache)
+        made(preparation, out, cache_dir=cache)
     assert not read.called
-    made(asked, out, cache_dir=tmp_path / "other")
+    made(preparation, out, cache_dir=tmp_path / "other")
     assert read.called
     swap_case(corpus / "003.txt")
-    refused("different source text", made, asked, out, cache_dir=cache)
+    refused("different source text", made, preparation, out, cache_dir=cache)
 
 
 @pytest.mark.parametrize("protocol", ["https", "http", "HTTPS", "github", "nonsense"])
@@ -369,12 +373,12 @@ def test_two_processes_prepare_one_folder(corpus, tmp_path):
         sys.executable, str(program), f"prepare_source={corpus}",
         f"dataset_path={tmp_path / 'd'}", "tokenizer_path=bytes",
     ]  # fmt: skip
-    both = [
+    processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
     assert sum("Wrote" in output for output in outputs) == 1
     assert sum("Kept" in output for output in outputs) == 1
     assert not list(tmp_path.glob(".d*"))

@@ -38,8 +38,8 @@ def export(prepared: Path, output: Path, **keys) -> list[str]:
     return lines
 
 
-def prepared_set(folder: Path, documents: list[np.ndarray], **more) -> Path:
-    write_data_set(folder, {"train": documents, **more}, file_format="bin")
+def prepared_set(folder: Path, documents: list[np.ndarray], **other_splits) -> Path:
+    write_data_set(folder, {"train": documents, **other_splits}, file_format="bin")
     (folder / "tokenizer.json").write_text('{"a": "tokenizer"}', encoding="utf-8")
     return folder
 
@@ -150,10 +150,10 @@ def test_strided_windows_with_mask_and_labels(tmp_path):
 
 @given(
     sizes=st.lists(st.integers(0, 40), max_size=12), first=st.integers(0, 1000),
-    min_length=st.integers(1, 9), more=st.integers(0, 9), stride=st.integers(1, 18),
+    min_length=st.integers(1, 9), extra_length=st.integers(0, 9), stride=st.integers(1, 18),
 )  # fmt: skip
-def test_strided_windows_follow_their_definition(sizes, first, min_length, more, stride):
-    max_length = min_length + more
+def test_strided_windows_follow_their_definition(sizes, first, min_length, extra_length, stride):
+    max_length = min_length + extra_length
     stride = min(stride, max_length)
     offsets = first + np.cumsum([0, *sizes])
     expected, dropped = [], 0
@@ -166,21 +166,21 @@ def test_strided_windows_follow_their_definition(sizes, first, min_length, more,
         expected += windows
         dropped += not windows
     covered = {token for window in expected for token in range(*window)}
-    found = strided_windows(offsets, min_length, max_length, stride)
-    assert list(zip(found.starts_W.tolist(), found.stops_W.tolist(), strict=True)) == expected
-    assert found.dropped_documents == dropped
-    assert found.dropped_tokens + len(covered) == sum(sizes)
+    ranges = strided_windows(offsets, min_length, max_length, stride)
+    assert list(zip(ranges.starts_W.tolist(), ranges.stops_W.tolist(), strict=True)) == expected
+    assert ranges.dropped_documents == dropped
+    assert ranges.dropped_tokens + len(covered) == sum(sizes)
 
 
 def test_finished_files_are_kept_and_missing_ones_written(tmp_path):
     prepared = prepared_set(tmp_path / "set", [np.arange(1, 9)] * 9)
     output = tmp_path / "out"
     export(prepared, output, **{"records.num_shards": 3})
-    whole = contents(output)
+    complete = contents(output)
     assert export(prepared, output, **{"records.num_shards": 3})[0].startswith("Resuming: 3 of 3 ")
     (output / "train_00001_3.tfrecords").unlink()
     assert export(prepared, output, **{"records.num_shards": 3})[0].startswith("Resuming: 2 of 3 ")
-    assert contents(output) == whole
+    assert contents(output) == complete
 
 
 def test_failures_leave_no_half_file(tmp_path, monkeypatch):

@@ -88,8 +88,8 @@ def test_killed_at_any_moment(tmp_path, keys, first, stride):
     expected = folders.pop(max(folders, key=int))
     assert len(expected) >= 4
     assert len(folders) >= 3
-    for moment, found in folders.items():
-        assert found == expected, moment
+    for moment, result in folders.items():
+        assert result == expected, moment
     assert output.count("Resuming: ") >= len(folders) - 2
 
 

@@ -93,11 +93,11 @@ def test_finished_exports_are_kept_and_others_refused(tmp_path):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     path.write_bytes(rows(TEXTS))
     export(path, out)
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    times_before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     lines = []
     export(path, out, lines)
     assert [line.split()[0] for line in lines] == ["Kept"]
-    assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert times_before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
 
     refused("prepare_seed was 0 and is 1", export, path, out, prepare_seed=1)
     refused("records.num_shards was 0 and is 2", export, path, out, **{"records.num_shards": 2})

@@ -73,11 +73,11 @@ def llama3() -> tokenizers.Tokenizer:
     """Words by an own pattern; words of the vocabulary become one id without any rule."""
     tokenizer = byte_pairs(3)
     tokenizer.pre_tokenizer = split_by(LLAMA3_WORDS)
-    whole = json.loads(tokenizer.to_str())
-    whole["model"]["ignore_merges"] = True
+    contents = json.loads(tokenizer.to_str())
+    contents["model"]["ignore_merges"] = True
     for word in ("Ġthequick", "xxxaaa", "doesxx", "ÐµÐ½Ðµ"):
-        whole["model"]["vocab"][word] = len(whole["model"]["vocab"])
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(whole))
+        contents["model"]["vocab"][word] = len(contents["model"]["vocab"])
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(contents))
     tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
     return tokenizer
 
@@ -122,10 +122,12 @@ def write(tokenizer: tokenizers.Tokenizer, folder: Path, settings: dict | None =
 
 def texts() -> st.SearchStrategy[str]:
     """Texts of words, runs of white space, added tokens, combining and any other characters."""
-    words = "the quick| the|thequick|xxxaaa|doesxx|'ll|'LL've|'Sxs|'\u017fxs|1234567|..."
+    pieces = "the quick| the|thequick|xxxaaa|doesxx|'ll|'LL've|'Sxs|'\u017fxs|1234567|..."
     combining = "e\u0301\u0301|\u00e9t\u00e9|e\u0301te\u0301|\u1100\u1161|\u0344|\u212b|\u0958"
-    others = "a\u0323\u0307|q\u0307\u0323|\r\n|\n|\u00b2\u2160|\u00a0|\u3000|\u0085|\u200b|\x00"
-    chosen = [word for some in (words, combining, others) for word in some.split("|")]
+    other_texts = (
+        "a\u0323\u0307|q\u0307\u0323|\r\n|\n|\u00b2\u2160|\u00a0|\u3000|\u0085|\u200b|\x00"
+    )
+    chosen = [word for some in (pieces, combining, other_texts) for word in some.split("|")]
     piece = st.one_of(
         st.sampled_from([*chosen, *ADDED, UNUSED_TOKEN]),
         st.builds(lambda n: " " * n, st.integers(1, 60)),

@@ -53,9 +53,9 @@ def test_same_ids_on_long_runs(by_structure, name):
 
 def test_lone_surrogates_become_the_replacement_character(by_structure):
     for tokenizer in by_structure.values():
-        broken, whole = tokenizer.encode(["a\ud800b\udc00", "\ud83d\ude42"])
+        broken, replaced = tokenizer.encode(["a\ud800b\udc00", "\ud83d\ude42"])
         expected = tokenizer.encode(["a\ufffdb\ufffd", "\U0001f642"])
-        assert [broken.tolist(), whole.tolist()] == [ids.tolist() for ids in expected]
+        assert [broken.tolist(), replaced.tolist()] == [ids.tolist() for ids in expected]
         (exact,) = tokenizer.encode_reference(["a\ud800b\udc00"])
         assert exact.tolist() == broken.tolist()
 
@@ -98,10 +98,10 @@ def test_an_engine_that_differs_on_anything_usual_is_never_used(monkeypatch):
 
 @pytest.mark.parametrize("model", [models.WordPiece, models.Unigram, models.WordLevel])
 def test_other_models_are_encoded_by_their_library(model):
-    words = ["[UNK]", "it", "a"]
+    tokens = ["[UNK]", "it", "a"]
     options = {"unk_id": 0} if model is models.Unigram else {"unk_token": "[UNK]"}
-    unigram = [(word, -1.0) for word in words]
-    vocabulary = unigram if model is models.Unigram else {w: i for i, w in enumerate(words)}
+    unigram = [(word, -1.0) for word in tokens]
+    vocabulary = unigram if model is models.Unigram else {w: i for i, w in enumerate(tokens)}
     tokenizer = loaded(tokenizers.Tokenizer(model(vocabulary, **options)))
     assert tokenizer.engine == "tokenizers"
     assert tokenizer.encode(["it"])[0].tolist() == [1]

@@ -66,10 +66,10 @@ def test_saved_loaded_and_pickled(tmp_path, make, files):
     tokenizer = make(tmp_path)
     (tmp_path / "saved").mkdir()
     assert [path.name for path in tokenizer.save(tmp_path / "saved")] == files
-    again, copy = load_tokenizer(tmp_path / "saved"), pickle.loads(pickle.dumps(tokenizer))
+    loaded, copy = load_tokenizer(tmp_path / "saved"), pickle.loads(pickle.dumps(tokenizer))
     assert copy.entry == tokenizer.entry
-    assert again.entry == tokenizer.entry.model_copy(update={"origin": again.entry.origin})
-    for other in (again, copy):
+    assert loaded.entry == tokenizer.entry.model_copy(update={"origin": loaded.entry.origin})
+    for other in (loaded, copy):
         assert control_ids(other) == control_ids(tokenizer)
         for ids, expected in zip(other.encode(SAMPLE), tokenizer.encode(SAMPLE), strict=True):
             assert ids.tolist() == expected.tolist()

@@ -36,7 +36,7 @@ def published(tmp_path_factory):
     """name -> (our tokenizer, tiktoken's own of that name with the same ranks)."""
     ranks = {token: i for i, token in enumerate(pairs())}
     folder = tmp_path_factory.mktemp("published")
-    found = {}
+    tokenizers = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai_public, "load_tiktoken_bpe", lambda *_, **__: ranks)
         patch.setattr(openai_public, "data_gym_to_mergeable_bpe_ranks", lambda *_, **__: ranks)
@@ -44,8 +44,8 @@ def published(tmp_path_factory):
             stated = openai_public.ENCODING_CONSTRUCTORS[name]()
             stated.pop("explicit_n_vocab", None)
             tokenizer = load_tokenizer(str(write(folder / f"{name}.tiktoken")))
-            found[name] = tokenizer, tiktoken.Encoding(**stated)
-    return found
+            tokenizers[name] = tokenizer, tiktoken.Encoding(**stated)
+    return tokenizers
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
