@@ -103,13 +103,15 @@ def train(
       RuntimeError: The run diverged.
     """
     from MaxText import exit_codes
+    from MaxText.run.training import train as run_training
     from MaxText.runtime.preemption import PreemptionHandler
     from MaxText.storage.paths import parse_path
     from MaxText.storage.run_folder import unlock_run_folder
-    from MaxText.train import train as run
 
     try:
-        code = run(config, preemption=PreemptionHandler(), hooks=hooks, callbacks=callbacks)
+        code = run_training(
+            config, preemption=PreemptionHandler(), hooks=hooks, callbacks=callbacks
+        )
     finally:
         unlock_run_folder()
     folder = parse_path(
@@ -132,7 +134,7 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     Raises:
       UserError: The folder has no metrics.jsonl.
     """
-    from MaxText.metrics.json_lines import read_rows
+    from MaxText.monitoring.json_lines import read_rows
     from MaxText.storage.paths import parse_path
 
     path = parse_path(str(run.path if isinstance(run, Run) else run), "run") / "metrics.jsonl"

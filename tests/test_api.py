@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import MaxText as mt
+from MaxText import api
 from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.part import record, tag
 from tests.house.sources import REPOSITORY
@@ -103,6 +104,12 @@ def test_hooks_of_a_file_and_from_python_that_fail_and_go_on(trained, tmp_path):
     ):
         mt.train(mt.load_config(**KEYS | keys | {"hooks": ["other"]}, run_name="unknown"))
     assert not (folder.parent / "unknown").exists()
+
+
+def test_names_of_the_package_are_the_functions_of_the_api(trained):
+    # Also after training: MaxText.train would be a module if something had imported train.py.
+    for name in mt.__all__:
+        assert getattr(mt, name) is getattr(api, name), name
 
 
 def test_logits_of_text_and_of_ids(run):

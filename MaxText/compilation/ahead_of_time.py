@@ -16,7 +16,7 @@ from MaxText.cost.device_memory import GPU_FRACTION, bytes_on_device
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
 from MaxText.hardware.peak_flops import datasheet_peak
-from MaxText.metrics.tables import format_table, share
+from MaxText.monitoring.tables import format_table, share
 
 _GIB = 2**30
 _MIB = 2**20

@@ -86,9 +86,9 @@ def parse_with_options(
     """
     program_arguments: ProgramArguments[OptionsT] | None = None
 
-    def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
+    def load_rest(remaining: Sequence[str], program: str | None = None) -> LoadedConfig:
         nonlocal program_arguments
-        program_arguments = read_options(kind, words, requires=program is not None)
+        program_arguments = read_options(kind, remaining, requires=program is not None)
         try:
             loaded = load(program_arguments.configuration, program)
         except ConfigurationError as error:
@@ -165,16 +165,22 @@ def _answer_about_option(arguments: Sequence[str], kind: type) -> None:
 
 
 def program_command(name: str) -> str:
-    own = os.path.basename(sys.argv[0])
-    if own.startswith("maxtext-"):
+    """Returns how the user would start a program, in the way in which this one was started.
+
+    Args:
+      name: Stem of the program's file: "decode".
+    """
+    script_name = os.path.basename(sys.argv[0])
+    if script_name.startswith("maxtext-"):
         return f"maxtext-{name.replace('_', '-')}"
     path = os.path.join(os.path.dirname(sys.argv[0]), f"{name}.py")
-    if own.endswith(".py") and os.path.isfile(path):
+    if script_name.endswith(".py") and os.path.isfile(path):
         return f"python {path}"
     return f"python -m MaxText.{name}"
 
 
 def exit_with_error(error: UserError) -> NoReturn:
+    """Prints an error's message and exits with its code."""
     sys.stderr.write(f"error: {error}\n")
     program_start.limit_exit(error.exit_code)
     raise SystemExit(error.exit_code)
@@ -236,8 +242,8 @@ def _discard_stdout() -> None:
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
     with contextlib.suppress(UserError):  # the configuration's own mistakes are reported later
-        rest = [word for word in remaining if word not in ("-h", "--help", "--why")]
-        import_modules.collect(rest)  # its parts have keys
+        without_questions = [word for word in remaining if word not in ("-h", "--help", "--why")]
+        import_modules.collect(without_questions)  # its parts have keys
     for index, argument in enumerate(remaining):
         if argument in ("-h", "--help"):
             name = _option_value(remaining, index)
@@ -248,8 +254,8 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
         if argument in ("--why", "--from-maxtext"):
             name = _option_value(remaining, index)
             if not name:
-                what = "a key" if argument == "--why" else "a YAML file"
-                raise UserError(f"{argument} needs {what} after it")
+                operand = "a key" if argument == "--why" else "a YAML file"
+                raise UserError(f"{argument} needs {operand} after it")
             if argument == "--from-maxtext":
                 return _maxtext_report(program, name, remaining)
             key = _known(name)
@@ -384,5 +390,5 @@ def explain_value(loaded: LoadedConfig, name: str) -> str:
     winner, *beaten = reversed(places)
     value = values.to_yaml(flatten(loaded.config)[name])
     lines = [f"{name}={value}", f"  set by: {winner}"]
-    lines += [f"  over:   {place}" for place in beaten]
+    lines += [f"  over:   {location}" for location in beaten]
     return "\n".join(lines) + "\n"

@@ -50,7 +50,7 @@ from MaxText.layers.assembly.model import Model
 from MaxText.layers.feed_forward.moe import expert_capacity
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.part import Flops, Part
-from MaxText.metrics.tables import WIDTH, byte_count, derived_quantities, format_table, share
+from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, format_table, share
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 _TOKEN_TABLE = "token_embedder/embedding"

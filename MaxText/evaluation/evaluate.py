@@ -23,7 +23,7 @@ from MaxText.evaluation.text_bytes import TextBytes
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.inference.text_files import check_not_input
 from MaxText.inference.trained_model import Log, TrainedModel, load_model, resolve_weights
-from MaxText.metrics.json_lines import to_json_value
+from MaxText.monitoring.json_lines import to_json_value
 from MaxText.storage.atomic import atomic_write_text
 from MaxText.storage.file_access import is_url
 from MaxText.storage.paths import parse_path

@@ -30,7 +30,7 @@ from MaxText.evaluation.scores import (
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
 from MaxText.inference.text_files import is_json_lines, read_lines, read_text_file
 from MaxText.inference.trained_model import Log, TrainedModel
-from MaxText.metrics.step_line import perplexity
+from MaxText.monitoring.step_line import perplexity
 
 if TYPE_CHECKING:
     from MaxText.evaluation.scorers import Scorer

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from MaxText.layers.assembly.model import Model, Params
 from MaxText.layers.batch import Batch
-from MaxText.metrics.step_line import EvaluationReport
+from MaxText.monitoring.step_line import EvaluationReport
 from MaxText.training.objective import IN_NATS, loss_sums
 
 _NATS = "nats"  # cross entropy, for an objective whose loss is not in nats

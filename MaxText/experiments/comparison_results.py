@@ -33,9 +33,9 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
-from MaxText.metrics import tables
-from MaxText.metrics.run_record import RunHistory, read_run
-from MaxText.metrics.step_line import perplexity
+from MaxText.monitoring import tables
+from MaxText.monitoring.run_record import RunHistory, read_run
+from MaxText.monitoring.step_line import perplexity
 from MaxText.reports.page import PageSection, PageTable
 
 COMPLETED = "completed"

@@ -11,9 +11,9 @@ from MaxText.config.problems import close_matches
 from MaxText.config.serialization import diff_configs
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
-from MaxText.metrics.events import EVENTS_FILE, MAIN_KEYS
-from MaxText.metrics.goodput import PARTS, SMALLEST_SHARE
-from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
+from MaxText.monitoring.events import EVENTS_FILE, MAIN_KEYS
+from MaxText.monitoring.goodput import PARTS, SMALLEST_SHARE
+from MaxText.monitoring.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.storage.paths import natural_key, parse_path
 
 COMPARISON_FILE = "comparison.json"

@@ -10,7 +10,7 @@ from etils import epath
 
 from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import RunHistory, read_run, resolve_run_dir
+from MaxText.monitoring.run_record import RunHistory, read_run, resolve_run_dir
 from MaxText.reports import run_tables
 from MaxText.reports.chart import AxisName, draw_chart
 from MaxText.reports.curves import Axes

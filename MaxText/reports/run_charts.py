@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from MaxText.metrics.run_record import RunHistory
+from MaxText.monitoring.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
 from MaxText.reports.curves import Axes, CurveKind, Values, column, curve, median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks

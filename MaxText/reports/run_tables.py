@@ -8,9 +8,9 @@ from typing import Any
 
 from MaxText.config.serialization import renamed
 from MaxText.config.values import to_yaml
-from MaxText.metrics.events import MAIN_KEYS
-from MaxText.metrics.run_record import RunHistory
-from MaxText.metrics.tables import (
+from MaxText.monitoring.events import MAIN_KEYS
+from MaxText.monitoring.run_record import RunHistory
+from MaxText.monitoring.tables import (
     ABSENT,
     format_loss,
     format_operations,

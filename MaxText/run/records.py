@@ -24,13 +24,13 @@ from MaxText.errors import TrainingDivergedError
 from MaxText.growth.growth_plan import event_fields, parent, sizes
 from MaxText.hardware.peak_flops import PeakFlops, peak_flops
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
-from MaxText.metrics.event_stream import EventLog, open_stream
-from MaxText.metrics.events import provenance
-from MaxText.metrics.loss_trend import LossTrend
-from MaxText.metrics.profiler import StepProfiler, memory_row
-from MaxText.metrics.run_record import trained_loss_tag
-from MaxText.metrics.sinks.tensorboard import TENSORBOARD_FOLDER
-from MaxText.metrics.step_line import Terminal, step_row
+from MaxText.monitoring.event_stream import EventLog, open_stream
+from MaxText.monitoring.events import provenance
+from MaxText.monitoring.loss_trend import LossTrend
+from MaxText.monitoring.profiler import StepProfiler, memory_row
+from MaxText.monitoring.run_record import trained_loss_tag
+from MaxText.monitoring.sinks.tensorboard import TENSORBOARD_FOLDER
+from MaxText.monitoring.step_line import Terminal, step_row
 from MaxText.run.restore import Lineage, RestoreResult
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.assembly import TrainSetup

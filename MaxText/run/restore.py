@@ -25,7 +25,7 @@ from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
 from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
-from MaxText.metrics.run_record import read_run
+from MaxText.monitoring.run_record import read_run
 from MaxText.run.training_stats import TrainingStats
 from MaxText.training.state import TrainState
 

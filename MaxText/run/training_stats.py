@@ -8,7 +8,7 @@ from MaxText.cost.flops import FlopCount, count_flops
 from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.assembly.model import Model
-from MaxText.metrics.tables import byte_count, derived_quantities
+from MaxText.monitoring.tables import byte_count, derived_quantities
 
 
 @dataclasses.dataclass(frozen=True)

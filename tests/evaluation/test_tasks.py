@@ -18,7 +18,7 @@ from MaxText.evaluation.scores import TaskScore, task_table
 from MaxText.evaluation.tasks import Passage
 from MaxText.inference.model_tokenizer import ModelTokenizer, encode_pair
 from MaxText.input_pipeline.tokenization.load_tokenizer import ByteTokenizer
-from MaxText.metrics.step_line import perplexity
+from MaxText.monitoring.step_line import perplexity
 from tests.evaluation.small_trained import full_log_probabilities, tiny_trained
 
 EOS, BOS, NUM_IDS = 256, 257, 259

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from MaxText.metrics.run_record import read_run
+from MaxText.monitoring.run_record import read_run
 from tests import programs
 from tests.experiments.small_comparison import rows_of
 

@@ -12,7 +12,7 @@ from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
 from MaxText.evaluation import tasks
 from MaxText.inference.text_files import read_prompts
-from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
+from MaxText.monitoring.json_lines import JsonlFile, read_rows, stream_rows
 from tests.hostile.files import damaged
 from tests.input_pipeline.document_sources.written_corpora import read_texts
 

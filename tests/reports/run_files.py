@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from MaxText.metrics.events import PHASES
+from MaxText.monitoring.events import PHASES
 
 TOKENS_PER_UPDATE = 16_384
 FLOPS_PER_TOKEN = 6 * 10_300_000

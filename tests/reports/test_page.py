@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from MaxText.errors import UserError
-from MaxText.metrics.run_record import read_run
+from MaxText.monitoring.run_record import read_run
 from MaxText.reports.page import PageSection, PageTable, Verbatim
 from MaxText.reports.report_writer import write_report
 from tests.reports.run_files import RunFiles, completed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from MaxText.metrics.run_record import read_run
+from MaxText.monitoring.run_record import read_run
 from MaxText.reports.chart import PALETTE, draw_chart
 from MaxText.reports.curves import MAX_POINTS, MAX_SMOOTH_POINTS, Axes, downsample, running_median
 from MaxText.reports.entries import all_runs, group_runs

@@ -13,7 +13,7 @@ from MaxText.checkpointing.health import HealthyCheckpoints
 from MaxText.checkpointing.manager import RestoreAttempt, RestoredCheckpoint
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
-from MaxText.metrics.event_stream import EventLog
+from MaxText.monitoring.event_stream import EventLog
 from MaxText.run.restore import RestoreResult
 from MaxText.run.rollback import RollbackController
 from MaxText.training.spike_guard import initial_state

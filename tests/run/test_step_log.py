@@ -13,8 +13,8 @@ from MaxText.errors import TrainingDivergedError
 from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.assembly.model import Model
-from MaxText.metrics.event_stream import EventLog
-from MaxText.metrics.loss_trend import LossTrend
+from MaxText.monitoring.event_stream import EventLog
+from MaxText.monitoring.loss_trend import LossTrend
 from MaxText.run import records as records_module
 from MaxText.run.records import MetricLogger
 from MaxText.run.restore import Lineage

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from MaxText.metrics.json_lines import JsonlFile, read_rows, stream_rows
+from MaxText.monitoring.json_lines import JsonlFile, read_rows, stream_rows
 from MaxText.storage.paths import parse_path
 
 pytestmark = pytest.mark.usefixtures("clients", "no_waits")

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 from etils import epath
 
-from MaxText.metrics import event_stream, json_lines
-from MaxText.metrics.event_stream import EventLog
-from MaxText.metrics.events import Sink
-from MaxText.metrics.json_lines import EventFile, JsonlFile, MetricsFile, read_rows
-from MaxText.metrics.sinks import tensorboard_file
-from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.tensorboard import TensorBoardSink
+from MaxText.monitoring import event_stream, json_lines
+from MaxText.monitoring.event_stream import EventLog
+from MaxText.monitoring.events import Sink
+from MaxText.monitoring.json_lines import EventFile, JsonlFile, MetricsFile, read_rows
+from MaxText.monitoring.sinks import tensorboard_file
+from MaxText.monitoring.sinks.background import BackgroundSink
+from MaxText.monitoring.sinks.tensorboard import TensorBoardSink
 from MaxText.runtime import processes
 from tests.programs import ended, started
 
@@ -160,8 +160,8 @@ def test_the_end_waits_for_so_long_only(monkeypatch, left_behind, capsys, reason
 def test_a_thread_that_hangs_does_not_keep_the_process():
     program = """
         import atexit, threading
-        from MaxText.metrics.events import Event
-        from MaxText.metrics.sinks.background import BackgroundSink
+        from MaxText.monitoring.events import Event
+        from MaxText.monitoring.sinks.background import BackgroundSink
         from MaxText.runtime import processes
 
         class Hangs:

@@ -15,12 +15,12 @@ from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
-from MaxText.metrics.event_stream import open_stream
-from MaxText.metrics.events import Event
-from MaxText.metrics.json_lines import EventFile
-from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.weights_and_biases import WandbSink
-from MaxText.metrics.step_line import Terminal
+from MaxText.monitoring.event_stream import open_stream
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.json_lines import EventFile
+from MaxText.monitoring.sinks.background import BackgroundSink
+from MaxText.monitoring.sinks.weights_and_biases import WandbSink
+from MaxText.monitoring.step_line import Terminal
 from tests.programs import ended, started
 
 

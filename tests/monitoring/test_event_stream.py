@@ -21,11 +21,11 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from MaxText.config.loading import load_config
 from MaxText.config.schema import flatten
 from MaxText.config.training_sections import MonitoringConfig
-from MaxText.metrics.event_stream import open_stream
-from MaxText.metrics.events import MAIN_KEYS, PHASES, REPEATED
-from MaxText.metrics.json_lines import read_rows
-from MaxText.metrics.profiler import memory_row
-from MaxText.metrics.step_line import EvaluationReport, Terminal, step_row
+from MaxText.monitoring.event_stream import open_stream
+from MaxText.monitoring.events import MAIN_KEYS, PHASES, REPEATED
+from MaxText.monitoring.json_lines import read_rows
+from MaxText.monitoring.profiler import memory_row
+from MaxText.monitoring.step_line import EvaluationReport, Terminal, step_row
 
 
 def emit_step(stream, step, loss=2.0, **more):

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.training_sections import MonitoringConfig
-from MaxText.metrics.events import Event
-from MaxText.metrics.profiler import StepProfiler
-from MaxText.metrics.step_line import (
+from MaxText.monitoring.events import Event
+from MaxText.monitoring.profiler import StepProfiler
+from MaxText.monitoring.step_line import (
     EvaluationReport,
     Terminal,
     compact_step_line,
     step_line,
     step_row,
 )
-from MaxText.metrics.tables import short_time
+from MaxText.monitoring.tables import short_time
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from MaxText.metrics.events import provenance
-from MaxText.metrics.goodput import PARTS
-from MaxText.metrics.run_record import read_run
+from MaxText.monitoring.events import provenance
+from MaxText.monitoring.goodput import PARTS
+from MaxText.monitoring.run_record import read_run
 from tests.refusals import refused
 from tests.reports.run_files import RunFiles, completed
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from etils import epath
 
-from MaxText.metrics.events import EVENTS_FILE, PHASES, REPEATED, SECONDS_TO_CLOSE, Event, Sink
-from MaxText.metrics.sinks.background import BackgroundUploader
+from MaxText.monitoring.events import EVENTS_FILE, PHASES, REPEATED, SECONDS_TO_CLOSE, Event, Sink
+from MaxText.monitoring.sinks.background import BackgroundUploader
 from MaxText.storage.atomic import atomic_write_bytes
 from MaxText.storage.paths import is_object_store_path, parse_path
 

@@ -1,7 +1,7 @@
 """The event stream of a run: each event goes to all sinks.
 
-A sink (metrics/events.py) is a destination: the terminal, events.jsonl, metrics.jsonl, TensorBoard,
-Weights & Biases.
+A sink (monitoring/events.py) is a destination: the terminal, events.jsonl, metrics.jsonl,
+TensorBoard, Weights & Biases.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import storage_failure
-from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
-from MaxText.metrics.json_lines import EventFile, MetricsFile
-from MaxText.metrics.sinks.background import BackgroundSink
-from MaxText.metrics.sinks.tensorboard import TensorBoardSink
-from MaxText.metrics.sinks.weights_and_biases import WandbSink
+from MaxText.monitoring.events import SECONDS_TO_CLOSE, Event, Sink
+from MaxText.monitoring.json_lines import EventFile, MetricsFile
+from MaxText.monitoring.sinks.background import BackgroundSink
+from MaxText.monitoring.sinks.tensorboard import TensorBoardSink
+from MaxText.monitoring.sinks.weights_and_biases import WandbSink
 
 # Events that trigger a flush, because the process may end soon after.
 _FLUSHED = ("start", "resume", "checkpoint")

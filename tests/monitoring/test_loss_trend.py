@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from MaxText.metrics.loss_trend import LossTrend
+from MaxText.monitoring.loss_trend import LossTrend
 
 
 def falling(start, end, count, noise=0.1):

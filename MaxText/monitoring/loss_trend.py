@@ -23,7 +23,7 @@ _MARGIN_SHARE = 0.05
 _MIN_MARGIN = 0.25
 # The margin grows with the scatter: so many standard deviations between the first report and the
 # last median, between the first report and the highest median, and between two medians. With these,
-# at most 1 % of runs on pure noise of any length count as diverged (tests/metrics/
+# at most 1 % of runs on pure noise of any length count as diverged (tests/monitoring/
 # test_loss_trend.py).
 _DEVIATIONS_OF_LAST = 5.0
 _DEVIATIONS_OF_HIGHEST = 6.5

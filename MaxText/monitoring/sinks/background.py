@@ -10,7 +10,7 @@ from collections.abc import Callable
 from etils import epath
 
 from MaxText.errors import first_line
-from MaxText.metrics.events import SECONDS_TO_CLOSE, Event, Sink
+from MaxText.monitoring.events import SECONDS_TO_CLOSE, Event, Sink
 from MaxText.runtime import processes
 
 _MAX_WAITING = 10_000  # queue size in events, some 10 MB

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from MaxText.metrics.loss_trend import LossTrend
+from MaxText.monitoring.loss_trend import LossTrend
 
 BASELINE = 6.4
 

@@ -11,12 +11,12 @@ from etils import epath
 
 from MaxText.config.serialization import section_lines
 from MaxText.config.values import to_yaml
-from MaxText.metrics.events import MAIN_KEYS, SECONDS_TO_CLOSE, Event, Sink
-from MaxText.metrics.sinks.background import BackgroundUploader
+from MaxText.monitoring.events import MAIN_KEYS, SECONDS_TO_CLOSE, Event, Sink
+from MaxText.monitoring.sinks.background import BackgroundUploader
 from MaxText.storage.paths import is_object_store_path
 
 if TYPE_CHECKING:
-    from MaxText.metrics.sinks.tensorboard_file import TensorBoardFile
+    from MaxText.monitoring.sinks.tensorboard_file import TensorBoardFile
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -124,7 +124,7 @@ class TensorBoardSink(Sink):
             return self._file
         from tensorboardX.summary import custom_scalars
 
-        from MaxText.metrics.sinks.tensorboard_file import TensorBoardFile
+        from MaxText.monitoring.sinks.tensorboard_file import TensorBoardFile
 
         # It logs a line for each NaN loss, which the step line shows anyway.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)

@@ -13,9 +13,9 @@ from etils import epath
 from MaxText.config import values
 from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
-from MaxText.metrics.events import EVENTS_FILE
-from MaxText.metrics.goodput import Goodput, measure_goodput
-from MaxText.metrics.json_lines import last_change, read_rows
+from MaxText.monitoring.events import EVENTS_FILE
+from MaxText.monitoring.goodput import Goodput, measure_goodput
+from MaxText.monitoring.json_lines import last_change, read_rows
 from MaxText.storage.paths import parse_path
 
 CONFIG_FILE = "config.yml"

@@ -22,8 +22,8 @@ from etils import epath
 
 from MaxText.config.training_sections import MonitoringConfig
 from MaxText.errors import UserError
-from MaxText.metrics.events import EVENTS_FILE, Event, Sink
-from MaxText.metrics.json_lines import stream_rows
+from MaxText.monitoring.events import EVENTS_FILE, Event, Sink
+from MaxText.monitoring.json_lines import stream_rows
 from MaxText.storage.atomic import atomic_write_text
 
 # {"id": text, "rows": row numbers taken, "time": of the newest event that has surely arrived}.

@@ -1,0 +1,1 @@
+"""Events of a run and their sinks: files, TensorBoard, W&B, the terminal."""
