@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from MaxText.config import config_files, registry, sources, values
+from MaxText.config import config_files, registry, schema, sources, values
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.sources import CheckpointConfig, CollectedSettings, Setting
 
@@ -142,6 +142,7 @@ def _load(name: str) -> None:
         registry.forget(str(path))
         # Never bytecode, which looks current where a file changed twice within a second.
         exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    schema.all_keys()  # raises RegistrationError for keys of new parts that cannot be added
     _names[name], _hashes[module.__name__] = module.__name__, digest
 
 

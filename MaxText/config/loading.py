@@ -285,7 +285,7 @@ def unknown_key(name: str, places: tuple[str, ...] = ()) -> ConfigIssue:
 
 def format_accepted(key: Key) -> str:
     if key.name == "logical_axis_rules":
-        return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
+        return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN_AXES}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
     if key.parser is not None:

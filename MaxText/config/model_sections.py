@@ -29,8 +29,9 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
+from MaxText.config.part_sections import ObjectiveParts, Parts
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
-from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
+from MaxText.config.registry import Name, lookup, registration
 
 RematPolicy = Literal[
     "auto",

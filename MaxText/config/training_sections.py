@@ -16,7 +16,8 @@ from MaxText.config.keys import (
     key,
     options,
 )
-from MaxText.config.registry import Name, OptimizerParts
+from MaxText.config.part_sections import OptimizerParts
+from MaxText.config.registry import Name
 
 
 class RunConfig(Section):
