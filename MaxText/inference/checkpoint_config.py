@@ -33,8 +33,8 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     if own is not None and any(gathered.last(name) for name in _NAMES_DATA):
         # The user chose other data, so none of the training data keys apply.
         values = {name: own.values[name] for name in own.values if name not in _NAMES_DATA}
-        own = CheckpointConfig(values, own.place)
-    return load_arguments(arguments, program, own=own)
+        own = CheckpointConfig(values, own.path)
+    return load_arguments(arguments, program, recorded=own)
 
 
 def for_training(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
