@@ -96,7 +96,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
             return load_config(**conformance.TRAINED | chosen | more)
 
     configured()
-    print(f"{part.kind} {part.name} ({part.place})")
+    print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     subject = conformance.Subject(configured, decodes=decodes)
     broken = False

@@ -18,15 +18,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
 from MaxText.config.keys import Section
-from MaxText.config.loading import (
-    LoadedConfig,
-    converted_value,
-    format_accepted,
-    load,
-    review_file,
-    unknown_key,
-)
+from MaxText.config.loading import LoadedConfig, load, review_file
 from MaxText.config.maxtext_keys import ALIASES, find_mapping, find_unsupported
+from MaxText.config.merging import converted_value, format_accepted, unknown_key
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
 from MaxText.config.schema import (
     Key,

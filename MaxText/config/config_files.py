@@ -1,7 +1,7 @@
 """YAML files: search, and reading with line numbers.
 
 A file is read into settings, one `key = value` each, that know the line they stand on. Their types
-are checked later, when all layers of settings are there (loading.py).
+are checked later, when all layers of settings are there (merging.py).
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
     python -m MaxText.config.documentation
 
 configs/base.yml has every key with its default. Its values rank as schema defaults as long as they
-equal them (see loading.py): `base_config: base.yml` must not undo the part choices of a
+equal them (see merging.py): `base_config: base.yml` must not undo the part choices of a
 decoder_block. A copy under another name is an ordinary config file.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from MaxText.config import config_files, registry, serialization, sources, values
-from MaxText.config.loading import format_accepted
+from MaxText.config.merging import format_accepted
 from MaxText.config.schema import Key, keys_by_section
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"

@@ -51,7 +51,7 @@ class Registration:
       name: The value of the kind's key that chooses it.
       target: The class or function; of a built-in part "module:name", imported when it is needed.
       keys: The section with keys of its own, from a module without jax if the part is built in.
-      place: File and line of its registration, for messages.
+      location: File and line of its registration, for messages.
       is_unrolled: Of a built-in connection: `keeps_shapes` is False in its class.
     """
 
@@ -59,7 +59,7 @@ class Registration:
     name: str
     target: Any
     keys: type[Section] | None
-    place: str
+    location: str
     is_unrolled: bool = False
 
     @property
@@ -137,23 +137,23 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
       RegistrationError: there is no such kind, or the name is malformed or taken.
     """
     frame = sys._getframe(1)
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def add(target: Any) -> Any:
         if kind not in KINDS:
             raise RegistrationError(
-                f"{place}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
+                f"{location}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
             )
         if not _NAME.fullmatch(name):
-            raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
+            raise RegistrationError(f"{location}: {kind} {name!r}: a name is a-z, 0-9 and _")
         earlier = _all().get((kind, name))
         if earlier and earlier.is_built_in and earlier.is_of(target):
             return target
         if earlier is not None:
-            taken_by = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
-            raise RegistrationError(f"{place}: {kind} {name!r} is taken: {taken_by}")
+            taken_by = "built in" if earlier.is_built_in else f"registered at {earlier.location}"
+            raise RegistrationError(f"{location}: {kind} {name!r} is taken: {taken_by}")
         _registered[kind, name] = Registration(
-            kind=kind, name=name, target=target, keys=keys, place=place
+            kind=kind, name=name, target=target, keys=keys, location=location
         )
         _notify()
         return target
@@ -177,7 +177,7 @@ def _load_built_in() -> None:
                 name=name,
                 target=target,
                 keys=section,
-                place=str(BUILT_IN),
+                location=str(BUILT_IN),
                 is_unrolled="unrolled" in attributes,
             )
 
@@ -235,7 +235,7 @@ def remove(part: Registration) -> None:
 def forget(module_file: str) -> None:
     """Removes the parts that a file registered, so that it can be imported again."""
     for part in registrations():
-        if part.place.startswith(f"{module_file}:"):
+        if part.location.startswith(f"{module_file}:"):
             del _registered[part.kind, part.name]
     _notify()
 

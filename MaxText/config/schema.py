@@ -261,7 +261,7 @@ def _check_keys_of(part: Registration, section_of: Mapping[str, tuple[str, ...]]
       part: A part with keys of its own.
       section_of: Path of the section of each key that there is already.
     """
-    prefix = f"{part.place}: {part.kind} {part.name!r}"
+    prefix = f"{part.location}: {part.kind} {part.name!r}"
     keys = part.keys
     if not (isinstance(keys, type) and issubclass(keys, Section)):
         raise RegistrationError(f"{prefix}: keys has to be a class derived from Section")

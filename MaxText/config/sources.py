@@ -2,7 +2,7 @@
 
 `collect` reads every source of a configuration: files, presets, environment, command line. The
 result is one list of settings, weakest first, under today's names of keys. Types are not checked
-here, and nothing is thrown away: loading.py takes the last setting of each key and remembers what
+here, and nothing is thrown away: merging.py takes the last setting of each key and remembers what
 it beat.
 """
 

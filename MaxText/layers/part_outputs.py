@@ -21,7 +21,7 @@ def describe(part: Any) -> str:
     found = registration_of(target)
     if found is None or found.is_built_in:
         return target.__name__
-    return f"{found.kind} {found.name} ({found.place})"
+    return f"{found.kind} {found.name} ({found.location})"
 
 
 def check(holds: bool, part: Any, method: str, returned: Any, wanted: str) -> None:
