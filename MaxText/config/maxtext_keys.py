@@ -104,11 +104,6 @@ _OFF = (None, False, 0.0, (), {})
 _MIN_ABSENT_KEYS = 100
 
 
-def current_entry(key: str, entry: str) -> str:
-    """Returns the name of an entry of a key, given that name or an alias."""
-    return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
-
-
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
     """Returns what another program's `name=value` means here; None if nothing is known of it.
 

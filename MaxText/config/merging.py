@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from MaxText.config import axis_rules, config_files, import_modules, sources, values
 from MaxText.config.keys import Options
 from MaxText.config.layer_plan import parse_kinds
-from MaxText.config.maxtext_keys import VALUE_NOTES, current_entry, find_unsupported
+from MaxText.config.maxtext_keys import VALUE_NOTES, find_unsupported
 from MaxText.config.problems import ConfigIssue, close_matches, nearest_fact
 from MaxText.config.schema import Key, all_keys, all_names, keys_of_layers
 from MaxText.config.sources import Origin, Setting, Source
@@ -149,10 +149,7 @@ def _options(value: Any, key: Key) -> Options:
     if not isinstance(value, dict):
         raise values.InvalidValueError(f"{values.format_value(value)} is not {{entry: value}}")
     entries = {}
-    for written_name, entry_value in value.items():
-        name = current_entry(key.name, written_name)
-        if name in entries:
-            raise values.InvalidValueError(f"{name}: given twice")
+    for name, entry_value in value.items():
         if name not in key.entries:
             nearest = close_matches(name, key.entries) or key.entries
             raise values.InvalidValueError(f"no entry {name}; nearest: {', '.join(nearest)}")
@@ -214,8 +211,7 @@ def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
     value = setting.value
     entry = message.partition(":")[0]
     if entry in key.entries:
-        entry_values = {current_entry(name, written): item for written, item in value.items()}
-        value = entry_values[entry]
+        value = value[entry]
         key = key.entries[entry]
     facts = [("accepted", format_accepted(key))]
     if key.choices and isinstance(value, str):

@@ -1,7 +1,6 @@
 """Resolved configurations as flat YAML, and their differences.
 
-A run folder holds its configuration as YAML by section, a checkpoint as a flat dictionary. Both are
-read under today's names of keys.
+A run folder holds its configuration as YAML by section, a checkpoint as a flat dictionary.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,14 +8,12 @@ from typing import Any
 
 from MaxText.config import import_modules
 from MaxText.config.keys import Options
-from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
 from MaxText.config.schema import (
     SCHEMA_VERSION,
     Config,
     all_keys,
     flatten,
     keys_by_section,
-    split_entry,
 )
 from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
@@ -66,46 +63,18 @@ def section_lines(
     return "\n".join(lines) + "\n"
 
 
-def with_current_names(recorded: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Returns recorded values under today's key names.
+def check_recorded(recorded: Mapping[str, Any], owner: str) -> None:
+    """Raises UserError if recorded values have keys that this program does not know.
 
     Args:
       recorded: Flat values, for example of a checkpoint's metadata.
       owner: What recorded them, for the message.
-
-    Raises:
-      UserError: there is a key that this program does not know.
     """
-    values = renamed(recorded)
-    if unknown := sorted(values.keys() - all_keys().keys()):
+    if unknown := sorted(recorded.keys() - all_keys().keys()):
         raise UserError(
             f"{owner} was made by another version of this program: its configuration has "
             f"{', '.join(unknown)}, which this one does not know"
         )
-    return values
-
-
-def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values under current key names, without keys known to be gone.
-
-    Args:
-      recorded: Flat values, under the names of this program or of another one that it has aliases
-        for. " of stage N" may follow a name, as in the identity of a comparison's arm.
-    """
-    values: dict[str, Any] = {}
-    for name, value in recorded.items():
-        name, *stage = name.split(" of stage ")
-        key, entry = split_entry(ALIASES.get(name, name))
-        stored = " of stage ".join([key, *stage])
-        if entry:
-            earlier = values.get(stored) or all_keys()[key].default.as_dict()
-            values[stored] = {**earlier, entry: value}
-        elif not find_unsupported(key, (key,)):
-            is_mapping = isinstance(value, dict) and key in all_keys() and all_keys()[key].entries
-            entries = value.items() if is_mapping else ()
-            current = {current_entry(key, old_entry): item for old_entry, item in entries}
-            values[stored] = current or value
-    return values
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
@@ -124,8 +93,6 @@ def diff_configs(
     old_values: Mapping[str, Any], new_values: Mapping[str, Any]
 ) -> dict[str, tuple[str, str]]:
     """Returns {key: (old value, new value)} as YAML for two flat configurations."""
-    old_values = renamed(old_values)
-    new_values = renamed(new_values)
     changed = {}
     for name in dict.fromkeys([*new_values, *old_values]):
         old_text = to_yaml(old_values[name]) if name in old_values else "(no such key)"

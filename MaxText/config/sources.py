@@ -493,12 +493,8 @@ def _under_our_name(setting: Setting, notices: list[str]) -> Setting | None:
     """
     name = ALIASES.get(setting.name, setting.name)
     value = setting.value
-    written_names = [setting.name]
-    if isinstance(value, dict):
-        written_names += [f"{name}.{entry}" for entry in value]
-    for written_name in written_names:
-        if written_name in ALIASES:
-            notices.append(f"note: {written_name} is called {ALIASES[written_name]} here")
+    if setting.name in ALIASES:
+        notices.append(f"note: {setting.name} is called {name} here")
     if mapping := find_mapping(name, value):
         notices.append(f"note: {setting.written}={setting.origin.raw} {mapping.sentence}")
         name = mapping.name

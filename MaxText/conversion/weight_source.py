@@ -15,7 +15,7 @@ from MaxText.checkpointing.checkpoint_reader import CheckpointReader, read_array
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
-from MaxText.config.serialization import with_current_names
+from MaxText.config.serialization import check_recorded
 from MaxText.errors import UserError
 from MaxText.layers.assembly.model import Model
 
@@ -184,7 +184,8 @@ class RunWeights(WeightSource):
                     f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
                 )
             import_modules.check_named(flat, place)
-            given = schema.unflatten(with_current_names(flat, place))
+            check_recorded(flat, place)
+            given = schema.unflatten(flat)
         super().__init__(given)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
-from MaxText.config.serialization import renamed
 from MaxText.config.training_sections import GrowthMode
 from MaxText.errors import UserError
 from MaxText.growth import growth_plan
@@ -275,9 +274,8 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     values = metadata.get("config")
     if not values:
         return None
-    # A checkpoint of an earlier version may hold keys that were removed since.
-    current = renamed(values)
-    return unflatten({name: value for name, value in current.items() if name in all_keys()})
+    # Keys of a part whose module is not imported are left out.
+    return unflatten({name: value for name, value in values.items() if name in all_keys()})
 
 
 def _zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:

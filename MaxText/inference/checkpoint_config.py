@@ -7,7 +7,7 @@ from MaxText.config import import_modules
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.loading import load as load_arguments
 from MaxText.config.schema import all_keys
-from MaxText.config.serialization import with_current_names
+from MaxText.config.serialization import check_recorded
 from MaxText.config.sources import CheckpointConfig
 
 _KEY = "load_parameters_path"
@@ -65,6 +65,6 @@ def _own_configuration(path: str, given: dict[str, Any]) -> CheckpointConfig | N
         return None
     import_modules.check_named(flat, str(stored))
     of_weights = {name for name, key in all_keys().items() if key.section[0] in _OF_WEIGHTS}
-    values = with_current_names(flat, str(stored)).items()
-    kept = {name: value for name, value in values if name in of_weights}
+    check_recorded(flat, str(stored))
+    kept = {name: value for name, value in flat.items() if name in of_weights}
     return CheckpointConfig(kept, str(stored))
