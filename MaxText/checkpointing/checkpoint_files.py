@@ -36,8 +36,6 @@ _CONCURRENT_REQUESTS = 32
 # Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "step": step, "metadata":
 # SHA-256}.
 _INTEGRITY = "integrity"
-# Keys of which every version wrote one.
-_METADATA_KEYS = ("schema_version", "config")
 
 
 class CheckpointCorruptedError(Exception):
@@ -45,12 +43,19 @@ class CheckpointCorruptedError(Exception):
 
 
 class CheckpointMetadata(NamedTuple):
-    """Metadata (may be empty) and checksums (None in older checkpoints)."""
+    """The metadata of a checkpoint, and what its files are verified with.
+
+    Attributes:
+      values: Of `compatibility.checkpoint_metadata` and the run; empty without a metadata file.
+      checksums: Checksum of each array by path (checksums.py); None without a metadata file.
+      position_sha256: Digest of the data position; None without a metadata file.
+      step: The step after which the state was saved; None for parameters alone (an import).
+    """
 
     values: dict[str, Any]
     checksums: dict[str, str] | None
     position_sha256: str | None
-    step: int | None = None  # the step that was saved; None if it was not recorded
+    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,29 +83,26 @@ class StoredCheckpoint:
         except CheckpointCorruptedError:
             if (self.folder / METADATA).exists():
                 raise
-            return CheckpointMetadata({}, None, None)
+            return CheckpointMetadata(values={}, checksums=None, position_sha256=None)
         path = self.json_path(METADATA)
         integrity = values.get(_INTEGRITY)
-        if integrity is not None:
-            saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
-            if _digest(values) != saved:
-                raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
-            del values[_INTEGRITY]
-        elif any({"arrays", "metadata"} <= {*v} for v in values.values() if isinstance(v, dict)):
-            # A bit flip in the key's name.
-            raise CheckpointCorruptedError(f"{path}: its checksums have another name")
+        if not isinstance(integrity, dict):
+            raise CheckpointCorruptedError(f"{path}: not the metadata of a checkpoint")
+        saved_digest = integrity.pop("metadata", None)
+        if _digest(values) != saved_digest:
+            raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
+        del values[_INTEGRITY]
         version = values.get("schema_version", SCHEMA_VERSION)
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise UserError(
                 f"{self} was written by a newer version of this program (schema {version}, this "
                 f"one reads up to {SCHEMA_VERSION}). Update the program."
             )
-        if integrity is None:
-            if not any(name in values for name in _METADATA_KEYS):
-                raise CheckpointCorruptedError(f"{path}: not the metadata of a checkpoint")
-            return CheckpointMetadata(values, None, None)
         return CheckpointMetadata(
-            values, integrity["arrays"], integrity.get("position", ""), integrity.get("step")
+            values=values,
+            checksums=integrity["arrays"],
+            position_sha256=integrity["position"],
+            step=integrity["step"],
         )
 
     def try_metadata(self) -> dict[str, Any]:

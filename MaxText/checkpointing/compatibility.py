@@ -16,6 +16,8 @@ from MaxText.config.serialization import diff_configs
 from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
 
+PyTree = Any  # nested containers (dicts, tuples, dataclasses) of arrays, or of their specs
+
 _MAX_LINES = 20
 # Sections that determine the names and shapes of parameters and optimizer state.
 _SHAPING_SECTIONS = ("model", "optimizer")

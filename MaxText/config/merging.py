@@ -123,8 +123,6 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 def converted_value(value: Any, key: Key) -> Any:
     """Converts a value to a key's type, or raises values.InvalidValueError."""
-    if key.parser is not None and isinstance(value, str):
-        return key.parser.read(value)
     if key.entries:
         return _options(value, key)
     if key.name == "logical_axis_rules":
@@ -191,8 +189,6 @@ def format_accepted(key: Key) -> str:
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN_AXES}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
-    if key.parser is not None:
-        return key.parser.accepts
     if key.entries:
         return f"{{entry: value}}, of {', '.join(key.entries)}"
     bounds = f", {key.bounds_text}" if key.bounds_text else ""

@@ -18,7 +18,6 @@ from MaxText.config import data_sections, model_sections, training_sections, val
 from MaxText.config.keys import (
     Options,
     OtherThan,
-    Parser,
     Section,
     condition_values,
     field_docstrings,
@@ -85,7 +84,6 @@ class Key:
       conditions: Groups of other keys with the values under which this one has an effect. One key
         of each group must have one of its values.
       entries: Of a key with Options, its entries by their names without the key's.
-      parser: Reads the value from text, in place of the conversion by type; None for most keys.
     """
 
     name: str
@@ -99,7 +97,6 @@ class Key:
     bounds: tuple[tuple[str, float], ...]
     conditions: tuple[dict[str, Any], ...]
     entries: dict[str, "Key"]
-    parser: Parser | None = None
 
     @property
     def help(self) -> str:
@@ -181,7 +178,6 @@ def _key(
         bounds=bounds,
         conditions=_conditions(name, facts, section),
         entries=entries,
-        parser=next((mark for mark in field.metadata if isinstance(mark, Parser)), None),
     )
 
 

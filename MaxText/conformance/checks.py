@@ -25,7 +25,7 @@ from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.initialize import grow_params
 from MaxText.growth.resolve import resolve_growth_from
 from MaxText.layers.assembly.model import Model, Parameters
-from MaxText.layers.assembly.stack import SAVED_NAMES
+from MaxText.layers.assembly.remat import SAVED_NAMES
 from MaxText.layers.batch import Batch
 from MaxText.layers.kv_cache import resize
 from MaxText.parallelism.mesh import make_sharding_plan

@@ -27,11 +27,12 @@ from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
 from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
-from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.feed_forward.pattention import slot_place, slots_by_place
 from MaxText.storage.atomic import apply_umask
+from MaxText.training.backend_defaults import abstract_model
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
@@ -238,7 +239,7 @@ def verify(
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
     exact = {"dtype": "float32", "matmul_precision": "highest"}
-    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact))
+    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact).model)
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 

@@ -281,7 +281,7 @@ class HFWeights(WeightSource):
         return tensor
 
 
-def open_weights(
+def open_hf_weights(
     path: str, key: str, config_flat: Mapping[str, Any]
 ) -> tuple[HFWeights, dict[str, Any]]:
     """Returns the weights, and the configuration updated from config.json."""

@@ -1,8 +1,8 @@
-"""Sources of weights, runs among them; parameters to begin a run with."""
+"""Sources of weights for conversion: arrays under our names, read one at a time."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,16 +11,15 @@ from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.checkpoint_reader import CheckpointReader, read_arrays, read_tree
+from MaxText.checkpointing.checkpoint_reader import read_arrays, read_tree
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import check_recorded
 from MaxText.errors import UserError
-from MaxText.layers.assembly.model import Model
+from MaxText.training.backend_defaults import abstract_model
 
 PARAMS = "params/"
-Log = Callable[[str], None]
 _MAX_LINES = 20
 
 
@@ -32,17 +31,11 @@ class WeightSource:
 
     def __init__(self, config: Config):
         self.config = config
-        self.model = abstract_model(config)  # parameter names and shapes
+        self.model = abstract_model(config.model)  # parameter names and shapes
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter, all layers stacked."""
         raise NotImplementedError
-
-
-def abstract_model(config: Config) -> Model:
-    from MaxText.training.backend_defaults import resolve_auto
-
-    return Model(resolve_auto(config.model, "cpu")[0])
 
 
 @contextlib.contextmanager
@@ -117,19 +110,6 @@ def require_finite(array: np.ndarray, name: str, where: Any) -> None:
         )
 
 
-def _require_finite_on_device(params: Any, where: Any) -> None:
-    """Refuses restored parameters with NaN or infinity; a collective call."""
-    paths = [compatibility.leaf_path(path) for path, _ in jax.tree.leaves_with_path(params)]
-    leaves = jax.tree.leaves(params)
-    is_finite = jax.jit(lambda arrays: [jax.numpy.isfinite(array).all() for array in arrays])
-    for path, finite in zip(paths, is_finite(leaves), strict=True):
-        if not finite:
-            raise UserError(
-                f"{where}: {path} has NaN or infinite weights. Use a checkpoint from before they "
-                "appeared."
-            )
-
-
 class LazyCheckpointReader:
     """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
@@ -148,16 +128,16 @@ class LazyCheckpointReader:
         self.params = {path.removeprefix(PARAMS): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
+        """Returns one array by its path; UserError for damage, or weights that are not finite."""
         import orbax.checkpoint as ocp
 
-        which = self._paths.index(path)
+        index = self._paths.index(path)
         checksums = self._stored.metadata.checksums
-        items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
-        items[which] = 0
-        arguments = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(items)
+        leaves = [0] * len(self._paths)
+        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
         with corruption_as_user_error(self._stored):
-            restored = read_arrays(self._stored, self._structure, items, arguments)
-            array = np.asarray(restored[which])
+            arrays = read_arrays(self._stored, self._structure, leaves, arguments, only=[index])
+            array = np.asarray(arrays[index])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         if path.startswith(PARAMS):
@@ -199,80 +179,3 @@ class RunWeights(WeightSource):
 
     def read(self, name: str) -> np.ndarray:
         return self._arrays.read(PARAMS + name)
-
-
-class InitialWeights(NamedTuple):
-    """Matching parameters, not yet read."""
-
-    source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
-    folder: str
-    step: int | None  # last completed training step, if known
-    read: Callable[[], Any]  # returns them on device
-
-
-def open_pretrained(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
-) -> InitialWeights:
-    """Finds parameters and checks names and shapes.
-
-    `path`, the value of configuration key `key`, is a run, a step folder, its items/, hf:FOLDER,
-    hf:HUB_ID or a folder with a config.json. `abstract_params` have the target shardings.
-    """
-    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
-
-    if is_hf_checkpoint(path):
-        return _open_hf(path, key, abstract_params, config_flat, log)
-    stored = checkpoint_files.resolve_checkpoint(path, key)
-    reader = CheckpointReader(stored, config_flat, log)
-    with corruption_as_user_error(stored, key):
-        reader.check_params(abstract_params)
-
-    def read() -> Any:
-        with corruption_as_user_error(stored, key):
-            params = reader.restore_params(abstract_params)
-        _require_finite_on_device(params, f"{key}={stored}")
-        return params
-
-    return InitialWeights(
-        f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
-    )
-
-
-def _open_hf(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
-) -> InitialWeights:
-    from MaxText.conversion.hf_import import open_weights
-
-    weights, stored_flat = open_weights(path, key, config_flat)
-    for note in weights.notes:
-        log(note)
-    shapes = {
-        name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
-        for name, spec in weights.model.parameters.items()
-    }
-    try:
-        hint = compatibility.ConfigDiff(stored_flat, config_flat)
-        casts = compatibility.check_compatible(
-            {"params": unflatten(shapes)}, {"params": abstract_params}, hint
-        )
-    except UserError as error:
-        raise UserError(
-            f"{key}={path}: {error}\n"
-            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
-        ) from None
-    compatibility.log_casts(casts, log)
-
-    def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        # Only one array at a time is on the host; each device takes its shard.
-        array = weights.read("/".join(entry.key for entry in location))
-        sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(
-            wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
-        )
-
-    def read() -> Any:
-        return jax.tree_util.tree_map_with_path(place, abstract_params)
-
-    folder = str(weights.folder)
-    return InitialWeights(f"parameters of {folder}", {"config": stored_flat}, folder, None, read)

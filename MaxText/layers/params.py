@@ -6,7 +6,7 @@ Logical axes are metadata of the nnx.Param under our own key, so that building n
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import InitConfig
 
 Shape = tuple[int, ...]
+Params = dict[str, Any]  # parameters by name: a nested dict whose leaves are arrays
 # (key, shape, number of leading dimensions that are inputs, dtype) -> array
 Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 

@@ -102,7 +102,7 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread; times are monotonic."""
+    """A destination of events, called from one thread."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -112,13 +112,24 @@ class Sink:
         """Makes events durable, as far as possible without waiting."""
 
     def wait_durable(self, until: float) -> None:
-        """Waits until flushed rows needed for a resume are durable or failed."""
+        """Waits until flushed rows needed for a resume are durable or failed.
+
+        Args:
+          until: Time of `time.monotonic` to give up at.
+        """
 
     def request_close(self) -> None:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases all, by default in a minute. Idempotent."""
+        """Flushes and releases everything. Idempotent.
+
+        Args:
+          until: Time of `time.monotonic` to give up at, by default in a minute.
+        """
+
+    def discard(self) -> None:
+        """Releases everything after an error, without another write. Raises nothing."""
 
 
 def provenance() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from MaxText.errors import UserError
@@ -137,48 +136,6 @@ def with_logical_constraint(x: jax.Array, *names: str | None) -> jax.Array:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-constrain = with_logical_constraint  # the earlier name, for parts from outside
-
-
-def with_token_major_layout(tree: Any) -> Any:
-    """Constrains arrays to a token-major layout on TPU, without transposes.
-
-    No effect without a mesh, as exported programs are for other machines, too.
-    """
-    if _current.get() is None or platform() != "tpu":
-        return tree
-
-    def token_major(x: jax.Array) -> jax.Array:
-        sharding = current_sharding(HIDDEN[: x.ndim], x.shape[: len(HIDDEN)])
-        # XLA gathers whole arrays to constrain them if tokens or stages are split, too: 288 GB in
-        # a step of 7B on 4 stages of 8 chips (libtpu 0.0.42).
-        if sharding is not None and (split_axes(sharding, 1) or current_num_stages() > 1):
-            return x
-        return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
-
-    return jax.tree.map(token_major, tree)
-
-
-def cast_in_loop(weights: Any) -> Any:
-    """Keeps casts of a layer's matrices in the loop over layers.
-
-    On TPU, XLA otherwise casts the whole stack before the forward pass and keeps the copy through
-    the backward pass: 0.4 of 15.1 GB for a 1.4B model on 4 chips. It moves casts out of loops even
-    through barriers, but not through reduce_precision, which changes no bit here. No effect without
-    a mesh, as exported programs are for other machines, too.
-    """
-    if _current.get() is None or platform() != "tpu":
-        return weights
-
-    def held(x: jax.Array) -> jax.Array:
-        # Kernels with heads get another layout before the loop, for which they had better be cast.
-        if x.dtype != jnp.float32 or x.ndim > 2:
-            return x
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
-
-    return jax.tree.map(held, weights)
-
-
 def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> NamedSharding | None:
     """Returns the current sharding for these axes; None on one device."""
     in_force = _current.get()
@@ -206,6 +163,11 @@ def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
 def merge_batch(x: jax.Array) -> jax.Array:
     """Reshapes [A, B/A, ...] to [B, ...], the inverse of `split_batch`."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def has_mesh() -> bool:
+    """Returns whether code is traced for a mesh, and not for export or on its own."""
+    return _current.get() is not None
 
 
 def target_device() -> Any:

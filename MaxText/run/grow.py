@@ -32,7 +32,7 @@ class GrownModel(WeightSource):
     def __init__(self, growth: PendingGrowth, config: Config):
         """Initializes the new slots, as train.py with the same seed."""
         super().__init__(config)
-        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
+        self.formats = {name: leaf.new_spec.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 

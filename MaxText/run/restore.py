@@ -18,7 +18,8 @@ from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, resolve_hf_path
-from MaxText.conversion.weight_source import corruption_as_user_error, open_pretrained
+from MaxText.conversion.open_weights import open_pretrained
+from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError, first_line
 from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params

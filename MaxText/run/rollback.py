@@ -63,8 +63,7 @@ class RollbackController:
     def __post_init__(self, restored: RestoreResult) -> None:
         self.trigger: RollbackTrigger | None = None  # set when the run should roll back
         recorded = active_rollbacks(restored, self.batches)
-        # Earlier versions saved it as "rewinds".
-        saved = restored.metadata.get("rollbacks", restored.metadata.get("rewinds", 0))
+        saved = restored.metadata.get("rollbacks", 0)
         # Over all restarts of the run.
         self.num_rollbacks = max(int(saved), *(rollback.number for rollback in recorded), 0)
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
@@ -77,20 +76,21 @@ class RollbackController:
         for rollback in recorded:
             # Its row was removed with those of the steps to repeat.
             if rollback.restored_step >= restored.first_step:
-                self.emit("rollback", step=rollback.restored_step, again=True, **rollback.fields())
+                self.emit(
+                    "rollback", step=rollback.restored_step, again=True, **rollback.event_fields()
+                )
 
     def _begin(self, state: Any) -> None:
         self._first_step = int(state.step)
-        self._seen = self._first_step - 1
         self._num_skipped = 0 if state.guard is None else int(state.guard.num_skipped)
         self._skipped_before = self._num_skipped
         self._last_skipped = -1 if state.guard is None else int(state.guard.last_skipped)
+        self.checkpoints.health.begin(self._first_step, self._last_skipped)
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the last `healthy_after_steps` steps were all applied."""
-        applied = self._seen - self._last_skipped >= self.config.healthy_after_steps
-        return self.trigger is None and (self._last_skipped < 0 or applied)
+    def problems(self) -> list[str]:
+        """What speaks against the newest state: the reason of a rollback that is due."""
+        return [] if self.trigger is None else [self.trigger.reason]
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> None:
         """Processes the metrics of a report, of all steps since the last one.
@@ -107,10 +107,7 @@ class RollbackController:
                 reason = ", ".join(f"{name} {metrics[name]:.4g}" for name in names)
             at = self._last_skipped
             self.emit("step_skipped", step=at, count=skipped, reason=reason)
-        for each in range(self._seen + 1, step + 1):
-            # Between reports only the last skip is known; any earlier step may be one, too.
-            self.checkpoints.update_health(each, each > self._last_skipped)
-        self._seen = step
+        self.checkpoints.observe_steps(step, self._last_skipped)
         self._history.append({"step": step, **metrics})
         self.trigger = self._find_trigger(step, metrics)
 
@@ -140,7 +137,8 @@ class RollbackController:
         The metrics of `step` may be unseen; `position` is that of the next step.
         """
         period = self.config.rollback.snapshot_period
-        if period and (step + 1) % period == 0 and self.is_healthy:
+        is_due = period > 0 and (step + 1) % period == 0
+        if is_due and self.checkpoints.health.is_newest_healthy(self.problems):
             self._snapshots.append(_Snapshot(step, copy_to_host(state), position))
 
     def roll_back(self) -> Any:
@@ -180,8 +178,8 @@ class RollbackController:
         excluded = batches.get_state().get("excluded", ())
         began = max(target + 1, trigger.onset_step - self.config.rollback.margin)
         data = batches.source
-        first = data.sample_range(began)[0]
-        end = data.sample_range(trigger.detected_step)[1]
+        first = data.order_range(began)[0]
+        end = data.order_range(trigger.detected_step)[1]
         rollback = Rollback(
             number=self.num_rollbacks + 1,
             restored_step=target + 1,
@@ -208,7 +206,7 @@ class RollbackController:
         self.trigger = None
         self._restored_step = rollback.restored_step
         self._begin(state)
-        self.emit("rollback", step=rollback.restored_step, **rollback.fields())
+        self.emit("rollback", step=rollback.restored_step, **rollback.event_fields())
         return state
 
     def _failed_target(self, trigger: RollbackTrigger) -> int | None:

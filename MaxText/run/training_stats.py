@@ -17,17 +17,17 @@ class TrainingStats:
 
     model: Model
     batch: BatchConfig
-    plan: BatchSchedule
+    batch_schedule: BatchSchedule
     num_devices: int
     num_steps: int
     peak: PeakFlops
 
     def tokens(self, step: int) -> int:
         """Returns the tokens of a step over all devices."""
-        return self.plan.at(step).samples * self.plan.window
+        return self.batch_schedule.at(step).num_sequences * self.batch_schedule.sequence_length
 
     def tokens_before(self, step: int) -> int:
-        return self.plan.samples_before(step) * self.plan.window
+        return self.batch_schedule.sequences_before(step) * self.batch_schedule.sequence_length
 
     @property
     def tokens_of_run(self) -> int:
@@ -38,13 +38,13 @@ class TrainingStats:
 
     def flops(self, step: int) -> FlopCount:
         """Returns the FLOPs per token of a step."""
-        return self._flops_of_length[self.plan.at(step).length]
+        return self._flops_of_length[self.batch_schedule.at(step).length]
 
     def flops_before(self, step: int) -> float:
         """Returns the FLOPs of all steps before `step`, over all devices."""
         total = 0.0
-        for stage in self.plan.stages:
-            first, end = self.plan.steps_of(stage, step)
+        for stage in self.batch_schedule.stages:
+            first, end = self.batch_schedule.steps_of(stage, step)
             total += (end - first) * self.tokens(first) * self.flops(first).per_token
         return total
 
@@ -54,7 +54,7 @@ class TrainingStats:
 
     @functools.cached_property
     def _flops_of_length(self) -> dict[int, FlopCount]:
-        lengths = {stage.length for stage in self.plan.stages}
+        lengths = {stage.length for stage in self.batch_schedule.stages}
         return {length: count_flops(self.model, length) for length in lengths}
 
     def summary(self, training_bytes: int) -> str:
@@ -64,17 +64,19 @@ class TrainingStats:
         flops = self.flops(last)
         parameters = self.model.num_parameters
         batches = ["Batch"]
-        if self.plan.has_stages:
-            batches = [f"Batch, stage from step {stage.first_step}" for stage in self.plan.stages]
+        if self.batch_schedule.has_stages:
+            batches = [
+                f"Batch, stage from step {stage.first_step}" for stage in self.batch_schedule.stages
+            ]
         return "\n".join(
             [
                 f"number parameters: {parameters / 1e9:.3f} billion ({parameters:,})",
                 f"Model: {self.model.config.shape.decoder_block}, {d.num_layers} layers of width "
                 f"{d.emb_dim}; training state of {byte_count(training_bytes)}",
                 *(
-                    f"{name}: {stage.samples:,} sequences x {stage.length:,} tokens = "
+                    f"{name}: {stage.num_sequences:,} sequences x {stage.length:,} tokens = "
                     f"{self.tokens(stage.first_step):,} tokens per step"
-                    for name, stage in zip(batches, self.plan.stages, strict=True)
+                    for name, stage in zip(batches, self.batch_schedule.stages, strict=True)
                 ),
                 f"Run: {self.num_steps:,} steps, {self.tokens_of_run:,} tokens "
                 f"({self.tokens_of_run / parameters:.3g} per parameter), {self.flops_of_run:.3g} "
@@ -95,10 +97,10 @@ class TrainingStats:
         sizes = (batch.per_device_batch_size, self.num_devices, batch.gradient_accumulation_steps)
         stages = []
         steps = []
-        for stage in self.plan.stages:
-            first, end = self.plan.steps_of(stage, self.num_steps)
+        for stage in self.batch_schedule.stages:
+            first, end = self.batch_schedule.steps_of(stage, self.num_steps)
             name = f"tokens per step from step {first}"
-            shape = f"{self.plan.batch_size(stage)} x {stage.length}"
+            shape = f"{self.batch_schedule.batch_size(stage)} x {stage.length}"
             stages.append((name, "sequences x length", shape, self.tokens(first)))
             steps.append(f"{end - first} x {self.tokens(first)}")
         rows = [
@@ -106,7 +108,7 @@ class TrainingStats:
                 "sequences per step",
                 "per_device_batch_size x devices x gradient_accumulation_steps",
                 " x ".join(f"{size:g}" for size in sizes),
-                self.plan.at(last).samples,
+                self.batch_schedule.at(last).num_sequences,
             ),
             *stages,
             ("tokens of the run", "steps x tokens per step", " + ".join(steps), tokens_of_run),

@@ -11,8 +11,8 @@ from MaxText.config.registry import lookup, register
 from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.batch import Batch
 from MaxText.layers.entmax import entmax_loss
+from MaxText.layers.lowering.head_and_loss import head_gradients_first, target_logits
 from MaxText.layers.part_outputs import check
-from MaxText.parallelism.logical_sharding import platform
 
 IN_NATS = "lm_loss"  # name of a loss that is a cross entropy, in nats
 Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each
@@ -30,15 +30,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
 
 def _cross_entropy_forward(logits_BTV, targets_BT):
     log_normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    if platform() == "tpu":  # same bits; a gather reads float32 logits from memory, as a copy
-        is_target_BTV = jnp.arange(logits_BTV.shape[-1]) == targets_BT[..., None]
-        target_logits_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0.0), axis=-1)
-        # XLA may otherwise postpone this sum, and keep the logits through the backward pass.
-        target_logits_BT, log_normalizer_BT = jax.lax.optimization_barrier(
-            (target_logits_BT, log_normalizer_BT)
-        )
-    else:
-        target_logits_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+    target_logits_BT, log_normalizer_BT = target_logits(logits_BTV, targets_BT, log_normalizer_BT)
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
     return outputs, (logits_BTV, targets_BT, log_normalizer_BT)
 
@@ -146,8 +138,8 @@ def loss_sums(
 ) -> LossSums:
     """Returns the losses as sums, to add up microbatches."""
     h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
-    if training and platform() == "tpu":
-        h_BTD = decoder.head_gradients_first(h_BTD)
+    if training:
+        h_BTD = head_gradients_first(h_BTD, decoder.head, decoder.token_embedder)
     head_state = decoder.head_state(h_BTD, batch)
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 

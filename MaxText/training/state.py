@@ -1,9 +1,12 @@
 """The train state."""
 
 import dataclasses
-from typing import Any
 
 import jax
+import optax
+
+from MaxText.layers.params import Params
+from MaxText.training.spike_guard import GuardState
 
 
 @jax.tree_util.register_dataclass
@@ -11,7 +14,7 @@ import jax
 class TrainState:
     """Everything the next step depends on, besides the data."""
 
-    step: Any  # int32 scalar, updates so far, skipped ones included
-    params: Any  # nested dict of arrays
-    opt_state: Any  # of optax
-    guard: Any = None  # spike_guard.GuardState; None if the guard is disabled
+    step: jax.Array  # int32 scalar, steps so far, skipped ones included
+    params: Params
+    opt_state: optax.OptState
+    guard: GuardState | None = None  # None if the guard is disabled

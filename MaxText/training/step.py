@@ -1,7 +1,7 @@
 """The pure functions to compile: initialization and train step."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,21 @@ import optax
 from MaxText.config.training_sections import GuardConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
-from MaxText.parallelism.logical_sharding import platform, split_batch
+from MaxText.layers.lowering.optimizer_update import (
+    UpdateInputs,
+    after_decision,
+    compute_update_once,
+    fetch_from_host,
+    repeating_updates_saves_memory,
+)
+from MaxText.layers.params import Params
+from MaxText.layers.part import Scalars
+from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]  # scalars by name
 
 # Metrics of a step that are no part of its loss, besides norms by layer, "grad_norm/layer_0".
 _NOT_LOSSES = frozenset(
@@ -23,6 +32,24 @@ _NOT_LOSSES = frozenset(
 )
 
 _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
+
+
+class _Totals(NamedTuple):
+    """What the losses of a whole global batch are divided by."""
+
+    weight: jax.Array  # of the targets, at least 1
+    tokens: jax.Array  # number of tokens without padding
+
+
+class _Gradients(NamedTuple):
+    """Losses of a batch, or of a microbatch as its share of the batch; and their gradients."""
+
+    losses: Scalars  # means, whose sum is minimized
+    other_means: Scalars  # metrics that are not minimized
+    gradients: Params
+
+
+_GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _Gradients]
 
 
 def make_initialize(
@@ -47,10 +74,10 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     *,
-    num_microbatches: int = 1,  # parts of a batch whose gradients are accumulated one by one
-    guard: GuardConfig = _NO_GUARD,  # as in make_initialize
+    num_microbatches: int = 1,
+    guard: GuardConfig = _NO_GUARD,
     repeat_update: bool = True,
-    offloads_opt_state: bool = False,  # whether it is kept in host memory
+    offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the train step, a pure function of state and batch.
@@ -58,32 +85,143 @@ def make_train_step(
     Losses are means over the whole global batch, so microbatches change only memory, rounding and
     dropout.
 
-    With a guard, `repeat_update` makes TPUs compute updates again, which saves the memory and
-    traffic of new values next to the old ones. It costs the FLOPs of an update: few, except for
-    muon. CPUs copy what passes a barrier and would save nothing.
+    Args:
+      model: With `auto` values resolved.
+      optimizer: Clips, scales by the learning rate and adds weight decay, too (make_optimizer).
+      schedule: The learning rate of the optimizer. It is computed in two places. The chain of the
+        optimizer counts steps in its own state, as optax's optimizers do, so that any of them can
+        be used and checkpoints hold a complete optimizer. The step computes the learning rate
+        again, from its own count, for the guard and the metrics. Both counts advance with every
+        step, skipped ones included, and the cost is that of a few scalars.
+      num_microbatches: Parts of a batch whose gradients are accumulated one by one.
+      guard: Of spikes; as in make_initialize.
+      repeat_update: With a guard, whether TPUs compute an update again after the decision on it,
+        which saves memory (`repeating_updates_saves_memory`). Updates of most optimizers cost few
+        FLOPs, those of muon many.
+      offloads_opt_state: Whether the optimizer state is kept in host memory.
+      log_layer_norms: Whether metrics hold gradient and parameter norms of each layer.
     """
     objective = model.config.objective
 
-    # totals: weight of targets, and tokens, of the global batch
-    def loss_and_gradients(params, batch: Batch, totals, dropout_key):
-        def loss_function(params):
-            module = model.merge(params)
-            sums = loss_sums(module, batch, objective, dropout_key, training=True)
+    def loss_and_gradients(
+        params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
+    ) -> _Gradients:
+        def loss_function(params: Params) -> tuple[jax.Array, tuple[Scalars, Scalars]]:
+            decoder = model.merge(params)
+            sums = loss_sums(decoder, batch, objective, dropout_key, training=True)
             losses = sums.means(*totals)
-            aux = {} if sums.log_z is None else {"log_z": sums.log_z / totals[0]}
+            other_means = {}
+            if sums.log_z is not None:
+                other_means["log_z"] = sums.log_z / totals.weight
             if sums.nats is not None:
-                aux[IN_NATS] = sums.nats / totals[0]
-            return sum(losses.values()), (losses, aux)
+                other_means[IN_NATS] = sums.nats / totals.weight
+            return _sum(losses), (losses, other_means)
 
-        (_, (losses, aux)), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
-        return losses, aux, gradients
+        (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
+        losses, other_means = means
+        return _Gradients(losses, other_means, gradients)
 
-    def accumulate_gradients(params, batch: Batch, totals, dropout_key):
-        def add_microbatch(sums, microbatch_and_index):
+    gradients_of = loss_and_gradients
+    if num_microbatches > 1:
+        gradients_of = _accumulated(loss_and_gradients, num_microbatches)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Returns the state after one step, and metrics of the step.
+
+        1. Losses and gradients of the batch. An offloaded optimizer state comes to the device
+           after them, when activations have left it.
+        2. The optimizer's update. It gets the raw gradients and clips them itself.
+        3. Norms of the raw gradients and of the update, for the metrics and the guard.
+        4. The guard's decision whether to apply the update. It is made on the device, before
+           anything is applied: a decision on the host would have to wait for the loss, and keep
+           the old state until then.
+        5. New parameters and optimizer state; the old ones if the update is skipped. The step
+           counts in both cases, so that data and learning rate go on.
+        """
+        params = state.params
+        opt_state = state.opt_state
+
+        # 1. Losses and gradients.
+        total_weight = jnp.sum(batch.loss_mask_BT)
+        # A batch of only padding has loss 0 and no gradient.
+        totals = _Totals(jnp.maximum(total_weight, 1.0), num_tokens(batch))
+        dropout_key = _dropout_key(model, state.step)
+        losses, other_means, gradients = gradients_of(params, batch, totals, dropout_key)
+        if offloads_opt_state:
+            gradients, opt_state = fetch_from_host(gradients, opt_state)
+        loss = jnp.asarray(_sum(losses))
+
+        # 2. Update.
+        learning_rate = jnp.asarray(schedule(state.step))
+        updates, new_opt_state = optimizer.update(gradients, opt_state, params)
+        updates = compute_update_once(updates)
+
+        # 3. Norms.
+        grad_norm = optax.tree.norm(gradients)
+        update_norm = optax.tree.norm(updates)
+        metrics = losses | other_means | {"grad_norm": grad_norm, "update_norm": update_norm}
+
+        if state.guard is None:
+            new_params = _add_updates(params, updates)
+            new_guard = None
+        else:
+            # 4. Decision.
+            accept, new_guard, guard_metrics = spike_guard.decide(
+                guard,
+                state.guard,
+                state.step,
+                loss=loss,
+                learning_rate=learning_rate,
+                grad_norm=grad_norm,
+                update_norm=update_norm,
+            )
+            metrics |= guard_metrics
+            # 5. Selection.
+            if repeat_update and repeating_updates_saves_memory():
+                inputs = UpdateInputs(gradients, opt_state, params, accept)
+                gradients, opt_state, params, accept = after_decision(inputs)
+                updates, new_opt_state = optimizer.update(gradients, opt_state, params)
+            new_params = spike_guard.select(accept, _add_updates(params, updates), params)
+            new_opt_state = spike_guard.select(accept, new_opt_state, opt_state)
+
+        metrics |= {
+            "loss": loss,
+            "total_weights": total_weight,
+            "param_norm": optax.tree.norm(new_params),
+            "learning_rate": learning_rate,
+        }
+        if log_layer_norms:
+            metrics |= _norm_per_layer(model, grad_norm=gradients, param_norm=new_params)
+        return TrainState(state.step + 1, new_params, new_opt_state, new_guard), metrics
+
+    return train_step
+
+
+def _dropout_key(model: Model, step: jax.Array) -> jax.Array | None:
+    """Returns the random key of a step's dropout and routing; None for a model without any."""
+    if not model.config.is_random:
+        return None
+    seed = model.config.initialization.init_weights_seed
+    return jax.random.fold_in(jax.random.key(seed), step)
+
+
+def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -> _GradientFunction:
+    """Returns `loss_and_gradients` of a batch, computed one microbatch at a time.
+
+    Each microbatch gets the totals of the whole batch, so that sums over microbatches are means
+    over the batch, and a random key of its own.
+    """
+
+    def accumulate(
+        params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
+    ) -> _Gradients:
+        def add_microbatch(
+            sums: _Gradients, microbatch_and_index: tuple[Batch, jax.Array]
+        ) -> tuple[_Gradients, None]:
             microbatch, index = microbatch_and_index
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            new = loss_and_gradients(params, microbatch, totals, key)
-            return jax.tree.map(jnp.add, sums, new), None
+            share = loss_and_gradients(params, microbatch, totals, key)
+            return jax.tree.map(jnp.add, sums, share), None
 
         microbatches = jax.tree.map(lambda x: split_batch(x, num_microbatches), batch)
         first = jax.tree.map(lambda x: x[0], microbatches)
@@ -92,61 +230,15 @@ def make_train_step(
         indices = jnp.arange(num_microbatches)
         return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        dropout_key = None
-        if model.config.is_random:
-            seed = model.config.initialization.init_weights_seed
-            dropout_key = jax.random.fold_in(jax.random.key(seed), state.step)
-        total_weight = jnp.sum(batch.loss_mask_BT)
-        # A batch of only padding has loss 0 and no gradient.
-        totals = (jnp.maximum(total_weight, 1.0), num_tokens(batch))
-        grad_fn = loss_and_gradients if num_microbatches == 1 else accumulate_gradients
-        losses, aux, gradients = grad_fn(state.params, batch, totals, dropout_key)
-        params = state.params
-        opt_state = state.opt_state
-        if offloads_opt_state:
-            # Fetched once gradients exist and activations have left the device.
-            gradients, opt_state = jax.lax.optimization_barrier((gradients, opt_state))
-            opt_state = jax.device_put(opt_state, jax.memory.Space.Device)
-        loss = jnp.asarray(sum(losses.values()))
-        learning_rate = jnp.asarray(schedule(state.step))
-        updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-        if platform() == "cpu":
-            # XLA fuses multiplications into each of their users, so it would compute updates twice,
-            # for their norm and the parameters. It never copies a division; the barrier hides that
-            # this one does nothing.
-            one = jax.lax.optimization_barrier(jnp.ones(()))
-            updates = jax.tree.map(lambda x: x / one.astype(x.dtype), updates)
-        norms = {"grad_norm": optax.tree.norm(gradients), "update_norm": optax.tree.norm(updates)}
-        metrics = losses | aux | norms
-        guard_state = None
-        if state.guard is None:
-            params = optax.apply_updates(params, updates)
-            opt_state = new_opt_state
-        else:
-            accept, guard_state, decided = spike_guard.decide(
-                guard, state.guard, state.step, loss=loss, learning_rate=learning_rate, **norms
-            )
-            if repeat_update and platform() == "tpu":
-                # Computed after the decision, new values overwrite the old ones in place.
-                gradients, opt_state, params, accept = jax.lax.optimization_barrier(
-                    (gradients, opt_state, params, accept)
-                )
-                updates, new_opt_state = optimizer.update(gradients, opt_state, params)
-            params = spike_guard.select(accept, optax.apply_updates(params, updates), params)
-            opt_state = spike_guard.select(accept, new_opt_state, opt_state)
-            metrics |= decided
-        metrics |= {
-            "loss": loss,
-            "total_weights": total_weight,
-            "param_norm": optax.tree.norm(params),
-            "learning_rate": learning_rate,
-        }
-        if log_layer_norms:
-            metrics |= _norm_per_layer(model, grad_norm=gradients, param_norm=params)
-        return TrainState(state.step + 1, params, opt_state, guard_state), metrics
+    return accumulate
 
-    return train_step
+
+def _add_updates(params: Params, updates: optax.Updates) -> Params:
+    return cast(Params, optax.apply_updates(params, updates))
+
+
+def _sum(scalars: Scalars) -> jax.Array:
+    return sum(scalars.values())  # type: ignore[return-value]
 
 
 def is_loss(name: str) -> bool:
@@ -157,7 +249,7 @@ def is_loss(name: str) -> bool:
     return "/" not in name and name not in _NOT_LOSSES and name not in spike_guard.METRICS
 
 
-def _norm_per_layer(model: Model, **trees: Any) -> Metrics:
+def _norm_per_layer(model: Model, **trees: Params) -> Metrics:
     """Returns the norm of each layer's part of trees, by name and layer."""
     return {
         f"{name}/layer_{number}": optax.tree.norm(layer)

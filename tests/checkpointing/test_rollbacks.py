@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.history import HealthyCheckpoints, Rollback, read_rollbacks
+from MaxText.checkpointing.history import Rollback, read_rollbacks
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import load_config
 from MaxText.config.training_sections import CheckpointingConfig
@@ -18,7 +18,6 @@ from MaxText.run.restore import (
     restore_data_position,
     restore_or_initialize,
 )
-from MaxText.storage.atomic import write_json_with_digest
 from tests.refusals import refused
 
 
@@ -54,17 +53,6 @@ def test_a_restart_finds_them_all(tmp_path):
     checkpoints = CheckpointManager(folder, section)
     start = restore_or_initialize(checkpoints, section, None, lambda: None, {}, [].append)
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
-
-
-def test_the_file_of_earlier_versions(tmp_path):
-    row = {"number": 1, "to": 6, "noticed": 8, "began": 7, "samples": [28, 36], "source": "a"}
-    row |= {"reason": "b", "data": {}}
-    write_json_with_digest(epath.Path(tmp_path / "rewinds.json"), "rewinds", [row])
-    assert read_rollbacks(epath.Path(tmp_path), pytest.fail) == (
-        Rollback(1, 6, 8, 7, (28, 36), "a", "b", {}),
-    )
-    write_json_with_digest(epath.Path(tmp_path / "good.json"), "good", [6])
-    assert HealthyCheckpoints(epath.Path(tmp_path), 1, pytest.fail).steps == {6}
 
 
 @pytest.mark.parametrize(

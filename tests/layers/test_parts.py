@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.problems import ConfigurationError
-from MaxText.layers import dense
 from MaxText.layers.assembly.model import Model
+from MaxText.layers.lowering import matmul
 from tests.small_models import noisy_params, random_batch, random_params, tiny_config
 
 
@@ -132,7 +132,7 @@ def test_head(keys, formula, monkeypatch):
     for padded in (False, True):
         np.testing.assert_allclose(decoder.logits(h_BTD), expected, rtol=1e-4, atol=1e-3)
         assert ("[2,5,128]" in str(jax.make_jaxpr(decoder.logits)(h_BTD))) == padded
-        monkeypatch.setattr(dense, "platform", lambda: "gpu")
+        monkeypatch.setattr(matmul, "platform", lambda: "gpu")
 
 
 WIDE = {

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from MaxText.config.layer_plan import plan_layers
-from MaxText.layers.assembly import stack
+from MaxText.layers.assembly import layer_loops, stack
 from MaxText.layers.assembly.model import Model
+from MaxText.layers.lowering import unrolled_layers
 from MaxText.layers.params import param
 from tests.small_models import assert_close, random_batch, tiny_config
 
@@ -52,7 +53,7 @@ def loss_of(alike, shared, reads_all, sequential):
 
     def loss(weights, x):
         layers = nnx.merge(graphdef, weights)
-        outputs, scalars, _ = stack.apply_unrolled(
+        outputs, scalars, _ = layer_loops.apply_unrolled(
             layers, blueprint, (x,), apply, policy="full", sequential=sequential
         )
         return jnp.sum(jnp.sin(outputs[-1])) + scalars["squares"]
@@ -73,7 +74,7 @@ def test_on_tpu_a_layer_waits_for_the_gradients_of_the_one_after_it(
     gradients = jax.value_and_grad(loss, argnums=(0, 1))
     expected, found = {}, {}
     for results, platform in ((expected, "cpu"), (found, "tpu")):
-        monkeypatch.setattr(stack, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(unrolled_layers, "platform", lambda platform=platform: platform)
         traced = jax.jit(lambda *given: gradients(*given)).trace(weights, x)
         results["barriers"] = [
             sorted({v.aval.shape[-2:] for v in equation.invars})
@@ -111,8 +112,8 @@ def test_layers_are_numbered_through_a_pattern(stacked):
         return (y,), scalars, state
 
     x = jnp.zeros((1, 1, D))
-    y, scalars = stack.apply_scanned(layers, blueprint, x, apply, "full")
-    unrolled, unrolled_scalars, _ = stack.apply_unrolled(layers, blueprint, (x,), apply_one)
+    y, scalars = layer_loops.apply_scanned(layers, blueprint, x, apply, "full")
+    unrolled, unrolled_scalars, _ = layer_loops.apply_unrolled(layers, blueprint, (x,), apply_one)
     np.testing.assert_allclose(y, unrolled[-1], rtol=1e-6)
     assert scalars == unrolled_scalars
     assert scalars["numbers"] == sum(i**2 for i in range(8))

@@ -11,9 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from MaxText.config import axis_rules
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import LOGICAL_AXIS_RULES, BatchConfig, MeshConfig
-from MaxText.cost.abstract_step import FakeDevice
 from MaxText.errors import UserError
-from MaxText.parallelism import logical_sharding
 from MaxText.parallelism.device_mesh import create_device_mesh, mesh_sizes
 from MaxText.parallelism.logical_sharding import logical_to_mesh_axes
 from MaxText.parallelism.mesh import ShardingPlan, make_mesh, microbatch_size, process_batch_slice
@@ -123,35 +121,6 @@ def test_names_become_the_mesh_axes_of_the_rules(names, shape, sizes, rules, exp
     assert logical_to_mesh_axes(names, shape, rules, mesh) == PartitionSpec(*wanted)
     with pytest.raises(UserError, match="no_such_axis"):
         logical_to_mesh_axes(("no_such_axis",), (8,), rules, mesh)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_constrained"),
-    [({"fsdp": 4}, True), ({"tensor": 4}, False), ({"stage": 4}, False)],
-)
-def test_layouts_are_constrained_where_xla_gathers_nothing_for_it(sizes, is_constrained):
-    shape = [sizes.get(axis, 1) for axis in MESH_AXES]
-    tpus = np.array([FakeDevice(number, "tpu", "TPU v5") for number in range(4)])
-    mesh = jax.sharding.Mesh(tpus.reshape(shape), MESH_AXES)
-    with logical_sharding.axis_rules(mesh, LOGICAL_AXIS_RULES):
-        constrain = logical_sharding.with_token_major_layout
-        traced = jax.make_jaxpr(lambda x: constrain(x))(np.zeros((8, 8, 8)))  # traced each time
-    assert ("layout_constraint" in str(traced)) == is_constrained
-
-
-def test_casts_stay_in_the_loop_without_changing_a_bit(monkeypatch):
-    drawn = np.random.default_rng(0).integers(0, 2**32, (64, 64), np.uint32)  # also denormals
-    matrix = np.nan_to_num(drawn.view(np.float32))
-    weights = {"matrix": matrix, "heads": matrix[None], "ids": drawn}
-    cast = logical_sharding.cast_in_loop
-    monkeypatch.setattr(logical_sharding, "platform", lambda: "tpu")
-    assert cast(weights) is weights  # exported for any platform
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    with logical_sharding.axis_rules(mesh, LOGICAL_AXIS_RULES):
-        traced = jax.jit(lambda weights: cast(weights)).trace(weights)
-    assert str(traced.jaxpr).count("reduce_precision") == 1
-    found = traced.lower().compile()(weights)["matrix"]
-    assert np.array_equal(np.asarray(found).view(np.uint32), matrix.view(np.uint32))
 
 
 def test_a_batch_that_does_not_divide():

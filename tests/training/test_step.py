@@ -14,8 +14,8 @@ from MaxText.evaluation.validation import make_eval_step
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.entmax import entmax_loss
+from MaxText.layers.lowering import head_and_loss
 from MaxText.parallelism import mesh
-from MaxText.training import objective
 from MaxText.training.assembly import setup_train
 from MaxText.training.objective import loss_sums
 from tests.small_models import assert_close, random_batch, tiny_config, trainer
@@ -186,7 +186,7 @@ def test_on_tpu_gradients_of_the_head_come_before_those_of_layers(tied, monkeypa
     V, D = config.model.shape.vocab_size, config.model.shape.dimensions.emb_dim
     found = {}
     for platform in ("cpu", "tpu"):
-        monkeypatch.setattr(objective, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(head_and_loss, "platform", lambda platform=platform: platform)
 
         def loss(params):
             decoder, section = model.merge(params), config.model.objective

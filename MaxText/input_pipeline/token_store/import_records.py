@@ -206,7 +206,16 @@ class RecordImport:
         sizes = [file.size for file in self.files]
         try:
             ledger = self.folder / self.dtype
-            entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log, ledger)
+            entries = run_jobs(
+                "Importing",
+                _import_file,
+                self,
+                numbers,
+                sizes=sizes,
+                max_processes=0,
+                log=log,
+                ledger=ledger,
+            )
         except _LargeId:  # where there is one, it is met early
             dataclasses.replace(self, dtype="uint32")._import(log, density)
             return

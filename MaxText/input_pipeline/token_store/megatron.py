@@ -24,7 +24,7 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.byte_streams import local_file
 from MaxText.input_pipeline.local_cache import cached_arrays
 from MaxText.input_pipeline.token_store.store import (
-    TokenSplit,
+    TokenDataset,
     TokenStore,
     boundaries_digest,
     document_sizes,
@@ -43,7 +43,7 @@ _BLOCK = 2**20
 
 def open_megatron(
     files: Sequence[FileInfo], key: str, location: str, cache_dir: Path
-) -> TokenSplit:
+) -> TokenDataset:
     """Opens a Megatron dataset, given any of its .idx and .bin files.
 
     Raises UserError for no index or several, data that do not fit it, or no tokens.

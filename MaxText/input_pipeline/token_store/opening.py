@@ -36,7 +36,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
 from MaxText.input_pipeline.token_store.store import (
-    TokenSplit,
+    TokenDataset,
     boundaries_digest,
     foreign_data,
     load_offsets,
@@ -146,7 +146,7 @@ def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]
     return chosen
 
 
-def open_token_data(request: OpenRequest) -> TokenSplit:
+def open_token_data(request: OpenRequest) -> TokenDataset:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
@@ -172,7 +172,7 @@ def open_token_data(request: OpenRequest) -> TokenSplit:
     return dataclasses.replace(tokens, tokenizer_folder=folder, description=description)
 
 
-def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
+def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenDataset:
     data = request.data
     cache_dir = request.data.local_cache_dir
     if kind == "megatron":
@@ -221,7 +221,7 @@ def _exists(request: OpenRequest, path: str) -> bool:
         ) from error
 
 
-def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenDataset:
     url = location.rstrip("/")
     folder = Path(local_path(location))
     if is_url(location):
@@ -249,7 +249,7 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
                 f"says {entry.num_tokens}. Copy the data set again."
             )
-    return TokenSplit(
+    return TokenDataset(
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
@@ -303,7 +303,7 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
     return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
-def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSplit:
+def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenDataset:
     files = job.files
     eos_id = job.eos_id
     imported = job.run(request.log)

@@ -313,7 +313,7 @@ def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenSplit:
+class TokenDataset:
     """An opened split.
 
     Attributes:
@@ -347,7 +347,7 @@ class TokenSplit:
 
 def foreign_data(
     store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
-) -> TokenSplit:
+) -> TokenDataset:
     """Returns data of another program; UserError without tokens."""
     if not len(store):
         raise UserError(
@@ -357,7 +357,7 @@ def foreign_data(
     kind = f"rows of {length:,}" if length else "documents"
     num_documents = len(store.document_offsets) - 1
     description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
-    return TokenSplit(store, description, fingerprint, record_length=length, **more)
+    return TokenDataset(store, description, fingerprint, record_length=length, **more)
 
 
 def boundaries_digest(document_offsets: np.ndarray, added: int = 0) -> str:

@@ -12,14 +12,10 @@ from MaxText.config.registry import lookup
 from MaxText.layers import part_outputs
 from MaxText.layers.assembly.block import Block
 from MaxText.layers.assembly.block_variants import block_class
+from MaxText.layers.assembly.layer_loops import apply_scanned, apply_unrolled
 from MaxText.layers.assembly.pipeline import pipeline_apply
-from MaxText.layers.assembly.stack import (
-    apply_remat,
-    apply_scanned,
-    apply_unrolled,
-    barrier_gradients,
-    stack,
-)
+from MaxText.layers.assembly.remat import apply_remat
+from MaxText.layers.assembly.stack import stack
 from MaxText.layers.batch import Batch
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
@@ -219,7 +215,7 @@ class Decoder(nnx.Module):
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
         ]
-        return {**own, "others": tuple(others)}
+        return {**own, "other_positions": tuple(others)}
 
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
@@ -237,18 +233,6 @@ class Decoder(nnx.Module):
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
-
-    def head_gradients_first(self, h_BTD: jax.Array) -> jax.Array:
-        """Returns h_BTD; its gradient waits for those of the head's parameters.
-
-        XLA otherwise computes them after the backward pass of the layers, and keeps the gradient of
-        the logits until then: 1 of 12 GB for a 7B model (benchmarks/compiled.py).
-        """
-        parts = self.head, self.token_embedder  # a tied head reads the table
-        weights, h_BTD = barrier_gradients(([nnx.state(part) for part in parts], h_BTD))
-        for part, values in zip(parts, weights, strict=True):
-            nnx.update(part, values)
-        return h_BTD
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""

@@ -22,8 +22,10 @@ from flax import nnx
 
 from MaxText.config.layer_plan import PipelineSchedule
 from MaxText.config.model_sections import RematPolicy
-from MaxText.layers.assembly.stack import Blueprint, scan_cycle
+from MaxText.layers.assembly.layer_loops import CycleScan
+from MaxText.layers.assembly.stack import Blueprint
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.lowering.pipeline_buffer import replace_slot, take_slot
 from MaxText.parallelism.logical_sharding import (
     HIDDEN,
     merge_batch,
@@ -43,7 +45,8 @@ def pipeline_apply(
 ) -> tuple[Any, dict[str, jax.Array]]:
     """Applies all layers on the stages of a mesh.
 
-    Equals `stack.apply_scanned` except for rounding, and dropout, which differs by microbatch.
+    Equals `layer_loops.apply_scanned` except for rounding, and for dropout, which differs by
+    microbatch.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.split(num_microbatches)
@@ -69,16 +72,14 @@ def pipeline_apply(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
 
-        output, scalars = scan_cycle(
+        run_of_layers = CycleScan(
             blueprint,
-            weights_K,
-            arrived,
             lambda layer, x, index: apply(layer, x, index, contexts(visit % num_microbatches)),
             policy,
             num_repeats=per_stage // cycle,
-            first=first,
             select=select_repeat if repeats > 1 else None,
         )
+        output, scalars = run_of_layers.scan(weights_K, arrived, first)
         has_work = (visit >= 0) & (visit < num_microbatches * repeats)
         return output, {name: jnp.where(has_work, x, 0) for name, x in scalars.items()}
 
@@ -87,13 +88,13 @@ def pipeline_apply(
 
     def select_input(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
-        next_SbT = _index(waiting_SMbT, turn % num_microbatches)
+        next_SbT = take_slot(waiting_SMbT, turn % num_microbatches)
         return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def store(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
         # Until the first microbatch arrives, the slot that was just read takes what no one reads.
         slot = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
-        return shard_over_stages(_set_at(waiting_SMbT, arrived_SbT, slot), waits=True)
+        return shard_over_stages(replace_slot(waiting_SMbT, arrived_SbT, slot), waits=True)
 
     def one_step(carry: tuple[Any, Any], turn: jax.Array):
         arrived, waiting = carry
@@ -118,7 +119,7 @@ def pipeline_apply(
         return with_logical_constraint(merge_batch(x_MbT), *axes)
 
     waiting = jax.tree.map(begin, inputs)
-    carry = (jax.tree.map(lambda w: _index(w, 0), waiting), waiting)
+    carry = (jax.tree.map(lambda w: take_slot(w, 0), waiting), waiting)
     (_, waiting), scalars = jax.lax.scan(one_step, carry, jnp.arange(schedule.num_turns))
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
@@ -152,25 +153,3 @@ def shard_over_stages(x: jax.Array, *, waits: bool = False) -> jax.Array:
 
 def _axes(num_dims: int) -> tuple[str | None, ...]:
     return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))
-
-
-def _index(waiting_SMbT: jax.Array, slot: jax.Array | int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(waiting_SMbT, slot, 1, keepdims=False)
-
-
-@jax.custom_vjp
-def _set_at(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, slot: jax.Array) -> jax.Array:
-    """Replaces a slot, in the backward pass without a copy of all slots."""
-    return jax.lax.dynamic_update_index_in_dim(waiting_SMbT, arrived_SbT, slot, 1)
-
-
-def _set_at_backward(slot, gradient_SMbT):
-    # XLA would otherwise read the slot after it is cleared, from a copy.
-    arrived_SbT, rest_SMbT = jax.lax.optimization_barrier(
-        (_index(gradient_SMbT, slot), gradient_SMbT)
-    )
-    cleared = jnp.zeros_like(arrived_SbT)
-    return jax.lax.dynamic_update_index_in_dim(rest_SMbT, cleared, slot, 1), arrived_SbT, None
-
-
-_set_at.defvjp(lambda *arguments: (_set_at(*arguments), arguments[2]), _set_at_backward)

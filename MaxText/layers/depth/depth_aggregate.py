@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from MaxText.layers.assembly.stack import is_zero
+from MaxText.layers.lowering.fusion import compute_once
+from MaxText.layers.lowering.gradient_barriers import is_zero
 from MaxText.parallelism.logical_sharding import HIDDEN, current_sharding, platform, split_axes
 
 KERNEL_TOKENS = 16  # with fewer (as in decoding) a kernel's tile is not full
@@ -108,8 +109,7 @@ def _aggregate(form, norms, weights_BTCS, sources, scales_SD, factors_MD):
     if form == "kernel":
         return _kernel(norms, weights_BTCS, sources, scales_SD, factors_MD), sources
     assert not norms.streams
-    # Without a barrier XLA recomputes a sum inside each operation that reads it.
-    return jax.lax.optimization_barrier(_sum(weights_BTCS, sources, scales_SD)), sources
+    return compute_once(_sum(weights_BTCS, sources, scales_SD)), sources
 
 
 def _aggregate_forward(form, norms, *arguments):
@@ -124,8 +124,7 @@ def _aggregate_backward(form, norms, residuals, gradients):
     added = None if all(map(is_zero, accumulated)) else [*map(_array, accumulated)]
     if form != "kernel":
         differentiate = _product_gradients if platform() == "cpu" else _sum_gradients
-        grad_sums = jax.lax.optimization_barrier(grad_sums)
-        grads = differentiate(weights_BTCS, sources, scales_SD, grad_sums, added)
+        grads = differentiate(weights_BTCS, sources, scales_SD, compute_once(grad_sums), added)
         return *grads, None, None
     operands = _operands(weights_BTCS, sources, scales_SD, factors_MD) | {"grad_sums": grad_sums}
     if added is not None:

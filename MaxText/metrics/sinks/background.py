@@ -76,6 +76,7 @@ class BackgroundSink(Sink):
             self._sink.close()
         except Exception as error:  # any failure ends the sink, none the run
             self._disable(first_line(error))
+            self._sink.discard()
 
     def _disable(self, why: str) -> None:
         is_first = not self._disabled
