@@ -235,7 +235,7 @@ def test_each_microbatch_drops_out_other_values():
 def test_dropout_at_each_place(place):
     keys = {"dropout_rate": 0.5, "enable_dropout": False}
     assert tiny_config(**keys).model.dropout.rate(place) == 0
-    config = tiny_config(**{f"{place}_dropout_rate": 0.5}, base_num_decoder_layers=1)
+    config = tiny_config(**{f"dropout_rates.{place}": 0.5}, base_num_decoder_layers=1)
     batch, model = random_batch(config, rows=2), Model(config.model)
     plain = Model(tiny_config(base_num_decoder_layers=1).model)
     params = jax.jit(model.initialize)(jax.random.key(1))
