@@ -27,7 +27,7 @@ from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from MaxText.config.schema import Config
@@ -102,8 +102,7 @@ def train(
     guard = config.guard
     evaluation = config.evaluation
     if run.log_config:
-        for name, value in sorted(flatten(config).items()):
-            print(f"Config param {name}: {value}")
+        _print_lines(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items()))
     selected_hooks = user_hooks(run.hooks, hooks)
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
@@ -113,8 +112,7 @@ def train(
         check_sources(config)
 
     # --- Devices ----------------------------------------------------------------------------------
-    for line in start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout):
-        print(line)
+    _print_lines(start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout))
 
     import jax
 
@@ -142,8 +140,7 @@ def train(
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
-    for line in layout_lines:
-        print(line)
+    _print_lines(layout_lines)
     details += layout_lines
     eval_batch_size = mesh.microbatch_size(
         config.batch, sharding, evaluation.eval_per_device_batch_size
@@ -167,8 +164,8 @@ def train(
     details.append(replicated)
     if len(devices) > 1:
         print(replicated)
-    for line in (*setup.auto_choices, *growth.lines):
-        print(line)
+    _print_lines(setup.auto_choices)
+    _print_lines(growth.lines)
 
     # --- Compiled steps ---------------------------------------------------------------------------
     from MaxText.compilation.compiled_steps import ShapeSpecializedStep
@@ -310,7 +307,9 @@ def train(
     )
     training = loop.Loop(
         config=config,
-        model=model,
+        compiled=loop.CompiledModel(
+            model=model, sharding=sharding, train_step=train_step, eval_step=eval_step
+        ),
         state=restored.state,
         schedule=loop.StepSchedule(
             step=restored.first_step, last_step=last_step, batch_schedule=batch_schedule
@@ -318,7 +317,6 @@ def train(
         data=loop.RunData(
             train=train_batches, evaluation=eval_batches, eval_batch_size=eval_batch_size
         ),
-        devices=loop.Devices(sharding=sharding, train_step=train_step, eval_step=eval_step),
         records=loop.Records(
             run_folder=run_folder,
             run_logger=run_logger,
@@ -330,6 +328,11 @@ def train(
         hooks=selected_hooks,
     )
     return _run_to_the_end(training, compiling, evaluation_is_due=evaluation_is_due)
+
+
+def _print_lines(lines: "Iterable[str]") -> None:
+    for line in lines:
+        print(line)
 
 
 def _run_to_the_end(
@@ -399,7 +402,7 @@ def _finish(training: "Loop") -> None:
     from MaxText.training.objective import is_in_nats
 
     config = training.config
-    model = training.model
+    model = training.compiled.model
     run_folder = training.records.run_folder
     run_logger = training.records.run_logger
     checkpoints = training.records.checkpoints
@@ -408,7 +411,7 @@ def _finish(training: "Loop") -> None:
         model,
         training.state.params,
         config=config,
-        sharding=training.devices.sharding,
+        sharding=training.compiled.sharding,
         tokenizer=train_batches.tokenizer_folder,
         run_folder=run_folder,
         run_logger=run_logger,

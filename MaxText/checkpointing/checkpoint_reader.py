@@ -30,6 +30,7 @@ from MaxText.checkpointing.compatibility import (
 from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
+from MaxText.storage.retry import call_with_retries
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
@@ -203,7 +204,7 @@ def read_tree(stored: StoredCheckpoint) -> StoredTree:
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
             return StoredTree(tree, array_specs(arrays))
 
-    stored_tree = retry(read)
+    stored_tree = _retry_storage(read)
     checksums = stored.metadata.checksums
     if checksums is not None:
         mismatch = first_spec_mismatch(stored_tree.specs, checksums)
@@ -248,7 +249,7 @@ def read_arrays(
             # Restores are asynchronous; an error must surface here.
             return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
 
-    restored_leaves = jax.tree.leaves(retry(read))
+    restored_leaves = jax.tree.leaves(_retry_storage(read))
     return {i: restored_leaves[i] for i in sorted(only)}
 
 
@@ -331,20 +332,17 @@ def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
     return previous
 
 
-def retry(read: Callable[[], _T]) -> _T:
+def _retry_storage(read: Callable[[], _T]) -> _T:
     """Returns `read()`, retried a few times while storage fails.
 
     Raises:
       ObjectStoreError: If storage still fails, or at once if access is denied.
     """
-    for seconds in _RETRY_SECONDS:
-        try:
-            return read()
-        except ObjectStoreError as error:
-            if error.errno != errno.EIO:
-                raise
-        time.sleep(seconds)
-    return read()
+
+    def is_retryable(error: Exception) -> bool:
+        return isinstance(error, ObjectStoreError) and error.errno == errno.EIO
+
+    return call_with_retries(read, delays=_RETRY_SECONDS, is_retryable=is_retryable)
 
 
 @contextlib.contextmanager

@@ -173,16 +173,16 @@ class CheckpointManager:
             self._saver.delete_old()
         return True
 
-    def last_healthy(self, before: int | None = None) -> int | None:
+    def last_healthy(self, before_step: int | None = None) -> int | None:
         """Waits for the save, then returns the newest healthy step.
 
         Args:
-          before: Considers earlier steps only.
+          before_step: Considers earlier steps only.
         """
         self._saver.finish()
         healthy_steps = self.health.steps & set(self.steps())
-        if before is not None:
-            healthy_steps = {step for step in healthy_steps if step < before}
+        if before_step is not None:
+            healthy_steps = {step for step in healthy_steps if step < before_step}
         return max(healthy_steps, default=None)
 
     def _write_health(self) -> None:

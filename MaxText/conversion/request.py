@@ -33,11 +33,15 @@ _BELONG_TO = {
 
 
 def _bytes(text: str) -> int:
+    """Parses a size such as "5GB", in powers of 1000; ValueError if it is none."""
     match = _SIZE.fullmatch(text)
-    number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
-    if number < 1:
+    num_bytes = 0.0
+    if match:
+        unit = match[2].upper() or " "
+        num_bytes = float(match[1]) * 1000 ** " KMGT".index(unit)
+    if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
-    return int(number)
+    return int(num_bytes)
 
 
 def _length(text: str) -> int:
@@ -153,17 +157,22 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         config_file="".join(parsed.config_files),
         keys=dict(setting.split("=", 1) for setting in parsed.settings),
     )
-    wrong = list((_wrong_growth if request.grow else _wrong_conversion)(request))
-    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
+    if request.grow:
+        problems = list(_growth_problems(request))
+        ends = ()
+    else:
+        problems = list(_conversion_problems(request))
+        ends = (f"from {request.source_kind}", f"to {request.target_kind}")
     for name in parsed.given:
-        if name in _BELONG_TO and _BELONG_TO[name] not in here:
-            wrong.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
-    if wrong:
-        raise ConfigurationError([ConfigIssue(what) for what in dict.fromkeys(wrong)])
+        if name in _BELONG_TO and _BELONG_TO[name] not in ends:
+            problems.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
+    if problems:
+        raise ConfigurationError([ConfigIssue(problem) for problem in dict.fromkeys(problems)])
     return request
 
 
-def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
+def _conversion_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to convert."""
     kinds = (request.source_kind, request.target_kind)
     if request.to.startswith(tuple(f"{program}:" for program in OTHER_PROGRAMS)):
         yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
@@ -189,7 +198,8 @@ def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
         )
 
 
-def _wrong_growth(request: ConvertArgs) -> Iterator[str]:
+def _growth_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to grow a model."""
     if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         yield (
             "grow reads a run or a Hugging Face folder and writes a run: convert.py grow from=RUN "

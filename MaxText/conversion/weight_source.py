@@ -24,14 +24,21 @@ _MAX_LINES = 20
 
 
 class WeightSource:
-    """Arrays under our names, read one at a time."""
+    """Arrays under our names, read one at a time.
 
-    formats: dict[str, np.dtype]  # by parameter name
-    place: Any = ""  # shown to the user
+    Attributes:
+      formats: The dtype of each parameter by name.
+      description: Where the weights are from, for messages.
+      config: The configuration of their model.
+      model: That model, without values: parameter names and shapes.
+    """
+
+    formats: dict[str, np.dtype]
+    description: Any = ""
 
     def __init__(self, config: Config):
         self.config = config
-        self.model = abstract_model(config.model)  # parameter names and shapes
+        self.model = abstract_model(config.model)
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter, all layers stacked."""
@@ -39,13 +46,18 @@ class WeightSource:
 
 
 @contextlib.contextmanager
-def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
-    """Converts CheckpointCorruptedError to UserError, naming a key."""
+def corruption_as_user_error(source: Any, key: str = "") -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError.
+
+    Args:
+      source: The checkpoint, for the message.
+      key: The configuration key that names it, if there is one.
+    """
     try:
         yield
     except CheckpointCorruptedError as error:
         raise UserError(
-            f"{key}{': ' if key else ''}the checkpoint at {where} cannot be read: {error}\n"
+            f"{key}{': ' if key else ''}the checkpoint at {source} cannot be read: {error}\n"
             "  Use an older step, or restore the files."
         ) from error
 
@@ -64,31 +76,42 @@ def common_format(formats: Iterable[str]) -> np.dtype:
 
 
 def check_arrays(
-    found: Mapping[str, Any], wanted: Mapping[str, Sequence[int]], what: str, advice: str
+    stored_specs: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], summary: str, advice: str
 ) -> None:
-    """Checks stored arrays (see `mismatches`) against the shapes of a model.
+    """Checks stored arrays against the shapes of a model.
 
-    `what` and `advice` begin and end the message.
+    Args:
+      stored_specs: By name, as `mismatches` takes them.
+      shapes: Of the model, by name.
+      summary: The first line of the message.
+      advice: Its last line.
+
+    Raises:
+      UserError: If names or shapes differ.
     """
     specs = {
         name: compatibility.ArraySpec(tuple(shape), np.dtype("float32"))
-        for name, shape in wanted.items()
+        for name, shape in shapes.items()
     }
-    if problems := compatibility.mismatches(found, specs):
-        more = len(problems) - _MAX_LINES
-        lines = problems[:_MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
-        raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
+    problems = compatibility.mismatches(stored_specs, specs)
+    if problems:
+        lines = problems[:_MAX_LINES]
+        num_omitted = len(problems) - len(lines)
+        if num_omitted:
+            lines.append(f"... and {num_omitted} more")
+        raise UserError("\n  ".join([f"{summary}:", *lines]) + f"\n{advice}")
 
 
 _CHUNK = 1 << 20  # elements per call, so that temporaries stay small
 
 
-def require_finite(array: np.ndarray, name: str, where: Any) -> None:
+def require_finite(array: np.ndarray, name: str, source: Any) -> None:
     """Refuses weights with NaN or infinity: nothing computed with them is a number.
 
     Args:
         array: of any floating-point format; other formats pass.
-        name: of the tensor, and `where`, the file or checkpoint that it is in, for the message.
+        name: of the tensor, for the message.
+        source: the file or checkpoint that it is in, for the message.
 
     Raises:
         UserError: a weight is not finite.
@@ -104,7 +127,7 @@ def require_finite(array: np.ndarray, name: str, where: Any) -> None:
             num_infinite += int(np.isinf(chunk).sum())
     if num_nan or num_infinite:
         raise UserError(
-            f"{where}: {name} has {num_nan:,} NaN and {num_infinite:,} infinite of "
+            f"{source}: {name} has {num_nan:,} NaN and {num_infinite:,} infinite of "
             f"{flat.size:,} weights. Use a checkpoint from before they appeared, or copy the files "
             "again if they were damaged."
         )
@@ -113,8 +136,10 @@ def require_finite(array: np.ndarray, name: str, where: Any) -> None:
 class LazyCheckpointReader:
     """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
-    `leaves` maps paths such as "params/decoder_norm/scale" to shapes and formats, and includes
-    optimizer state; `params` has names such as "decoder_norm/scale".
+    Attributes:
+      leaves: Shape and dtype of all arrays by path, such as "params/decoder_norm/scale", including
+        the optimizer state.
+      params: Those of the parameters, by name, such as "decoder_norm/scale".
     """
 
     def __init__(self, folder: epath.Path):
@@ -148,25 +173,29 @@ class LazyCheckpointReader:
 class RunWeights(WeightSource):
     """Weights of a checkpoint (checkpoint_files.resolve_checkpoint)."""
 
-    def __init__(self, path: str, given: Config | None = None):
+    def __init__(self, path: str, config: Config | None = None):
         """Reads names and shapes of a run, its checkpoints, a step or its items.
 
-        `given` is the configuration for a checkpoint without one. Raises UserError for a missing,
-        unreadable or mismatched checkpoint.
+        Args:
+          path: The folder.
+          config: The configuration, for a checkpoint without one.
+
+        Raises:
+          UserError: For a missing, unreadable or mismatched checkpoint.
         """
-        self.stored = self.place = checkpoint_files.resolve_checkpoint(path, "from")
+        self.stored = self.description = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
-        if given is None:
-            place = str(self.stored)
+        if config is None:
+            shown_source = str(self.stored)
             flat = self.metadata.get("config")
             if not flat:
                 raise UserError(
-                    f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
+                    f"{shown_source} has no configuration. Add it: convert.py CONFIG.yml from=..."
                 )
-            import_modules.check_named(flat, place)
-            check_recorded(flat, place)
-            given = schema.unflatten(flat)
-        super().__init__(given)
+            import_modules.check_named(flat, shown_source)
+            check_recorded(flat, shown_source)
+            config = schema.unflatten(flat)
+        super().__init__(config)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(
             self._arrays.params,
@@ -178,4 +207,5 @@ class RunWeights(WeightSource):
         self.formats = {name: leaf.dtype for name, leaf in self._arrays.params.items()}
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked; UserError for damage."""
         return self._arrays.read(PARAMS + name)

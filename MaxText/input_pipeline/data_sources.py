@@ -33,7 +33,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     StitchedDocuments,
 )
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
-from MaxText.input_pipeline.token_store.store import TokenDataset
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 from MaxText.storage.errors import is_transient
 from MaxText.storage.file_access import is_url, split_list
 

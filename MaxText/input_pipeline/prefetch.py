@@ -17,6 +17,7 @@ import numpy as np
 from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline.reader_processes import ReaderProcesses
+from MaxText.storage.retry import call_with_retries, exponential_delays
 
 if TYPE_CHECKING:
     from MaxText.input_pipeline.sequences.batch_source import BatchSource
@@ -168,26 +169,44 @@ class Retries:
         began = time.monotonic()
         max_tries = self.options.attempts + 1
         num_tries = 0
-        delay = self.options.delay
-        while True:
+
+        def try_to_read() -> _Result:
+            nonlocal num_tries
             num_tries += 1
             try:
                 return read()
             except Exception as error:
-                if not is_retryable(error):
+                if num_tries < max_tries or not is_retryable(error):
                     raise
-                reason = (str(error) or type(error).__name__).removesuffix(".")
-                if num_tries == max_tries:
-                    tries = "1 try" if num_tries == 1 else f"{num_tries} tries"
-                    hint = "" if isinstance(error, UserError) else "Check the storage. "
-                    raise UserError(
-                        f"{failure} after {tries} in {time.monotonic() - began:,.1f} s: "
-                        f"{reason}. {hint}Run the same command again to resume."
-                    ) from error
-            delay = min(delay, _MAX_DELAY_SECONDS)
-            message = f"{failure}: {reason}. Try {num_tries + 1} of {max_tries} in {delay:g} s."
+                tries = "1 try" if num_tries == 1 else f"{num_tries} tries"
+                hint = "" if isinstance(error, UserError) else "Check the storage. "
+                raise UserError(
+                    f"{failure} after {tries} in {time.monotonic() - began:,.1f} s: "
+                    f"{_reason(error)}. {hint}Run the same command again to resume."
+                ) from error
+
+        def report(error: Exception, delay: float) -> None:
+            next_try = f"Try {num_tries + 1} of {max_tries} in {delay:g} s."
+            message = f"{failure}: {_reason(error)}. {next_try}"
             self._messages.append(message)
             self.log(message)
-            for seconds in poll_intervals(delay, self.should_stop):
-                time.sleep(seconds)
-            delay *= 2
+
+        return call_with_retries(
+            try_to_read,
+            delays=exponential_delays(
+                self.options.attempts, self.options.delay, _MAX_DELAY_SECONDS
+            ),
+            is_retryable=is_retryable,
+            report=report,
+            wait=self._wait,
+        )
+
+    def _wait(self, seconds: float) -> None:
+        """Waits; raises WaitCancelledError once `should_stop` returns true."""
+        for interval in poll_intervals(seconds, self.should_stop):
+            time.sleep(interval)
+
+
+def _reason(error: Exception) -> str:
+    """Returns an error's message, without the full stop."""
+    return (str(error) or type(error).__name__).removesuffix(".")

@@ -82,10 +82,10 @@ class ForwardContext:
         rotary_tables = [self.rotary, *(fields.get("rotary") for fields in self.other_positions)]
         split_arrays = jax.tree.map(split_array, (self.segments_BT, rotary_tables))
 
-        def part(index: jax.Array) -> ForwardContext:
+        def part(part_index: jax.Array) -> ForwardContext:
             def select(x: jax.Array) -> jax.Array:
-                part_index = 0 if x.shape[0] == 1 else index
-                return jax.lax.dynamic_index_in_dim(x, part_index, keepdims=False)
+                index = 0 if x.shape[0] == 1 else part_index
+                return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
             segments_BT, (rotary, *other_tables) = jax.tree.map(select, split_arrays)
             other_positions: list[MixerPositions] = [
@@ -94,7 +94,7 @@ class ForwardContext:
             ]
             key = self.dropout_key
             if key is not None:
-                key = jax.random.fold_in(key, index)
+                key = jax.random.fold_in(key, part_index)
             return dataclasses.replace(
                 self,
                 segments_BT=segments_BT,

@@ -57,7 +57,7 @@ def write_sample(
             model,
             params,
             sharding,
-            config,
+            config=config,
             tokenizer_folder=tokenizer,
             run_folder=run_folder,
         )
@@ -117,8 +117,9 @@ def log_next_commands(
         log(f"Checkpoint:  {checkpoint}")
     if checkpoint is not None and has_tokenizer and _can_decode(model):
         command = f"{command_line.program_command('decode')} load_parameters_path={folder}"
-        if modules := config.run.import_modules:
-            command += f" import_modules=[{','.join(map(shlex.quote, modules))}]"
+        modules = [shlex.quote(module) for module in config.run.import_modules]
+        if modules:
+            command += f" import_modules=[{','.join(modules)}]"
         log(f"Generate:    {command} prompt='The '")
     log(f"Report:      {command_line.program_command('report')} {folder}")
 

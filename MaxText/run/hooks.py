@@ -156,10 +156,10 @@ def user_hooks(
     selected: list[Hook] = []
     for name in names:
         if name not in _registered:
-            known = ", ".join(sorted(_registered)) or "none"
+            registered_names = ", ".join(sorted(_registered)) or "none"
             raise UserError(
-                f"{KEY}: no hook is called {name!r} (registered: {known}). Name the file that "
-                "registers it in import_modules, and decorate the function with "
+                f"{KEY}: no hook is called {name!r} (registered: {registered_names}). Name the "
+                "file that registers it in import_modules, and decorate the function with "
                 "@hook(every=...) of MaxText.run.hooks."
             )
         selected.append(_registered[name])

@@ -130,15 +130,17 @@ class RunData:
 
 
 @dataclasses.dataclass(frozen=True)
-class Devices:
-    """The devices and what they compute.
+class CompiledModel:
+    """The model and its steps, compiled for the devices of the run.
 
     Attributes:
+      model: The model.
       sharding: Mesh and shardings.
       train_step: (state, batch) -> (state, metrics); it uses up (donates) the state.
       eval_step: (params, batch) -> sums over the batch.
     """
 
+    model: Model
     sharding: ShardingPlan
     train_step: ShapeSpecializedStep
     eval_step: Callable[..., Any]
@@ -199,11 +201,10 @@ class Loop:
         self,
         *,
         config: Config,
-        model: Model,
+        compiled: CompiledModel,
         state: TrainState,
         schedule: StepSchedule,
         data: RunData,
-        devices: Devices,
         records: Records,
         supervision: Supervision,
         hooks: Sequence[Hook] = (),
@@ -212,21 +213,19 @@ class Loop:
 
         Args:
           config: The configuration of the run.
-          model: The model, for the hooks.
+          compiled: The model and its steps.
           state: The state before `schedule.step`.
           schedule: The steps of the run.
           data: Its batches.
-          devices: Its compiled steps.
           records: Its events and checkpoints.
           supervision: What watches it.
           hooks: Those of the user, of `user_hooks`.
         """
         self.config = config
-        self.model = model
+        self.compiled = compiled
         self.state: TrainState = state
         self.schedule = schedule
         self.data = data
-        self.devices = devices
         self.records = records
         self.supervision = supervision
         self.eval_loss: float | None = None
@@ -325,7 +324,7 @@ class Loop:
             step=step,
             state=self.state,
             config=self.config,
-            model=self.model,
+            model=self.compiled.model,
             run_folder=self.records.run_folder,
             device_metrics=metrics,
         )
@@ -413,7 +412,7 @@ class Loop:
             host_batch = next(batches)
             if self._first_batch is None:
                 self.supervision.learning_checks.check_first_batch(host_batch)
-            batch = self.devices.sharding.to_global_batch(host_batch, batch_size)
+            batch = self.compiled.sharding.to_global_batch(host_batch, batch_size)
         self.records.run_logger.log_data_events(batches, step)
         return batch
 
@@ -427,7 +426,7 @@ class Loop:
           The scalars of the step, which the devices may still be computing.
         """
         step = self.schedule.step
-        train_step = self.devices.train_step
+        train_step = self.compiled.train_step
         run_logger = self.records.run_logger
         metric_logger = self.records.metric_logger
         if not train_step.fits(batch):
@@ -464,7 +463,7 @@ class Loop:
         """
         self.eval_loss = None
         data = self.data
-        sharding = self.devices.sharding
+        sharding = self.compiled.sharding
         run_logger = self.records.run_logger
         batches = self.supervision.watchdog.watch_iterator(
             data.evaluation or (), "evaluation", step
@@ -477,7 +476,7 @@ class Loop:
             global_batches = (
                 sharding.to_global_batch(batch, data.eval_batch_size) for batch in batches
             )
-            report = evaluate(self.devices.eval_step, self.state.params, global_batches, step=step)
+            report = evaluate(self.compiled.eval_step, self.state.params, global_batches, step=step)
             fields |= {**report.row(), **run_logger.lineage.progress(step)}
             run_logger.terminal.line(report.line())
             run_logger.log_data_events(data.evaluation, step)
@@ -526,7 +525,7 @@ class Loop:
         num_skipped = skipped_at_end(state.guard, last_step)
         del self.state  # the step that judges it donates it
         reason = broken_state_reason(
-            self.devices.train_step, state, self._judging_batches(last_step), trend.outlier_limit
+            self.compiled.train_step, state, self._judging_batches(last_step), trend.outlier_limit
         )
         skipped = ""
         if num_skipped > MAX_SKIPPED_AT_END or num_skipped == last_step + 1:
@@ -552,7 +551,7 @@ class Loop:
             self.schedule.step = last_step
             batches = [self.next_batch()]
         for batch in batches:
-            if batch is not None and self.devices.train_step.fits(batch):
+            if batch is not None and self.compiled.train_step.fits(batch):
                 yield batch
 
     def _set_aside(self, broken_since: int) -> str:

@@ -318,10 +318,10 @@ class MetricLogger:
         newest = jax.device_get(self._newest)
         metrics = {name: np.asarray(value).item() for name, value in newest.items()}
         reported = metrics | self._mean_losses()
-        now = time.perf_counter()
-        elapsed = now - self._since
+        reported_at = time.perf_counter()
+        elapsed = reported_at - self._since
         updates = step - self._reported_step
-        self._since = now
+        self._since = reported_at
         self._reported_step = step
         row = self._step_row(step, reported, elapsed / updates)
         self._emit_step(step, row, elapsed=elapsed, updates=updates)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from MaxText.config.model_sections import ModelConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention import flash_attention
-from MaxText.layers.depth.depth_aggregate import kernel_unsupported_reason, vmem_bytes_per_token
+from MaxText.layers.depth.aggregate import kernel_unsupported_reason, vmem_bytes_per_token
 from MaxText.parallelism.mesh import ShardingPlan
 
 # Measured on 2 cores of a server CPU (float32, GPT-2-like): unrolled layers are 20 % faster at

@@ -142,10 +142,10 @@ def make_train_step(
         opt_state = state.opt_state
 
         # 1. Losses and gradients.
+        dropout_key = _dropout_key(model, state.step)
         total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.
         totals = _Totals(jnp.maximum(total_weight, 1.0), num_tokens(batch))
-        dropout_key = _dropout_key(model, state.step)
         losses, other_means, gradients = gradients_of(params, batch, totals, dropout_key)
         if offloads_opt_state:
             gradients, opt_state = fetch_from_host(gradients, opt_state)

@@ -111,8 +111,8 @@ def test_it_becomes_healthy_after_as_many_steps_as_others(run):
     for step, expected in ((5, None), (6, None), (7, 4), (8, 4)):
         checkpoints.observe_steps(step, last_skipped=-1)
         assert checkpoints.last_healthy() == expected
-    assert checkpoints.last_healthy(before=4) is None
-    assert checkpoints.last_healthy(before=5) == 4
+    assert checkpoints.last_healthy(before_step=4) is None
+    assert checkpoints.last_healthy(before_step=5) == 4
 
 
 def test_a_skipped_step_starts_the_count_again(run):

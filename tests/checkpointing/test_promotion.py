@@ -99,7 +99,7 @@ def test_a_rollback_deletes_later_checkpoints(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
     assert checkpoints.last_healthy() == 4
-    assert checkpoints.last_healthy(before=4) == 3
+    assert checkpoints.last_healthy(before_step=4) == 3
     checkpoints.roll_back_to(2)
     checkpoints.health.begin(3, last_skipped=-1)
     assert checkpoints.steps() == [0, 1, 2]

@@ -74,7 +74,8 @@ def test_a_restart_from_before_excludes_the_same_data_at_the_same_step():
     rolled_back.seek(6)
     rolled_back.exclude(28, 36)
     lines = []
-    start = RestoreResult(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
+    position = {"step": 2, "samples": 8, "excluded": [], **restarted.identity}
+    start = RestoreResult(None, 2, position, "", "resume")
     start = start._replace(rollbacks=(rollback(),))
     assert restore_data_position(start, restarted, 20, lines.append) == 19
     (line,) = lines

@@ -67,12 +67,9 @@ target = targets.find_target(sys.argv[1])
 targets.prepare_environment(target)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
-from MaxText.layers.depth import depth_aggregate_kernel as kernels
-from MaxText.layers.depth.depth_aggregate import (
-    Norms,
-    kernel_unsupported_reason,
-    vmem_bytes_per_token,
-)
+from MaxText.layers.depth import kernel as kernels
+from MaxText.layers.depth.aggregate import kernel_unsupported_reason, vmem_bytes_per_token
+from MaxText.layers.depth.norms import Norms
 from MaxText.parallelism.logical_sharding import axis_rules
 
 device, N, C = targets.devices(target)[0], 256, 4

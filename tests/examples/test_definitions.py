@@ -24,8 +24,15 @@ DOCUMENTS = np.array([[1] * 3 + [2] * 6 + [3] * 2, [1] * 4 + [2] + [3] * 6])
 
 @pytest.fixture(scope="module")
 def delta_rule():
+    """The function of the example, from separate arrays."""
     tiny_config(import_modules=["examples/gated_deltanet.py"])
-    return sys.modules[lookup("mixer", "gated_deltanet").__module__].delta_rule
+    example = sys.modules[lookup("mixer", "gated_deltanet").__module__]
+
+    def run(q, k, v, beta, log_a, segments, memory, chunk):
+        inputs = example.DeltaInputs(q, k, v, beta, log_a, segments)
+        return example.delta_rule(inputs, memory, chunk)
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_checksums_are_compared(tmp_path):
     lines: list[str] = []
     opened = functools.partial(inspection, lines.append, dataset_path=str(tmp_path / "set"))
     opened().show_statistics(ALL)
-    (tmp_path / "set/train/tokens_running_crc32c.npy").unlink()  # as in sets of earlier versions
+    (tmp_path / "set/train/tokens_running_crc32c.npy").unlink()  # as where it was not copied
     opened().show_statistics(ALL)
     shown = re.findall("Checksums: (.*), ", "\n".join(lines))
     assert shown == ["CRC-32C of every 4 KiB", "SHA-256 of the manifest"]
@@ -157,7 +157,7 @@ def test_an_import_need_not_have_the_bytes_of_the_manifest(tmp_path):
     opened = functools.partial(inspection, lines.append, **keys)
     opened().show_statistics(ALL)
     for checksums in tmp_path.glob("cache/imported/*/*_crc32c.npy"):
-        checksums.unlink()  # as in imports of earlier versions
+        checksums.unlink()  # as where they were not copied
     opened().show_statistics(ALL)
     shown = re.findall("Checksums: (.*)", "\n".join(lines))
     assert shown == ["CRC-32C of every 4 KiB, compared at each read", "none"]

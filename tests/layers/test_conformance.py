@@ -15,7 +15,7 @@ import pytest
 from MaxText.config.problems import ConfigurationError
 from MaxText.conformance.checks import CHECKS, LENGTH, SIZES, Subject
 from MaxText.cost.flops import count_flops
-from MaxText.layers.depth import depth_aggregate
+from MaxText.layers.depth import aggregate
 from tests.small_models import tiny_config
 
 SLOW = pytest.mark.slow
@@ -122,11 +122,11 @@ def sums_as_products():
     """Depth aggregates that a traced program shows as products, forward as they are backward."""
 
     def product(weights_BTCS, sources, scales_SD):
-        states_SBTD = jnp.stack(depth_aggregate._to_f32(sources, scales_SD))
+        states_SBTD = jnp.stack(aggregate._to_f32(sources, scales_SD))
         sums_CBTD = jnp.einsum("btcs,sbtd->cbtd", weights_BTCS, states_SBTD, precision="highest")
         return list(sums_CBTD.astype(sources[0].dtype))
 
-    with mock.patch.object(depth_aggregate, "_sum", product):
+    with mock.patch.object(aggregate, "_sum", product):
         yield
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from MaxText.config.layer_sections import DenseConfig
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.assembly.remat import apply_remat
-from MaxText.layers.depth.dense_connections import rms_norm_matmul
+from MaxText.layers.depth.connections import rms_norm_matmul
 from MaxText.training.objective import loss_sums
 from MaxText.training.optimizer import map_param_names
 from tests.growth.growing import by_name

@@ -9,7 +9,7 @@ import pytest
 import scipy.special
 
 from MaxText.layers.assembly.model import Model
-from MaxText.layers.depth.dense_connections import rms_norm_matmul
+from MaxText.layers.depth.connections import rms_norm_matmul
 from MaxText.layers.part import LayerInputs
 from tests.small_models import random_params, tiny_config
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from MaxText.layers.depth import depth_aggregate, depth_aggregate_kernel
-from MaxText.layers.depth.depth_aggregate import (
-    Norms,
+from MaxText.layers.depth import aggregate as depth_aggregate
+from MaxText.layers.depth import kernel
+from MaxText.layers.depth.aggregate import (
     aggregate,
     kernel_unsupported_reason,
     scale_grad_only,
     supports_fused_norms,
     vmem_bytes_per_token,
 )
+from MaxText.layers.depth.norms import Norms
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
@@ -155,12 +156,12 @@ def test_kernels_lower():
         of_full = full | {"grad_sums": [x[:32] for x in streams]}
         before = [x[:32] for x in old]
         return (
-            depth_aggregate_kernel.forward(given),
-            depth_aggregate_kernel.backward(of),
-            depth_aggregate_kernel.backward(of | {"accumulated": old}),
-            depth_aggregate_kernel.forward(full, NORMS),
-            depth_aggregate_kernel.backward(of_full, NORMS),
-            depth_aggregate_kernel.backward(of_full | {"accumulated": before}, NORMS),
+            kernel.forward(given),
+            kernel.backward(of),
+            kernel.backward(of | {"accumulated": old}),
+            kernel.forward(full, NORMS),
+            kernel.backward(of_full, NORMS),
+            kernel.backward(of_full | {"accumulated": before}, NORMS),
         )
 
     traced = jax.jit(both).trace(weights, states, scales, streams, states)

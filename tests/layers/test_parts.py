@@ -135,6 +135,26 @@ def test_head(keys, formula, monkeypatch):
         monkeypatch.setattr(matmul, "platform", lambda: "gpu")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_the_head(tied):
+    """The product trains its weights, h^T g: a tied head the token table, besides the embedding."""
+    keys = {"logits_via_embedding": tied, "normalize_embedding_logits": False}
+    model = Model(tiny_config(base_num_decoder_layers=1, **keys).model)
+    h_BTD = hidden_states(2, 5, 32)
+    grad_logits_BTV = hidden_states(2, 5, model.config.shape.vocab_size)
+
+    def total(params):
+        return jnp.sum(model.merge(params).logits(h_BTD) * grad_logits_BTV)
+
+    gradients = jax.grad(total)(random_params(model))
+    if tied:
+        grad_kernel_DV = gradients["token_embedder"]["embedding"].T
+    else:
+        grad_kernel_DV = gradients["logits_dense"]["kernel"]
+    expected_DV = np.einsum("btd,btv->dv", h_BTD, grad_logits_BTV)
+    np.testing.assert_allclose(grad_kernel_DV, expected_DV, rtol=1e-5, atol=1e-3)
+
+
 WIDE = {
     "base_emb_dim": 128, "base_num_kv_heads": 4, "head_dim": 32, "base_mlp_dim": 256,
     "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 256,

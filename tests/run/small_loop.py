@@ -8,7 +8,7 @@ from etils import epath
 from MaxText.config.training_sections import EvaluationConfig, RunConfig
 from MaxText.errors import WaitCancelledError
 from MaxText.run import loop as loop_module
-from MaxText.run.loop import Devices, Loop, Records, RunData, StepSchedule, Supervision
+from MaxText.run.loop import CompiledModel, Loop, Records, RunData, StepSchedule, Supervision
 
 
 class TrainStep:
@@ -166,7 +166,6 @@ class SmallLoop:
         )
         self.loop = Loop(
             config=SimpleNamespace(evaluation=evaluation, run=RunConfig(steps=last_step + 1)),
-            model="the model",
             state=state_before(first_step),
             schedule=StepSchedule(
                 step=first_step,
@@ -178,7 +177,8 @@ class SmallLoop:
                 evaluation=[] if eval_interval > 0 else None,
                 eval_batch_size=1,
             ),
-            devices=Devices(
+            compiled=CompiledModel(
+                model="the model",
                 sharding=SimpleNamespace(to_global_batch=lambda batch, size: batch),
                 train_step=TrainStep(),
                 eval_step=None,

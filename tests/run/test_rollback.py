@@ -44,8 +44,8 @@ class CheckpointManager:
         self.observed.append((last_step, last_skipped))
         self.health.observe_steps(last_step, last_skipped)
 
-    def last_healthy(self, before):
-        return max((step for step in self.good if step < before), default=None)
+    def last_healthy(self, before_step):
+        return max((step for step in self.good if step < before_step), default=None)
 
     def try_restore(self, step, abstract_state):
         if step in self.damaged:

@@ -20,7 +20,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     TokenRanges,
     concatenated_ranges,
 )
-from MaxText.input_pipeline.token_store.store import TokenDataset
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     planned_ranges,
     side_by_side,
 )
-from MaxText.input_pipeline.token_store.store import TokenDataset
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 
 # Packing consecutive documents in groups keeps a sequence's documents close in the files and
 # vectorizes planning over groups; only the last sequences of each group stay partly empty.

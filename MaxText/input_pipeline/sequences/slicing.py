@@ -17,7 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.token_store.store import TokenDataset, document_sizes
+from MaxText.input_pipeline.token_store.store import document_sizes
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 
 NO_SEQUENCE = -1
 """Sequence index past the end of the data: a row of padding, with weights and segments 0."""

@@ -15,7 +15,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     planned_ranges,
     side_by_side,
 )
-from MaxText.input_pipeline.token_store.store import TokenDataset
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 
 
 class SlidingWindows(SequenceSlicer):

@@ -227,7 +227,7 @@ def bidirectional_linear_attention(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns softmax_H(q) (softmax_T(k)^T v) (Shen et al. 2021, equation 4).
+    """Returns softmax_H(q) (softmax_T(k)^T v) (Shen et al. 2021).
 
     Takes O(T) without segments. With them it takes O(T^2), as each token has its own sum.
 

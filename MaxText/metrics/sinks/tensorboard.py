@@ -62,6 +62,7 @@ class TensorBoardSink(Sink):
         self._copy: BackgroundUploader | None = None  # of the file
 
     def write(self, event: Event) -> None:
+        """Adds the points, texts and status of an event."""
         if event.kind in ("start", "resume"):
             self._texts["num_model_parameters"] = f"{event.fields.get('num_parameters', 0):,}"
             self._objective_in_nats = event.fields.get("objective_in_nats", True)
@@ -91,6 +92,7 @@ class TensorBoardSink(Sink):
             self._copy_file(self._file)
 
     def close(self, until: float | None = None) -> None:
+        """Closes the file; creates it first if a run without metrics has texts."""
         if self._texts:
             self._opened()
         self._close_file()
@@ -98,6 +100,7 @@ class TensorBoardSink(Sink):
             self._temporary.cleanup()
 
     def discard(self) -> None:
+        """Drops the file, so that nothing touches it again."""
         if self._file is not None:
             self._file.discard()
             self._file = None

@@ -23,7 +23,7 @@ from MaxText.input_pipeline.sequences.slicing import (
     StitchedDocuments,
 )
 from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
-from MaxText.input_pipeline.token_store.store import TokenDataset
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 from tests.input_pipeline.small_data import numbered_documents, random_documents
 from tests.refusals import refused
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from MaxText.layers.depth.depth_aggregate import NO_NORMS, Norms, chip_memory
+from MaxText.layers.depth.norms import NO_NORMS, Norms, chip_memory
 from MaxText.parallelism.logical_sharding import target_device
 
 TILE_ROWS = 16  # tokens of a register tile in a 16-bit format
@@ -66,7 +66,7 @@ def backward(
 
     Returns:
       `grad_weights` [N, K] float32; `grad_sources`, [N, D] each, of scale * x for scaled sources
-      (depth_aggregate.scale_grad_only); with norms `grad_factors` [M, D] float32.
+      (aggregate.scale_grad_only); with norms `grad_factors` [M, D] float32.
     """
     weights = operands["weights"]
     sources = operands["sources"]

@@ -19,13 +19,8 @@ from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import tag
 from MaxText.layers.dense import Dense, einsum_f32
-from MaxText.layers.depth.depth_aggregate import (
-    NO_NORMS,
-    Norms,
-    aggregate,
-    scale_grad_only,
-    supports_fused_norms,
-)
+from MaxText.layers.depth.aggregate import aggregate, scale_grad_only, supports_fused_norms
+from MaxText.layers.depth.norms import NO_NORMS, Norms
 from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.normalization import RMSNorm, effective_scale, inverse_rms
 from MaxText.layers.params import Init, constant, normal_fan_in, param, zeros
@@ -38,7 +33,7 @@ class LayerOutput(NamedTuple):
 
     x_BTD: jax.Array
     # float32 1 / sqrt(mean(x^2) + eps), set by the first aggregation that normalizes the state;
-    # from then on gradients are with respect to scale * x (depth_aggregate.scale_grad_only).
+    # from then on gradients are with respect to scale * x (aggregate.scale_grad_only).
     inverse_rms_BT1: jax.Array | None = None
 
 
