@@ -104,7 +104,7 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
             return load_config(**TRAINED | part_keys | overrides)
 
     make_config()
-    print(f"{part.kind} {part.name} ({part.place})")
+    print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     part_under_test = Subject(make_config, decodes=decodes)
     has_failed = False

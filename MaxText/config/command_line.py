@@ -15,14 +15,9 @@ from typing import NoReturn, TypeVar
 
 from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
-from MaxText.config.loading import (
-    LoadedConfig,
-    format_accepted,
-    load,
-    review_file,
-    unknown_key,
-)
+from MaxText.config.loading import LoadedConfig, load, review_file
 from MaxText.config.maxtext_keys import ALIASES, find_mapping
+from MaxText.config.merging import format_accepted, unknown_key
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import ProgramArguments, describe, options_of, read_options
 from MaxText.config.schema import (

@@ -1,11 +1,15 @@
-"""YAML files: search, and reading with line numbers."""
+"""YAML files: search, and reading with line numbers.
+
+A file is read into settings, one `key = value` each, that know the line they stand on. Their types
+are checked later, when all layers of settings are there (merging.py).
+"""
 
 import dataclasses
 import enum
 import os
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -26,7 +30,7 @@ DECODER_BLOCKS = SHIPPED / "decoder_blocks"
 _MAX_BYTES = 1_000_000  # more takes minutes to parse; base.yml has 60,000
 _MAX_KEYS = 5_000  # MaxText's base.yml has 800
 
-# What may stand in a path up to its first "configs/" for it to mean the shipped configs.
+# Folders that may stand in a path up to its first "configs/" for it to mean the shipped configs.
 _BEFORE_CONFIGS = {"..", "MaxText", "maxtext", "src", "configs"}
 
 
@@ -47,16 +51,27 @@ class Source(enum.Enum):
 
     @property
     def rank(self) -> int:
+        """The place in the order; a source of higher rank beats one of lower."""
         return list(Source).index(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
+    """Where a value comes from.
+
+    Attributes:
+      source: The layer of settings.
+      file: Its YAML file, or None.
+      line: Its line in that file, or None.
+      raw: The value as it was written.
+      note: Environment variable, or what a derived value is derived from.
+    """
+
     source: Source
-    file: Path | None = None  # YAML file, or None
-    line: int | None = None  # line in that file, or None
-    raw: str = ""  # the value as it was written
-    note: str = ""  # environment variable, or the origin of a derived value
+    file: Path | None = None
+    line: int | None = None
+    raw: str = ""
+    note: str = ""
 
     @property
     def place(self) -> str:
@@ -70,7 +85,14 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One `key = value` with its origin; `written` is the user's spelling."""
+    """One `key = value` with its origin.
+
+    Attributes:
+      name: The key, under its name here.
+      value: Before its type is checked: text, lists and dicts of text, or a Python value.
+      origin: Where it was set.
+      written: The key in the user's spelling.
+    """
 
     name: str
     value: Any
@@ -79,6 +101,7 @@ class Setting:
 
     @property
     def place(self) -> str:
+        """For example "configs/gpt2.yml:12, steps: 5", for messages."""
         raw = textwrap.shorten(self.origin.raw, width=80, placeholder=" ...")
         if self.origin.source is Source.ENVIRONMENT:
             return f"{self.origin.place}={raw}"
@@ -87,6 +110,7 @@ class Setting:
 
 
 def short_path(path: Path) -> str:
+    """Returns a path from the current folder or the repository if it is inside one of them."""
     for root in (Path.cwd(), REPOSITORY):
         if path.is_relative_to(root):
             return path.relative_to(root).as_posix()
@@ -94,21 +118,13 @@ def short_path(path: Path) -> str:
 
 
 def shipped_names(folder: Path = SHIPPED) -> list[str]:
+    """Returns the YAML files below a folder, as paths from it."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.yml"))
 
 
 def preset_names(folder: Path) -> list[str]:
+    """Returns the presets in a folder: its YAML files without suffix."""
     return sorted(path.stem for path in folder.glob("*.yml"))
-
-
-# Shipped files under the names of earlier versions, read for one release.
-_RENAMED = {
-    "recipes/fattorib.yml": "reproductions/fattorib.yml",
-    "recipes/wikitext_gpt2.yml": "reproductions/wikitext_gpt2.yml",
-    "comparisons/learned.yml": "comparisons/position_learned.yml",
-    "comparisons/rotary.yml": "comparisons/position_rotary.yml",
-    "comparisons/small.yml": "comparisons/_base.yml",
-}
 
 
 def find_config(name: str | Path, next_to: Path | None = None) -> Path:
@@ -116,89 +132,121 @@ def find_config(name: str | Path, next_to: Path | None = None) -> Path:
 
     Looks in `next_to`, then as given, then by its name among the shipped configs:
     configs/gpt2.yml, MaxText/configs/gpt2.yml and gpt2.yml all work anywhere.
+
+    Args:
+      name: A path, or the name of a shipped config.
+      next_to: The folder of the file that names it, if one does.
+
+    Raises:
+      ConfigurationError: there is no such file.
     """
-    given = Path(os.path.expanduser(name))  # unlike Path.expanduser, takes unknown users
-    candidates = [next_to / given] if next_to else []
-    candidates.append(given)
-    if (inside := _inside_shipped(given)) is not None:
+    path = Path(os.path.expanduser(name))  # unlike Path.expanduser, takes unknown users
+    candidates = [next_to / path] if next_to else []
+    candidates.append(path)
+    if (inside := _inside_shipped(path)) is not None:
         candidates.append(SHIPPED / inside)
-        for old, now in _RENAMED.items():
-            bare = Path(old).name
-            if str(inside) == old or (str(inside) == bare and bare != Path(now).name):
-                candidates.append(SHIPPED / now)
     for candidate in candidates:
         try:
             if candidate.is_file():
                 return candidate.resolve()
         except OSError as error:  # a name that is too long, a folder that may not be searched
-            shown = textwrap.shorten(str(name), width=80, placeholder=" ...")
-            what = f"config file {shown!r} cannot be looked for: {error.strerror}"
-            raise ConfigurationError([ConfigIssue(what)]) from error
-    known = shipped_names()
-    same_name = [path for path in known if Path(path).name == str(given)]
+            short_name = textwrap.shorten(str(name), width=80, placeholder=" ...")
+            message = f"config file {short_name!r} cannot be looked for: {error.strerror}"
+            raise ConfigurationError([ConfigIssue(message)]) from error
+    all_shipped = shipped_names()
+    same_name = [shipped for shipped in all_shipped if Path(shipped).name == str(path)]
     if len(same_name) == 1:
         return SHIPPED / same_name[0]
-    searched = ("searched", ", ".join(map(str, candidates)))
-    short = {Path(path).name: path for path in known}
-    close = (f"configs/{short[found]}" for found in close_matches(given.name, short))
-    facts = searched, ("nearest", ", ".join(close))
-    raise ConfigurationError([ConfigIssue(f"config file {str(name)!r} not found", context=facts)])
+    by_name = {Path(shipped).name: shipped for shipped in all_shipped}
+    nearest = [f"configs/{by_name[match]}" for match in close_matches(path.name, by_name)]
+    issue = ConfigIssue(
+        message=f"config file {str(name)!r} not found",
+        context=(
+            ("searched", ", ".join(map(str, candidates))),
+            ("nearest", ", ".join(nearest)),
+        ),
+    )
+    raise ConfigurationError([issue])
 
 
-def _inside_shipped(given: Path) -> Path | None:
-    if given.is_relative_to(REPOSITORY):
-        given = given.relative_to(REPOSITORY)
-    parts = given.parts
-    inside = parts.index("configs") + 1 if "configs" in parts else 0
-    is_shipped = not given.is_absolute() and set(parts[:inside]) <= _BEFORE_CONFIGS
-    return Path(*parts[inside:]) if is_shipped else None
+def _inside_shipped(path: Path) -> Path | None:
+    """Returns a path from the folder of shipped configs if the user may mean a file there."""
+    if path.is_relative_to(REPOSITORY):
+        path = path.relative_to(REPOSITORY)
+    parts = path.parts
+    start = parts.index("configs") + 1 if "configs" in parts else 0
+    is_shipped = not path.is_absolute() and set(parts[:start]) <= _BEFORE_CONFIGS
+    return Path(*parts[start:]) if is_shipped else None
 
 
-def read(
-    path: Path, source: Source = Source.CONFIG_FILE
-) -> tuple[list[Setting], list[ConfigIssue]]:
-    """Returns the top-level entries of a YAML file, and problems by key."""
-    try:
-        if (size := path.stat().st_size) > _MAX_BYTES:
-            what = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
-            raise ConfigurationError([ConfigIssue(what)])
-        text = path.read_text(encoding="utf-8")
-        root = values.compose(text)
-    except values.InvalidValueError as error:
-        raise ConfigurationError([ConfigIssue(f"{short_path(path)}: {error}")]) from error
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigurationError(
-            [ConfigIssue(f"{short_path(path)} cannot be read: {error}")]
-        ) from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)
-        reason = getattr(error, "problem", None) or str(error)
-        raise ConfigurationError([ConfigIssue(f"{place} is not valid YAML: {reason}")]) from error
+class FileContents(NamedTuple):
+    """The top-level entries of a YAML file."""
+
+    settings: list[Setting]
+    problems: list[ConfigIssue]  # of single keys, which then have no setting
+
+
+def read(path: Path, source: Source = Source.CONFIG_FILE) -> FileContents:
+    """Reads the top-level entries of a YAML file.
+
+    Args:
+      path: The file.
+      source: The layer to which the settings belong.
+
+    Raises:
+      ConfigurationError: the file as a whole cannot be read.
+    """
+    text, root = _read_yaml(path)
     if root is None:
-        return [], []
+        return FileContents([], [])
     if not isinstance(root, yaml.MappingNode):
         raise ConfigurationError([ConfigIssue(f"{short_path(path)} holds no `key: value` lines")])
     if (num_keys := len(root.value)) > _MAX_KEYS:
-        what = f"{short_path(path)} has {num_keys:,} keys, and at most {_MAX_KEYS:,} are read"
-        raise ConfigurationError([ConfigIssue(what)])
-    entries: list[Setting] = []
+        message = f"{short_path(path)} has {num_keys:,} keys, and at most {_MAX_KEYS:,} are read"
+        raise ConfigurationError([ConfigIssue(message)])
+    settings: list[Setting] = []
     problems: list[ConfigIssue] = []
     first_line: dict[str, int] = {}
     for name_node, value_node in root.value:
         line = name_node.start_mark.line + 1
-        place = f"{short_path(path)}:{line}"
+        location = (f"{short_path(path)}:{line}",)
         name = str(name_node.value) if isinstance(name_node, yaml.ScalarNode) else "?"
         if name in first_line:
-            what = f"{name}: given twice in one file, first on line {first_line[name]}"
-            problems.append(ConfigIssue(what, (place,)))
+            message = f"{name}: given twice in one file, first on line {first_line[name]}"
+            problems.append(ConfigIssue(message, location))
             continue
         first_line[name] = line
         raw = " ".join(text[value_node.start_mark.index : value_node.end_mark.index].split())
         try:
             value = values.from_node(value_node)
-            origin = Origin(source, path, line, raw)
-            entries.append(Setting(name, value, origin, name))
         except values.InvalidValueError as error:
-            problems.append(ConfigIssue(f"{name}: {error}", (place,)))
-    return entries, problems
+            problems.append(ConfigIssue(f"{name}: {error}", location))
+            continue
+        origin = Origin(source=source, file=path, line=line, raw=raw)
+        settings.append(Setting(name=name, value=value, origin=origin, written=name))
+    return FileContents(settings, problems)
+
+
+def _read_yaml(path: Path) -> tuple[str, yaml.Node | None]:
+    """Returns the text of a YAML file and its root node, None if it is empty.
+
+    Raises:
+      ConfigurationError: it is too large, cannot be read, or is not YAML.
+    """
+    try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            message = f"{short_path(path)} has {size:,} bytes, and at most {_MAX_BYTES:,} are read"
+            raise ConfigurationError([ConfigIssue(message)])
+        text = path.read_text(encoding="utf-8")
+        return text, values.compose(text)
+    except values.InvalidValueError as error:
+        raise ConfigurationError([ConfigIssue(f"{short_path(path)}: {error}")]) from error
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
+        message = f"{short_path(path)} cannot be read: {error}"
+        raise ConfigurationError([ConfigIssue(message)]) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        location = f"{short_path(path)}:{mark.line + 1}" if mark else short_path(path)
+        reason = getattr(error, "problem", None) or str(error)
+        message = f"{location} is not valid YAML: {reason}"
+        raise ConfigurationError([ConfigIssue(message)]) from error

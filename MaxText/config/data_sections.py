@@ -142,13 +142,14 @@ class DataConfig(Section):
     @property
     def cache_url(self) -> str:
         """Folder of imports in a bucket, or ""."""
-        place = self.data_cache_dir.removeprefix("file://")
-        return place if "://" in place else ""
+        folder = self.data_cache_dir.removeprefix("file://")
+        return folder if "://" in folder else ""
 
     @property
     def local_cache_dir(self) -> Path:
-        place = DataConfig() if self.cache_url else self
-        return Path(place.data_cache_dir.removeprefix("file://")).expanduser()
+        """Folder of caches on this machine; the default one if data_cache_dir is a URL."""
+        section = DataConfig() if self.cache_url else self
+        return Path(section.data_cache_dir.removeprefix("file://")).expanduser()
 
 
 class MaskedTokens(Options):

@@ -3,7 +3,7 @@
     python -m MaxText.config.documentation
 
 configs/base.yml has every key with its default. Its values rank as schema defaults as long as they
-equal them (see loading.py): `base_config: base.yml` must not undo the part choices of a
+equal them (see merging.py): `base_config: base.yml` must not undo the part choices of a
 decoder_block. A copy under another name is an ordinary config file.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 
 from MaxText.config import config_files, registry, serialization, sources, values
-from MaxText.config.loading import format_accepted
+from MaxText.config.merging import format_accepted
 from MaxText.config.schema import Key, keys_by_section
 
 CONFIGURATION_MD = config_files.REPOSITORY / "docs" / "reference" / "configuration.md"
@@ -39,6 +39,7 @@ _MD_HEADER = Path(__file__).with_name("configuration_header.md").read_text(encod
 
 
 def base_yml() -> str:
+    """Returns configs/base.yml: every key with its default, under a comment that explains it."""
     lines = [_BASE_HEADER.rstrip()]
     for section, keys in keys_by_section().items():
         lines += ["", f"# ---- {'.'.join(section)}: {keys[0].title}"]
@@ -55,6 +56,7 @@ def base_yml() -> str:
 
 
 def _comment(key: Key) -> list[str]:
+    """Returns comment lines with all that is declared about a key."""
     facts = [key.help]
     if key.choices:
         facts.append(f"Choices: {', '.join(str(choice) or 'empty' for choice in key.choices)}.")
@@ -69,9 +71,12 @@ def _condition(key: Key) -> str:
 
 
 def configuration_md() -> str:
-    hidden = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
-    shown = [layer for layer in sources.Source if layer not in hidden]
-    layers = "\n".join(f"{number}. {layer.value}" for number, layer in enumerate(shown, start=1))
+    """Returns the reference page: the layers of settings, and a table of keys per section."""
+    undocumented = (sources.Source.SAVED_CONFIG, sources.Source.ARGUMENT, sources.Source.DERIVED)
+    documented = [source for source in sources.Source if source not in undocumented]
+    layers = "\n".join(
+        f"{number}. {source.value}" for number, source in enumerate(documented, start=1)
+    )
     lines = [_MD_HEADER.format(layers=layers).rstrip()]
     for section, keys in keys_by_section().items():
         lines += ["", f"## {'.'.join(section)}", "", keys[0].title, ""]
@@ -81,7 +86,7 @@ def configuration_md() -> str:
     return "\n".join(lines) + "\n"
 
 
-# Values in the words of a table.
+# Parts of a description of values -> how the table words them.
 _SHORT_TYPES = {
     "an integer": "integer",
     "a number": "number",
@@ -94,6 +99,7 @@ _SAME_TYPES = {"moe_activations": "as mlp_activations, or null"}  # 50 names
 
 
 def _row(key: Key) -> str:
+    """Returns the line of a key in its section's table."""
     default = values.to_yaml(key.default)
     default = f"`{default}`" if len(default) < 60 else "see configs/base.yml"
     accepted = _SAME_TYPES.get(key.name) or format_accepted(key)
@@ -101,8 +107,8 @@ def _row(key: Key) -> str:
         # their rows follow
         default = ""
         accepted = "{entry: value}"
-    for words, short in _SHORT_TYPES.items():
-        accepted = accepted.replace(words, short)
+    for long_type, short_type in _SHORT_TYPES.items():
+        accepted = accepted.replace(long_type, short_type)
     accepted = accepted.removeprefix("one of ")
     accepted += f" ({key.unit})" if key.unit else ""
     cells = [f"`{key.name}`", default, accepted, key.help, _condition(key)]
@@ -121,6 +127,14 @@ def built_in_yml() -> str:
 
 
 def _registered_in(path: Path, module: str) -> Iterator[tuple[str, str, str]]:
+    """Yields (kind, name, line of built_in.yml) of the parts that a file registers.
+
+    The file is parsed, not imported.
+
+    Args:
+      path: Of the file.
+      module: Its dotted name.
+    """
     body = ast.parse(path.read_text(encoding="utf-8")).body
     origins = {
         name.asname or name.name: f"{node.module}:{name.name}"
@@ -134,11 +148,11 @@ def _registered_in(path: Path, module: str) -> Iterator[tuple[str, str, str]]:
         for decorator in node.decorator_list:
             match decorator:
                 case ast.Call(func=ast.Name(id="register"), args=[kind, name], keywords=keywords):
-                    keys = [origins[ast.unparse(one.value)] for one in keywords]
-                    unrolled = "keeps_shapes = False" in map(ast.unparse, node.body)
-                    keys += ["unrolled"] if unrolled else []
-                    text = " ".join([f"{module}:{node.name}", *keys])
-                    yield ast.literal_eval(kind), ast.literal_eval(name), text
+                    attributes = [f"{module}:{node.name}"]
+                    attributes += [origins[ast.unparse(keyword.value)] for keyword in keywords]
+                    if "keeps_shapes = False" in map(ast.unparse, node.body):
+                        attributes.append("unrolled")
+                    yield ast.literal_eval(kind), ast.literal_eval(name), " ".join(attributes)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,15 @@
 """Declares configuration keys: type, default, help, bounds, conditions.
 
-A section is a frozen pydantic model whose fields are the flat keys that users type. Unit and
-conditions are in the field's `json_schema_extra`, so that help, `configs/base.yml`, the
+A section is a frozen pydantic model whose fields are the flat keys that users type:
+
+    class ScheduleConfig(Section):
+        'Learning rate schedule.'
+
+        learning_rate: NonNegative = key(3e-5)
+        'Peak learning rate.'
+        warmup_steps: int = key(-1, "Warm-up steps.", unit="steps", ge=-1)
+
+Unit and conditions are in the field's `json_schema_extra`, so that help, `configs/base.yml`, the
 documentation and the checks derive from one declaration.
 """
 
@@ -57,17 +65,19 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_entries(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        found = dict(given)
-        for name in given:
+    def _with_entries(cls, values: Any) -> Any:
+        """Converts {"key.entry": value} to {"key": {"entry": value}}."""
+        if not isinstance(values, dict):
+            return values
+        nested = dict(values)
+        for name in values:
             key, _, entry = name.partition(".")
             if entry:
-                found[key] = {**found.get(key, {}), entry: found.pop(name)}
-        return found
+                nested[key] = {**nested.get(key, {}), entry: nested.pop(name)}
+        return nested
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Returns this section with other, already checked values of some keys."""
         return self.model_copy(update=dict(values))
 
 
@@ -77,12 +87,13 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the value of every entry by name."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
-    def updated(self, given: Self) -> Self:
-        """Returns these entries, updated with those set in `given`."""
+    def updated(self, changes: Self) -> Self:
+        """Returns these entries, with those that were set in `changes` in their place."""
         return self.model_copy(
-            update={name: getattr(given, name) for name in given.model_fields_set}
+            update={name: getattr(changes, name) for name in changes.model_fields_set}
         )
 
 
@@ -95,13 +106,15 @@ def key(
     only_if_any: Conditions | None = None,
     **bounds: float,
 ) -> Any:
-    """Declares one key.
+    """Declares one key; the value of a field of a Section.
 
     Args:
+      default: Value unless a layer of settings sets it.
       help: A line for --help and docs/reference/configuration.md; empty takes the string literal
         below the field.
       unit: For example "steps", "tokens", "seconds".
       only_if: Conditions that must all hold for the key to have an effect.
+        Empty drops those of the section (Section.ONLY_IF).
       only_if_any: Conditions of which one is enough.
       bounds: pydantic's ge, gt, le, lt.
     """
@@ -117,22 +130,23 @@ def key(
 
 @functools.cache
 def field_docstrings(section: type[BaseModel]) -> dict[str, str]:
-    """Returns the string literals below the fields of a section.
+    """Returns the string literals below the fields of a section, by field, on one line each.
 
-    pydantic's use_attribute_docstrings reads them at each import, for a tenth of a second.
+    They are read from the source when help is asked for. pydantic's use_attribute_docstrings reads
+    them at each import, for a tenth of a second.
     """
-    found: dict[str, str] = {}
+    docstrings: dict[str, str] = {}
     for base in section.__mro__:
         if not issubclass(base, Section | Options):
             continue
         # Code without a file has no source, and odd indentation cannot be parsed alone.
         with contextlib.suppress(OSError, TypeError, SyntaxError):
             tree: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-            for field, below in itertools.pairwise(tree.body):
-                match field, below:
+            for field, docstring in itertools.pairwise(tree.body):
+                match field, docstring:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
-                        found.setdefault(name, " ".join(text.split()))
-    return found
+                        docstrings.setdefault(name, " ".join(text.split()))
+    return docstrings
 
 
 def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
@@ -141,7 +155,7 @@ def options(kind: type[Options], *, only_if: Conditions | None = None) -> Any:
 
 
 def condition_values(conditions: Conditions | None) -> dict[str, Any]:
-    """Returns other keys with the values enabling this one."""
+    """Returns conditions in one form: {other key: the values that enable this one}."""
     if isinstance(conditions, str):
         conditions = {conditions: True}
     return {

@@ -1,4 +1,9 @@
-"""Kinds of layers (`layer_kinds`), their repetition, and stages."""
+"""Kinds of layers (`layer_kinds`), their repetition, and stages.
+
+Layers can differ by keys: `layer_kinds` gives each letter some, and `layer_pattern` gives each
+layer a letter. Layers of the same kind that repeat in a cycle are compiled once: their parameters
+are stacked, and the train step scans over the repeats. `plan_layers` finds that cycle.
+"""
 
 import itertools
 import re
@@ -13,20 +18,24 @@ _PATTERN = re.compile(r"([^()\s]*)(?:\(([^()\s]+)\)([^()\s]*))?")
 
 
 class LayerKinds(tuple[tuple[str, tuple[tuple[str, Any], ...]], ...]):
-    """Pairs of a letter and the keys of its layers."""
+    """The value of `layer_kinds`: pairs of a letter and the keys of its layers.
+
+    It is a tuple of tuples, so that a configuration can be hashed.
+    """
 
     __slots__ = ()
 
     @classmethod
-    def of(cls, value: Any) -> Self:
-        """Builds it from a mapping of mappings, such as a checkpoint records."""
-        pairs = value.items() if isinstance(value, dict) else value
+    def of(cls, kinds: Any) -> Self:
+        """Builds it from pairs, or from a mapping of mappings such as a checkpoint records."""
+        pairs = kinds.items() if isinstance(kinds, dict) else kinds
         return cls(
-            (letter, tuple((name, _hashable(one)) for name, one in dict(keys).items()))
+            (letter, tuple((name, _hashable(value)) for name, value in dict(keys).items()))
             for letter, keys in pairs
         )
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
+        """Returns {letter: {key: value}}."""
         return {letter: dict(keys) for letter, keys in self}
 
 
@@ -35,7 +44,16 @@ def _hashable(value: Any) -> Any:
 
 
 def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
-    """Parses {letter: {key: value}}; `convert` raises KeyError for others."""
+    """Parses {letter: {key: value}}.
+
+    Args:
+      value: What was typed.
+      convert: (key or key.entry, value) -> the value in the key's type. Raises KeyError for a key
+        that cannot differ between layers, and InvalidValueError for a value of another type.
+
+    Raises:
+      InvalidValueError: the first thing that is wrong.
+    """
     if is_null(value) or value in ((), []):
         return LayerKinds()
     if isinstance(value, LayerKinds):
@@ -49,12 +67,12 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
         if not isinstance(keys, dict):
             raise InvalidValueError(f"{letter}: {format_value(keys)} is not {{key: value}}")
         typed = []
-        for name, given in _with_entries(keys):
+        for name, key_value in _with_entries(keys):
             try:
-                typed.append((name, convert(name, given)))
+                typed.append((name, convert(name, key_value)))
             except KeyError:
-                what = f"{letter}: {name} is not a key of a layer's parts"
-                raise InvalidValueError(what) from None
+                message = f"{letter}: {name} is not a key of a layer's parts"
+                raise InvalidValueError(message) from None
             except InvalidValueError as error:
                 raise InvalidValueError(f"{letter}: {name}: {error}") from None
         kinds.append((str(letter), tuple(typed)))
@@ -62,28 +80,37 @@ def parse_kinds(value: Any, convert: Callable[[str, Any], Any]) -> LayerKinds:
 
 
 def _with_entries(keys: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, given in keys.items():
-        if isinstance(given, dict):
-            yield from ((f"{name}.{entry}", one) for entry, one in given.items())
+    """Yields keys with their values; of a mapping each entry as key.entry."""
+    for name, value in keys.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{entry}", entry_value) for entry, entry_value in value.items())
         else:
-            yield str(name), given
+            yield str(name), value
 
 
 def letters(pattern: str, num_layers: int) -> str:
-    """Returns the letter of each layer, by prefix(cycle)suffix or a cycle."""
-    found = _PATTERN.fullmatch(pattern)
-    if found is None:
+    """Returns the letter of each layer.
+
+    Args:
+      pattern: The value of layer_pattern: a cycle such as "GGG*", or prefix(cycle)suffix.
+      num_layers: The layers of the model, which the cycle is repeated to fill.
+
+    Raises:
+      InvalidCombinationError: the pattern is malformed or does not fill the layers.
+    """
+    match = _PATTERN.fullmatch(pattern)
+    if match is None:
         raise InvalidCombinationError(
             ConfigIssue(
                 message=f"layer_pattern={pattern}: letters, with one repeated part in parentheses",
                 keys=("layer_pattern",),
             )
         )
-    prefix, cycle, suffix = found.groups()
+    prefix, cycle, suffix = match.groups()
     if cycle is None:
         prefix, cycle, suffix = "", prefix, ""
-    repeats, rest = divmod(num_layers - len(prefix) - len(suffix), len(cycle))
-    if rest or repeats < 1:
+    repeats, num_left_over = divmod(num_layers - len(prefix) - len(suffix), len(cycle))
+    if num_left_over or repeats < 1:
         count = len(prefix) + len(suffix) + max(repeats, 1) * len(cycle)
         raise InvalidCombinationError(
             ConfigIssue(
@@ -97,23 +124,36 @@ def letters(pattern: str, num_layers: int) -> str:
 
 
 class LayerPlan(NamedTuple):
-    """Layers `prefix` to `prefix + repeats * cycle` repeat one cycle."""
+    """The repetition of layers: those from `prefix` to `end` repeat one cycle.
+
+    A cycle consists of runs: neighbors of the same kind, whose parameters are stacked. Layers
+    outside of the cycle are compiled one by one.
+
+    Attributes:
+      num_layers: Layers of the model.
+      prefix: Layers before the first cycle.
+      runs: Lengths of the cycle's runs: (3, 1) is GGG*.
+      repeats: Times that the cycle is repeated: 0, or at least 2.
+    """
 
     num_layers: int
     prefix: int
-    runs: tuple[int, ...]  # lengths of the cycle's runs of like layers: (3, 1) is GGG*
-    repeats: int  # 0, or at least 2
+    runs: tuple[int, ...]
+    repeats: int
 
     @property
     def cycle(self) -> int:
+        """Layers of one cycle."""
         return sum(self.runs)
 
     @property
     def end(self) -> int:
+        """The index after the last layer of the last cycle."""
         return self.prefix + self.cycle * self.repeats
 
     @property
     def is_whole(self) -> bool:
+        """Whether all layers are in the cycle."""
         return self.cycle * self.repeats == self.num_layers
 
     def singles(self) -> Iterator[int]:
@@ -122,27 +162,38 @@ class LayerPlan(NamedTuple):
         yield from range(self.end, self.num_layers)
 
     def cycled(self, index: int) -> tuple[int, int] | None:
-        """Returns (run, index among its repeats) of a layer, or None."""
+        """Returns a layer's run and its index among the stacked layers of the run.
+
+        None for a layer outside of the cycle.
+        """
         if not self.prefix <= index < self.end:
             return None
-        repeat, place = divmod(index - self.prefix, self.cycle)
+        repeat, offset = divmod(index - self.prefix, self.cycle)
         for run, length in enumerate(self.runs):
-            if place < length:
-                return run, repeat * length + place
-            place -= length
+            if offset < length:
+                return run, repeat * length + offset
+            offset -= length
         raise AssertionError("runs make up the cycle")
 
     def first_of(self, run: int) -> int:
+        """Returns the first layer of a run, in the first cycle."""
         return self.prefix + sum(self.runs[:run])
 
     def layers_of(self, run: int) -> list[int]:
+        """Returns the layers of a run in all cycles, in the order in which they are stacked."""
         starts = range(self.first_of(run), self.end, self.cycle)
-        return [start + place for start in starts for place in range(self.runs[run])]
+        return [start + offset for start in starts for offset in range(self.runs[run])]
 
     def path(self, index: int) -> tuple[str, int | None]:
-        """Returns a layer's path below `layers`, and its row there."""
-        place = self.cycled(index)
-        return (str(index), None) if place is None else (f"cycle/{place[0]}", place[1])
+        """Returns a layer's path below `layers`, and its row in the stacked arrays there.
+
+        The row of a layer outside of the cycle, whose arrays are not stacked, is None.
+        """
+        stacked_at = self.cycled(index)
+        if stacked_at is None:
+            return str(index), None
+        run, row = stacked_at
+        return f"cycle/{run}", row
 
 
 def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
@@ -150,6 +201,9 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
 
     Layers of equal kinds are interchangeable. A cycle that saves only one layer is not worth arrays
     of its own, unless all layers are alike.
+
+    Args:
+      kinds: What distinguishes each layer from others, for example its keys.
     """
     num_layers = len(kinds)
     if num_layers > 1 and len(set(kinds)) == 1:
@@ -175,12 +229,19 @@ def plan_layers(kinds: Sequence[Hashable]) -> LayerPlan:
 
 
 class PipelineSchedule(NamedTuple):
-    """A circular schedule: run c of the layers is on stage c mod num_stages."""
+    """A circular schedule: run c of the layers is on stage c mod num_stages.
 
-    num_stages: int  # groups of devices, each with a part of the layers
-    num_repeats: int  # runs of a stage, which is how often a microbatch passes through all stages
-    layers_per_stage: int  # layers of a run
-    num_microbatches: int  # chunks of a batch in flight at the same time
+    Attributes:
+      num_stages: Groups of devices, each with a part of the layers.
+      num_repeats: Runs of a stage, which is how often a microbatch passes through all stages.
+      layers_per_stage: Layers of a run.
+      num_microbatches: Chunks of a batch in flight at the same time.
+    """
+
+    num_stages: int
+    num_repeats: int
+    layers_per_stage: int
+    num_microbatches: int
 
     @property
     def num_turns(self) -> int:
@@ -189,5 +250,5 @@ class PipelineSchedule(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """Share of its turns with an idle stage."""
+        """Fraction of a stage's turns in which it is idle."""
         return (self.num_stages - 1) / self.num_turns

@@ -244,6 +244,7 @@ class AttentionConfig(Section):
     """Largest distance of the static SGU sum."""
 
     def kinds(self, num_layers: int) -> tuple[AttentionKind, ...]:
+        """Returns the kind of each layer's attention by attention_types."""
         if not self.attention_types:
             return ("global",) * num_layers
         kinds: list[AttentionKind] = []
@@ -386,22 +387,28 @@ class PattentionConfig(Section):
     zoom_dims: ZoomDims = options(ZoomDims, only_if=_L2)
     scale_factors: ScaleFactors = options(ScaleFactors)
 
-    def num_slots(self, place: SlotPlace, emb_dim: int) -> int:
-        """Slots of one Pattention at a place, every -1 replaced."""
-        own: int = getattr(self, f"{place}_slot_num")
-        if own != -1:
-            return own
+    def num_slots(self, projection: SlotPlace, emb_dim: int) -> int:
+        """Returns the slots of one Pattention, with every -1 replaced.
+
+        Args:
+          projection: The one in whose place it stands.
+          emb_dim: Width of the model, which is the default.
+        """
+        num_slots: int = getattr(self, f"{projection}_slot_num")
+        if num_slots != -1:
+            return num_slots
         base = emb_dim if self.slot_num == -1 else self.slot_num
-        return 4 * base if place == "ffn" else base
+        return 4 * base if projection == "ffn" else base
 
-    def fixed_zoom(self, place: SlotPlace) -> float:
-        """Replacement of n in sqrt(n) at a place; 0 is the slots there."""
-        own: float = getattr(self.zoom_dims, place)
-        default = 4 * self.zoom_dim if place == "ffn" else self.zoom_dim
-        return default if own == -1 else own
+    def fixed_zoom(self, projection: SlotPlace) -> float:
+        """Returns what replaces n in sqrt(n) of Theta; 0 is the number of slots."""
+        zoom: float = getattr(self.zoom_dims, projection)
+        default = 4 * self.zoom_dim if projection == "ffn" else self.zoom_dim
+        return default if zoom == -1 else zoom
 
-    def zoom(self, place: SlotPlace, emb_dim: int) -> float:
-        return self.fixed_zoom(place) or self.num_slots(place, emb_dim)
+    def zoom(self, projection: SlotPlace, emb_dim: int) -> float:
+        """Returns n in sqrt(n) of Theta: fixed_zoom, or else the number of slots."""
+        return self.fixed_zoom(projection) or self.num_slots(projection, emb_dim)
 
 
 _DENSE = {"dense_conn": True}
@@ -474,7 +481,7 @@ class DenseConfig(Section):
     @property
     def mixes_attention_inputs(self) -> bool:
         """Whether queries, keys or values have separate inputs."""
-        return self.dense_conn and any(way in self.dense_streams for way in "qkv")
+        return self.dense_conn and any(stream in self.dense_streams for stream in "qkv")
 
     @property
     def adds(self) -> bool:
@@ -482,6 +489,7 @@ class DenseConfig(Section):
         return self.mudd_prenorm or self.mudd_postnorm != "none"
 
     def stands_after(self, depth: int) -> bool:
+        """Returns whether a sum follows the first `depth` layers."""
         if not self.dense_conn:
             return False
         if self.dense_target_layers is not None:
@@ -489,7 +497,10 @@ class DenseConfig(Section):
         return depth % self.dense_period == 0
 
     def sources(self, depth: int) -> tuple[int, ...]:
-        """Returns the sources after `depth` layers: 0 is the embedding."""
+        """Returns what the sum after the first `depth` layers adds up, in order.
+
+        0 is the embedding, n the output of the n-th layer. The last output is always there.
+        """
         if self.dense_sparsity == "dilated":
             chosen = set(range(depth, -1, -self.dense_selection.dilation))
         elif self.dense_sparsity == "window":

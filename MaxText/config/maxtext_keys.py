@@ -18,24 +18,37 @@ from MaxText.config import values
 
 
 class UnsupportedKey(NamedTuple):
-    """The reason for the absence of a key."""
+    """The reason for the absence of another program's key.
 
-    why: str  # the reason, as a phrase
-    replacement: str = ""  # the key here that serves its purpose, if one does
-    # values ignored with a note: those that switch it off, any (none changes a result), or nothing
+    Attributes:
+      why: The reason, as a phrase.
+      replacement: The key here that serves its purpose, if one does.
+      accepts: Values that are ignored with a note: those that switch it off, any (none changes a
+        result), or nothing.
+    """
+
+    why: str
+    replacement: str = ""
     accepts: Literal["off", "any", "nothing"] = "off"
 
     @property
     def sentence(self) -> str:
+        """The reason with the replacement, for messages."""
         return f"{self.why}; use {self.replacement}" if self.replacement else self.why
 
 
 class KeyMapping(NamedTuple):
-    """The meaning here of another program's `key=value`."""
+    """The meaning here of another program's `key=value`.
 
-    name: str  # key here; empty if nothing has to be set
-    text: str = ""  # value of that key, as it is typed
-    why: str = ""  # a sentence for where nothing has to be set
+    Attributes:
+      name: Key here; empty if nothing has to be set.
+      text: Value of that key, as it is typed.
+      why: If nothing has to be set, the reason.
+    """
+
+    name: str
+    text: str = ""
+    why: str = ""
 
     @property
     def value(self) -> Any:
@@ -44,6 +57,7 @@ class KeyMapping(NamedTuple):
 
     @property
     def sentence(self) -> str:
+        """The predicate of a note whose subject is `key=value`."""
         if self.name:
             return f"is {self.name}={self.text} here"
         return f"has no effect here: {self.why}"
@@ -90,26 +104,34 @@ _OFF = (None, False, 0.0, (), {})
 _MIN_ABSENT_KEYS = 100
 
 
-def current_entry(key: str, entry: str) -> str:
-    return ALIASES.get(f"{key}.{entry}", f"{key}.{entry}").removeprefix(f"{key}.")
-
-
 def find_mapping(name: str, value: Any) -> KeyMapping | None:
-    """Returns what another program's `name=value` means here; None if nothing is known of it."""
+    """Returns what another program's `name=value` means here; None if nothing is known of it.
+
+    Args:
+      name: A key of MaxText or of another program.
+      value: Its value, before its type is known.
+    """
     if values.is_null(value):
         spelled = "null"
     else:
         spelled = value.lower() if isinstance(value, str) else values.to_yaml(value)
-    if found := TRANSLATIONS.get((name, spelled or "null")):
-        return found
-    families = (one for start, one in _FAMILIES.items() if name.startswith(start))
-    reason = UNSUPPORTED.get(name) or next((one for one in families if one.accepts == "any"), None)
+    if translation := TRANSLATIONS.get((name, spelled or "null")):
+        return translation
+    reason = UNSUPPORTED.get(name) or _accepted_family(name)
     if reason is None:
         return None
     if reason.accepts == "any" or (reason.accepts == "off" and _is_off(_canonical(value))):
         return KeyMapping("", why=reason.sentence)
     if is_maxtext_default(name, value):
         return KeyMapping("", why=f"{reason.sentence} (the value is MaxText's default)")
+    return None
+
+
+def _accepted_family(name: str) -> UnsupportedKey | None:
+    """Returns the reason of a key's family if the family's values are ignored with a note."""
+    for prefix, reason in _FAMILIES.items():
+        if name.startswith(prefix) and reason.accepts == "any":
+            return reason
     return None
 
 
@@ -187,11 +209,18 @@ def other_meaning(name: str) -> str:
     return ""
 
 
-def find_unsupported(name: str, known: tuple[str, ...] = ()) -> UnsupportedKey | None:
+def find_unsupported(name: str, known_names: tuple[str, ...] = ()) -> UnsupportedKey | None:
+    """Returns the reason for the absence of another program's key; None if none is known.
+
+    Args:
+      name: Of the key.
+      known_names: Keys here that the user may have meant. With any, families of keys are not
+        looked at: a typing error is more likely.
+    """
     if name in UNSUPPORTED:
         return UNSUPPORTED[name]
     if name in REFERENCE_KEYS:
         return UnsupportedKey(*REFERENCE_KEYS[name])
-    if known:
+    if known_names:
         return None
     return next((reason for prefix, reason in _FAMILIES.items() if name.startswith(prefix)), None)

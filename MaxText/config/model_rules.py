@@ -156,11 +156,11 @@ def _loss_chunks_divide_sequences(config: Config) -> ConfigIssue | None:
 
 @rule("zoom_dims")
 def _zooms_have_roots(config: Config) -> ConfigIssue | None:
-    for place, zoom in config.model.pattention.zoom_dims:
+    for projection, zoom in config.model.pattention.zoom_dims:
         if -1 < zoom < 0:
             return ConfigIssue(
-                message=f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 for "
-                "zoom_dim",
+                message=f"zoom_dims.{projection}={zoom:g} has no square root; use 0 or more, or "
+                "-1 for zoom_dim",
                 keys=("zoom_dims",),
             )
     return None
@@ -291,8 +291,8 @@ def _part_issue(
     key = KINDS[registered.kind]
     if not hasattr(part, "problem"):
         return ConfigIssue(
-            message=f"{key}={registered.name}: {part.__name__} ({registered.place}) is not derived "
-            f"from MaxText.layers.part.{base_class}",
+            message=f"{key}={registered.name}: {part.__name__} ({registered.location}) is not "
+            f"derived from MaxText.layers.part.{base_class}",
             keys=(key,),
         )
     # A part writes its remedies in further lines, so that it needs no import for them.
@@ -335,7 +335,7 @@ def _mixers_decode(config: Config) -> ConfigIssue | None:
         if registered.checks_itself and not registered.load().decodes():
             return ConfigIssue(
                 message=f"mixer={name} has no decode state: give {registered.load().__name__} the "
-                f"methods prefill and decode_step ({registered.place})",
+                f"methods prefill and decode_step ({registered.location})",
                 keys=("mixer",),
             )
     return None

@@ -29,8 +29,9 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
+from MaxText.config.part_sections import ObjectiveParts, Parts
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
-from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
+from MaxText.config.registry import Name, lookup, registration
 
 RematPolicy = Literal[
     "auto",
@@ -83,9 +84,10 @@ class ShapeConfig(Section):
     def dimensions(self) -> Dimensions:
         """Sizes after scaling, by MaxText's split of a power of two."""
         log2_scale = self.global_parameter_scale.bit_length() - 1
-        third, rest = divmod(log2_scale, 3)
-        emb_scale = 2 ** (third + (rest > 1))
-        head_scale = mlp_scale = 2 ** (third + (rest > 0))
+        # Doublings go in turn to heads and MLP, to the width, and to layers.
+        third, remainder = divmod(log2_scale, 3)
+        emb_scale = 2 ** (third + 1 if remainder > 1 else third)
+        head_scale = mlp_scale = 2 ** (third + 1 if remainder > 0 else third)
         emb_dim = self.base_emb_dim * emb_scale
         num_query_heads = self.base_num_query_heads * head_scale
         return Dimensions(
@@ -141,6 +143,7 @@ class HeadConfig(Section):
 
     @property
     def name(self) -> str:
+        """The registered head that head_type and head_qk choose."""
         if self.head_type != "auto":
             return self.head_type
         return "head_qk" if self.head_qk else "linear"
@@ -190,14 +193,14 @@ class DropoutConfig(Section):
     drop_path_schedule: Literal["constant", "linear"] = key("constant", only_if=_DROPS_PATHS)
     """linear: increase from 0 in the first layer to drop_path in the last."""
 
-    def rate(self, place: str) -> float:
+    def rate(self, dropout_place: str) -> float:
         """Returns the rate at one of DROPOUT_PLACES; 0 if dropout is disabled."""
         if not self.enable_dropout:
             return 0.0
-        if place == "path":
+        if dropout_place == "path":
             return self.drop_path
-        own: float | None = getattr(self.dropout_rates, place)
-        return self.dropout_rate if own is None else own
+        rate: float | None = getattr(self.dropout_rates, dropout_place)
+        return self.dropout_rate if rate is None else rate
 
 
 class InitScale(Options):
@@ -250,6 +253,7 @@ class NumericsConfig(Section):
     the others follow `quantization`."""
 
     def quantization_of(self, path: str) -> Quantization:
+        """Returns the quantization of a module by its path within a layer."""
         for pattern, kind in self.quantization_rules:
             if re.fullmatch(pattern, path):
                 return kind
@@ -284,8 +288,9 @@ class PipelineConfig(Section):
     one cycle of layer kinds if that is -1 too."""
 
     def microbatches(self, num_stages: int) -> int:
-        given = self.num_pipeline_microbatches
-        return num_stages if given == -1 else given
+        """Returns the microbatches in flight, by default as many as stages."""
+        num_microbatches = self.num_pipeline_microbatches
+        return num_stages if num_microbatches == -1 else num_microbatches
 
 
 def _stages_error(message: str, keys: tuple[str, ...] = ()) -> InvalidCombinationError:
@@ -295,6 +300,8 @@ def _stages_error(message: str, keys: tuple[str, ...] = ()) -> InvalidCombinatio
 
 
 class ModelConfig(Section):
+    """All keys of the model, by part, and what follows from several parts together."""
+
     shape: ShapeConfig = ShapeConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
     block: BlockConfig = BlockConfig()
@@ -315,72 +322,102 @@ class ModelConfig(Section):
 
     @property
     def layer_overrides(self) -> tuple[Overrides, ...]:
-        """Keys of each layer, replacing the model's own."""
+        """Keys of each layer with values of their own, which replace the model's.
+
+        They come from layer_kinds, attention_types, moe_layers, dynamic_mlp_dim and
+        dense_first_layer_norms. `mlp_dim` among them is a width after scaling, not a key.
+        """
         num_layers = self.shape.dimensions.num_layers
         dense = self.dense_connections
         kinds = self.attention.kinds(num_layers) if self.attention.attention_types else ()
-        experts = self.mixture_of_experts
+        moe_layers = self.mixture_of_experts.moe_layers
         widths = self.feed_forward.mlp_dims(self.shape.dimensions)
-        has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
-        kinds_by_letter = dict(self.block.layer_kinds)
-        try:
-            pattern = self.block.layer_pattern
-            chosen = letters(pattern, num_layers) if pattern else ""
-        except ValueError:
-            chosen = ""  # said by a rule
-        found = []
+        first_has_one_norm = dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one"
+        layer_kinds = self._layer_kinds()
+        overrides = []
         for index in range(num_layers):
-            own: dict[str, Any] = dict(kinds_by_letter.get(chosen[index], ())) if chosen else {}
+            layer_keys: dict[str, Any] = dict(layer_kinds[index]) if layer_kinds else {}
             if index < len(kinds):
-                own["mixer"] = MIXERS[kinds[index]]
-            if experts.moe_layers is not None and index not in experts.moe_layers:
-                own["num_experts"] = 1
+                layer_keys["mixer"] = MIXERS[kinds[index]]
+            if moe_layers is not None and index not in moe_layers:
+                layer_keys["num_experts"] = 1
             if self.feed_forward.dynamic_mlp_dim:
-                own["mlp_dim"] = widths[index]
-            if index == 0 and has_one_norm:
-                own["dense_streams"] = ("r",)
-            found.append(tuple(own.items()))
-        return tuple(found)
+                layer_keys["mlp_dim"] = widths[index]
+            if index == 0 and first_has_one_norm:
+                layer_keys["dense_streams"] = ("r",)
+            overrides.append(tuple(layer_keys.items()))
+        return tuple(overrides)
 
-    def with_keys(self, given: Mapping[str, Any]) -> "ModelConfig":
-        """Returns these keys with other values of some, or of their entries."""
+    def _layer_kinds(self) -> list[Overrides]:
+        """Returns the keys that layer_pattern gives each layer; empty without a valid pattern."""
+        if not self.block.layer_pattern:
+            return []
+        try:
+            chosen_letters = letters(self.block.layer_pattern, self.shape.dimensions.num_layers)
+        except InvalidCombinationError:
+            return []  # a rule reports it
+        keys_by_letter = dict(self.block.layer_kinds)
+        return [keys_by_letter.get(letter, ()) for letter in chosen_letters]
+
+    def with_keys(self, changes: Mapping[str, Any]) -> "ModelConfig":
+        """Returns these keys with other values of some.
+
+        Args:
+          changes: Already checked values by key, or by key.entry.
+        """
         sections = {name: getattr(self, name) for name in type(self).model_fields}
-        owners = {key: name for name, own in sections.items() for key in type(own).model_fields}
-        changed: dict[str, dict[str, Any]] = {}
-        for name, value in given.items():
+        section_of_key = {
+            key: name for name, section in sections.items() for key in type(section).model_fields
+        }
+        changes_by_section: dict[str, dict[str, Any]] = {}
+        for name, value in changes.items():
             key, _, entry = name.partition(".")
-            section = owners.get(key, "parts")
-            own = changed.setdefault(section, {})
+            section_name = section_of_key.get(key, "parts")
+            section_changes = changes_by_section.setdefault(section_name, {})
             if entry:
-                places = own, *map(dict, (sections[section], *self.parts.sections))
-                options = next(place[key] for place in places if key in place)
+                # Of several changed entries of a key, each adds to the ones before.
+                candidates = (
+                    section_changes,
+                    *map(dict, (sections[section_name], *self.parts.sections)),
+                )
+                options = next(candidate[key] for candidate in candidates if key in candidate)
                 value = options.model_copy(update={entry: value})
-            own[key] = value
+            section_changes[key] = value
         return self.model_copy(
-            update={name: sections[name].with_values(values) for name, values in changed.items()}
+            update={
+                name: sections[name].with_values(section_changes)
+                for name, section_changes in changes_by_section.items()
+            }
         )
 
     @property
     def layers(self) -> tuple["LayerConfig", ...]:
         """Each layer's own keys and sizes; like layers share one object."""
         overrides = self.layer_overrides
-        made = {own: self.layer(dict(own)) for own in set(overrides)}
-        return tuple(made[own] for own in overrides)
+        config_of = {layer_keys: self.layer(dict(layer_keys)) for layer_keys in set(overrides)}
+        return tuple(config_of[layer_keys] for layer_keys in overrides)
 
-    def layer(self, own: dict[str, Any]) -> "LayerConfig":
-        width = own.pop("mlp_dim", None)
-        section = self.with_keys(own)
-        dimensions = section.shape.dimensions
-        if width is not None:
-            dimensions = dimensions._replace(mlp_dim=width)
-        return LayerConfig(section, dimensions)
+    def layer(self, layer_keys: dict[str, Any]) -> "LayerConfig":
+        """Returns the keys and sizes of a layer.
+
+        Args:
+          layer_keys: An element of layer_overrides, as a dict.
+        """
+        mlp_dim = layer_keys.get("mlp_dim")
+        config = self.with_keys(
+            {name: value for name, value in layer_keys.items() if name != "mlp_dim"}
+        )
+        dimensions = config.shape.dimensions
+        if mlp_dim is not None:
+            dimensions = dimensions._replace(mlp_dim=mlp_dim)
+        return LayerConfig(config, dimensions)
 
     @property
     def connection(self) -> str:
-        name = self.block.connection_type
-        if name == "auto":
-            return "dense" if self.dense_connections.dense_conn else "residual"
-        return name
+        """The registered connection that connection_type and dense_conn choose."""
+        if self.block.connection_type != "auto":
+            return self.block.connection_type
+        return "dense" if self.dense_connections.dense_conn else "residual"
 
     @property
     def layer_plan(self) -> LayerPlan:
@@ -394,15 +431,17 @@ class ModelConfig(Section):
 
     @property
     def mixers(self) -> tuple[str, ...]:
+        """The mixer of each layer, by name."""
         return tuple(layer.config.block.mixer for layer in self.layers)
 
     @property
     def is_random(self) -> bool:
         """Whether training draws random numbers besides initial weights."""
-        return any(one._draws for one in (self, *(layer.config for layer in self.layers)))
+        return self._draws or any(layer.config._draws for layer in self.layers)
 
     @property
     def _draws(self) -> bool:
+        """Whether layers with these keys draw random numbers in training."""
         routing = self.mixture_of_experts
         draws_experts = routing.num_experts > 1 and routing.num_experts_per_tok == 2
         return (
@@ -459,6 +498,7 @@ class ModelConfig(Section):
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:
+        """Returns why layers cannot be split into stages at all, or ""."""
         if self.block.share_layer_params:
             return "share_layer_params=true: there is one layer, and nothing to split into stages"
         if self.scan_unsupported_reason is not None:
@@ -478,8 +518,15 @@ class ModelConfig(Section):
 
 
 class LayerConfig(NamedTuple):
-    config: ModelConfig  # the model's keys with the layer's own values in their place
-    dimensions: Dimensions  # the sizes of this layer
+    """Keys and sizes of one layer.
+
+    Attributes:
+      config: The model's keys with the layer's own values in their place.
+      dimensions: The sizes of this layer.
+    """
+
+    config: ModelConfig
+    dimensions: Dimensions
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -489,5 +536,5 @@ class LayerConfig(NamedTuple):
             "feed_forward": self.config.feed_forward.feed_forward_type,
             "projection": self.config.attention.attention_projections,
         }
-        found = (lookup(kind, name) for kind, name in names.items())
-        return tuple(one for one in found if hasattr(one, "slots_problem"))
+        parts = [lookup(kind, name) for kind, name in names.items()]
+        return tuple(part for part in parts if hasattr(part, "slots_problem"))

@@ -45,7 +45,7 @@ class ConfigIssue:
 
     def lines(self) -> list[str]:
         """Returns the lines that users read: the message, then what is labeled, indented."""
-        labeled = [("set", place) for place in self.location] + list(self.facts)
+        labeled = [("set", setting) for setting in self.location] + list(self.facts)
         return [self.message, *(f"  {label + ':':<10}{text}" for label, text in labeled)]
 
 

@@ -1,7 +1,12 @@
 """Registry of parts: the values of keys such as `mixer`.
 
-Parts are decorated with `register`, built-in ones and those of modules that `import_modules` names.
-The generated layers/built_in.yml lists built-in parts, which are thus known without importing jax.
+A part is a class or function that users choose by name: `mixer=attention` takes the class that is
+registered as ("mixer", "attention"). Parts are decorated with `register`, built-in ones and those
+of modules that `import_modules` names. The generated layers/built_in.yml lists built-in parts,
+which are thus known without importing jax.
+
+A part can have keys of its own, a Section. The registry only records it: part_sections.py puts the
+section into the configuration, and schema.py checks its keys.
 """
 
 import dataclasses
@@ -9,16 +14,15 @@ import functools
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import yaml
-from pydantic import model_serializer, model_validator
 
 from MaxText.config.keys import Section
-from MaxText.config.maxtext_keys import other_meaning
 
+# Kind of part -> the key that chooses it.
 KINDS = {
     "mixer": "mixer",
     "feed_forward": "feed_forward_type",
@@ -40,24 +44,40 @@ class RegistrationError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    kind: str  # one of KINDS
+    """A registered part.
+
+    Attributes:
+      kind: One of KINDS.
+      name: The value of the kind's key that chooses it.
+      target: The class or function; of a built-in part "module:name", imported when it is needed.
+      keys: The section with keys of its own, from a module without jax if the part is built in.
+      location: File and line of its registration, for messages.
+      is_unrolled: Of a built-in connection: `keeps_shapes` is False in its class.
+    """
+
+    kind: str
     name: str
-    target: Any  # class or function; of a built-in part "module:name", imported when it is needed
-    keys: type[Section] | None  # of its own, from a module without jax if it is built in
-    place: str  # file and line
-    is_unrolled: bool = False  # of a built-in connection with keeps_shapes = False
+    target: Any
+    keys: type[Section] | None
+    location: str
+    is_unrolled: bool = False
 
     @property
     def keeps_shapes(self) -> bool:
-        """Whether a connection's state keeps its shapes; answered without jax."""
+        """Whether a connection's state keeps its shapes from layer to layer.
+
+        Answered without jax.
+        """
         return getattr(self.target, "keeps_shapes", not self.is_unrolled)
 
     @property
     def section(self) -> str:
+        """The name of the section with its keys, such as "mixer.mamba2"."""
         return f"{self.kind}.{self.name}"
 
     @property
     def is_built_in(self) -> bool:
+        """Whether it is listed in BUILT_IN, as opposed to registered by a user's module."""
         return isinstance(self.target, str)
 
     @property
@@ -65,30 +85,39 @@ class Registration:
         """Whether `problem` and `decodes` of its class count, not model_rules."""
         return not self.is_built_in or self.keys is not None
 
-    def is_of(self, given: Any) -> bool:
+    def is_of(self, target: Any) -> bool:
+        """Returns whether this is the registration of a class or function."""
         if self.is_built_in:
-            return self.target == f"{given.__module__}:{given.__name__}"
-        return self.target is given
+            return self.target == f"{target.__module__}:{target.__name__}"
+        return self.target is target
 
     def load(self) -> Any:
+        """Returns the class or function; imports the module of a built-in part."""
         return pkgutil.resolve_name(self.target) if self.is_built_in else self.target
 
 
 class Name:
-    """Marks a text key with registered parts (and `others`) as choices."""
+    """Marks a text key whose choices are the registered parts of a kind.
 
-    def __init__(self, kind: str, *others: str):
+    Args:
+      kind: One of KINDS.
+      other_choices: Further values, such as "auto", listed first.
+    """
+
+    def __init__(self, kind: str, *other_choices: str):
         assert kind in KINDS
         self.kind = kind
-        self.others = others
+        self.other_choices = other_choices
 
     @property
     def choices(self) -> tuple[str, ...]:
-        return (*self.others, *(name for kind, name in _all() if kind == self.kind))
+        """All values, with the parts that are registered now."""
+        return (*self.other_choices, *(name for kind, name in _all() if kind == self.kind))
 
 
 _registered: dict[tuple[str, str], Registration] = {}
-on_change: list[Callable[[], None]] = []  # clear data derived from parts; called at changes
+# Called after each change of the registry, to clear what is derived from its parts.
+on_change: list[Callable[[], None]] = []
 
 
 def _notify() -> None:
@@ -103,55 +132,53 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
       kind: One of KINDS.
       name: Lower-case letters, digits and underscores.
       keys: A Section with keys of the part's own.
+
+    Raises:
+      RegistrationError: there is no such kind, or the name is malformed or taken.
     """
     frame = sys._getframe(1)
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
-    def add(given: Any) -> Any:
+    def add(target: Any) -> Any:
         if kind not in KINDS:
             raise RegistrationError(
-                f"{place}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
+                f"{location}: unknown kind of part {kind!r}, known: {', '.join(KINDS)}"
             )
         if not _NAME.fullmatch(name):
-            raise RegistrationError(f"{place}: {kind} {name!r}: a name is a-z, 0-9 and _")
+            raise RegistrationError(f"{location}: {kind} {name!r}: a name is a-z, 0-9 and _")
         earlier = _all().get((kind, name))
-        if earlier and earlier.is_built_in and earlier.is_of(given):
-            return given
+        if earlier and earlier.is_built_in and earlier.is_of(target):
+            return target
         if earlier is not None:
-            where = "built in" if earlier.is_built_in else f"registered at {earlier.place}"
-            raise RegistrationError(f"{place}: {kind} {name!r} is taken: {where}")
-        if keys is not None:
-            _check_keys(keys, f"{place}: {kind} {name!r}")
-        _registered[kind, name] = Registration(kind, name, given, keys, place)
+            taken_by = "built in" if earlier.is_built_in else f"registered at {earlier.location}"
+            raise RegistrationError(f"{location}: {kind} {name!r} is taken: {taken_by}")
+        _registered[kind, name] = Registration(
+            kind=kind, name=name, target=target, keys=keys, location=location
+        )
         _notify()
-        return given
+        return target
 
     return add
 
 
-def _check_keys(keys: type[Section], who: str) -> None:
-    from MaxText.config.schema import all_keys
-
-    if not (isinstance(keys, type) and issubclass(keys, Section)):
-        raise RegistrationError(f"{who}: keys has to be a class derived from Section")
-    for key, field in keys.model_fields.items():
-        facts = field.json_schema_extra
-        if not isinstance(facts, dict) or "unit" not in facts:
-            raise RegistrationError(f"{who}: key {key!r} is not declared with key(...)")
-        if (taken := all_keys().get(key)) is not None:
-            raise RegistrationError(f"{who}: there is a key {key!r} in {'.'.join(taken.section)}")
-        if meaning := other_meaning(key):
-            raise RegistrationError(f"{who}: a key cannot be called {key!r}: {meaning}")
-
-
 @functools.cache
 def _load_built_in() -> None:
+    """Registers the parts of BUILT_IN.
+
+    Its lines are `name: module:target`, followed by `module:section` if the part has keys, and by
+    `unrolled`.
+    """
     for kind, targets in yaml.safe_load(BUILT_IN.read_text(encoding="utf-8")).items():
-        for name, text in targets.items():
-            target, *more = text.split()
-            [section] = [pkgutil.resolve_name(word) for word in more if ":" in word] or [None]
+        for name, line in targets.items():
+            target, *attributes = line.split()
+            [section] = [pkgutil.resolve_name(word) for word in attributes if ":" in word] or [None]
             _registered[kind, name] = Registration(
-                kind, name, target, section, str(BUILT_IN), is_unrolled="unrolled" in more
+                kind=kind,
+                name=name,
+                target=target,
+                keys=section,
+                location=str(BUILT_IN),
+                is_unrolled="unrolled" in attributes,
             )
 
 
@@ -168,91 +195,55 @@ def _all() -> dict[tuple[str, str], Registration]:
 
 
 def registration(kind: str, name: str) -> Registration:
+    """Returns the registration of a part; KeyError if there is none."""
     return _all()[kind, name]
 
 
 def registration_of(
     target: Any, among: Iterable[Registration] | None = None
 ) -> Registration | None:
-    """Returns the part of a function, a class or its nearest base."""
+    """Returns the registration of a function, or of a class or its nearest registered base.
+
+    Args:
+      target: The function or class.
+      among: The parts to look at; None is all.
+    """
     parts = list(_all().values() if among is None else among)
-    bases = getattr(target, "__mro__", (target,))
-    return next((one for base in bases for one in parts if one.is_of(base)), None)
+    for base in getattr(target, "__mro__", (target,)):
+        for part in parts:
+            if part.is_of(base):
+                return part
+    return None
 
 
 def lookup(kind: str, name: str) -> Any:
+    """Returns the class or function of a part; imports the module of a built-in one."""
     return registration(kind, name).load()
 
 
 def registrations() -> list[Registration]:
+    """Returns all parts, built-in ones first."""
     return list(_all().values())
 
 
+def remove(part: Registration) -> None:
+    """Removes one part, so that another can be registered under its name."""
+    del _registered[part.kind, part.name]
+    _notify()
+
+
 def forget(module_file: str) -> None:
-    """Removes a file's registered parts, so that it can be reimported."""
-    for key in [k for k, one in _registered.items() if one.place.startswith(f"{module_file}:")]:
-        del _registered[key]
+    """Removes the parts that a file registered, so that it can be imported again."""
+    for part in registrations():
+        if part.location.startswith(f"{module_file}:"):
+            del _registered[part.kind, part.name]
     _notify()
 
 
 def keep_only(parts: Iterable[Registration]) -> None:
-    kept = {(one.kind, one.name): one for one in parts}
-    if kept != _registered:
+    """Removes all parts but these."""
+    remaining = {(part.kind, part.name): part for part in parts}
+    if remaining != _registered:
         _registered.clear()
-        _registered.update(kept)
+        _registered.update(remaining)
         _notify()
-
-
-class Parts(Section):
-    """Keys of registered parts: a section for each part with keys of its own."""
-
-    kinds: ClassVar[tuple[str, ...]] = tuple(
-        kind for kind in KINDS if kind not in ("objective", "optimizer")
-    )
-    sections: tuple[Any, ...] = ()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _by_name(cls, given: Any) -> Any:
-        """Converts {kind.part: {key: value}}."""
-        if not isinstance(given, dict) or "sections" in given:
-            return given
-        parts = [(one.keys, given.get(one.section, {})) for one in cls.with_keys()]
-        return {"sections": tuple(keys.model_validate(own) for keys, own in parts if keys)}
-
-    @model_serializer
-    def _as_by_name(self) -> dict[str, dict[str, Any]]:
-        return {one.section: self._of(one).model_dump() for one in self.with_keys()}
-
-    def named(self, section: str) -> Section:
-        return self._of(next(one for one in self.with_keys() if one.section == section))
-
-    def of(self, target: Any) -> Section | None:
-        """Returns the keys of a part by its class or function, or None."""
-        found = registration_of(target, self.with_keys())
-        return None if found is None else self._of(found)
-
-    def with_values(self, values: Mapping[str, Any]) -> Self:
-        sections = (
-            own.model_copy(update={n: v for n, v in values.items() if n in type(own).model_fields})
-            for own in self.sections
-        )
-        return self.model_copy(update={"sections": tuple(sections)})
-
-    def _of(self, registered: Registration) -> Section:
-        assert registered.keys is not None
-        kind = registered.keys
-        return next((one for one in self.sections if type(one) is kind), None) or kind()
-
-    @classmethod
-    def with_keys(cls) -> list[Registration]:
-        """Returns parts of these kinds with keys of their own."""
-        return [one for one in registrations() if one.kind in cls.kinds and one.keys is not None]
-
-
-class ObjectiveParts(Parts):
-    kinds: ClassVar[tuple[str, ...]] = ("objective",)
-
-
-class OptimizerParts(Parts):
-    kinds: ClassVar[tuple[str, ...]] = ("optimizer",)

@@ -1,18 +1,19 @@
-"""Resolved configurations as flat YAML, and their differences."""
+"""Resolved configurations as flat YAML, and their differences.
+
+A run folder holds its configuration as YAML by section, a checkpoint as a flat dictionary.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from MaxText.config import import_modules
 from MaxText.config.keys import Options
-from MaxText.config.maxtext_keys import ALIASES, current_entry, find_unsupported
 from MaxText.config.schema import (
     SCHEMA_VERSION,
     Config,
     all_keys,
     flatten,
     keys_by_section,
-    split_entry,
 )
 from MaxText.config.sources import IMPORTED
 from MaxText.config.values import to_yaml
@@ -24,9 +25,14 @@ _LINE = 100
 def resolved_yaml(
     config: Config, comments: Mapping[str, str] = {}, omitted: Collection[str] = ()
 ) -> str:
-    """Returns keys but `omitted` by section, with comments at line ends.
+    """Returns a configuration as a YAML file, by section.
 
     `schema_version` marks it as resolved, so that its preset is not applied a second time.
+
+    Args:
+      config: The configuration.
+      comments: By key, for the ends of lines.
+      omitted: Keys to leave out.
     """
     values = {name: value for name, value in flatten(config).items() if name not in omitted}
     head = [f"schema_version: {SCHEMA_VERSION}"]
@@ -38,7 +44,13 @@ def resolved_yaml(
 def section_lines(
     head: Sequence[str], values: Mapping[str, Any], comments: Mapping[str, str] = {}
 ) -> str:
-    """Returns a YAML file of some keys by section, after its first lines."""
+    """Returns a YAML file of some keys, by section.
+
+    Args:
+      head: The first lines of the file.
+      values: Values by key; keys without one are left out.
+      comments: By key, for the ends of lines.
+    """
     lines = [*head]
     for section, keys in keys_by_section().items():
         entries = [
@@ -51,32 +63,18 @@ def section_lines(
     return "\n".join(lines) + "\n"
 
 
-def with_current_names(recorded: Mapping[str, Any], place: str) -> dict[str, Any]:
-    values = renamed(recorded)
-    known = all_keys()
-    if unknown := sorted(values.keys() - known.keys()):
+def check_recorded(recorded: Mapping[str, Any], owner: str) -> None:
+    """Raises UserError if recorded values have keys that this program does not know.
+
+    Args:
+      recorded: Flat values, for example of a checkpoint's metadata.
+      owner: What recorded them, for the message.
+    """
+    if unknown := sorted(recorded.keys() - all_keys().keys()):
         raise UserError(
-            f"{place} was made by another version of this program: its configuration has "
+            f"{owner} was made by another version of this program: its configuration has "
             f"{', '.join(unknown)}, which this one does not know"
         )
-    return values
-
-
-def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values under current key names, without keys known to be gone."""
-    values: dict[str, Any] = {}
-    for name, value in recorded.items():
-        name, *stage = name.split(" of stage ")  # in the identity of a comparison's arm
-        key, entry = split_entry(ALIASES.get(name, name))
-        stored = " of stage ".join([key, *stage])
-        if entry:
-            earlier = values.get(stored) or all_keys()[key].default.as_dict()
-            values[stored] = {**earlier, entry: value}
-        elif not find_unsupported(key, (key,)):
-            is_mapping = isinstance(value, dict) and key in all_keys() and all_keys()[key].entries
-            entries = {current_entry(key, one): v for one, v in value.items()} if is_mapping else {}
-            values[stored] = entries or value
-    return values
 
 
 def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
@@ -91,20 +89,21 @@ def entry_lines(name: str, value: Any, comment: str = "") -> list[str]:
     return [f"{name}:{end}", *(f"  - {to_yaml(item)}" for item in value)]
 
 
-def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Returns {key: (old, new)} as YAML for two flat configurations."""
-    old = renamed(old)
-    new = renamed(new)
+def diff_configs(
+    old_values: Mapping[str, Any], new_values: Mapping[str, Any]
+) -> dict[str, tuple[str, str]]:
+    """Returns {key: (old value, new value)} as YAML for two flat configurations."""
     changed = {}
-    for name in dict.fromkeys([*new, *old]):
-        before, after = (
-            to_yaml(values[name]) if name in values else "(no such key)" for values in (old, new)
-        )
-        if before != after:
-            changed[name] = (before, after)
+    for name in dict.fromkeys([*new_values, *old_values]):
+        old_text = to_yaml(old_values[name]) if name in old_values else "(no such key)"
+        new_text = to_yaml(new_values[name]) if name in new_values else "(no such key)"
+        if old_text != new_text:
+            changed[name] = (old_text, new_text)
     return changed
 
 
 def changed_keys(config: Config) -> dict[str, str]:
+    """Returns the keys that differ from their default, with their values as YAML."""
     defaults = {name: key.default for name, key in all_keys().items()}
-    return {name: new for name, (_, new) in diff_configs(defaults, flatten(config)).items()}
+    differences = diff_configs(defaults, flatten(config))
+    return {name: new_text for name, (_, new_text) in differences.items()}

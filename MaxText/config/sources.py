@@ -1,11 +1,17 @@
-"""Layers of settings, from weakest to strongest."""
+"""Layers of settings, from weakest to strongest.
+
+`collect` reads every source of a configuration: files, presets, environment, command line. The
+result is one list of settings, weakest first, under today's names of keys. Types are not checked
+here, and nothing is thrown away: merging.py takes the last setting of each key and remembers what
+it beat.
+"""
 
 import dataclasses
 import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,37 +49,70 @@ YAML_PATH = re.compile(r".*\.ya?ml", re.IGNORECASE | re.DOTALL)
 
 
 class CheckpointConfig(NamedTuple):
-    """The configuration of recorded weights, in place of a config file."""
+    """The configuration of recorded weights, in place of a config file.
 
-    values: Mapping[str, Any]  # by key
-    place: str  # where the weights lie
+    Attributes:
+      values: By key.
+      path: Of the weights.
+    """
+
+    values: Mapping[str, Any]
+    path: str
 
 
 @dataclasses.dataclass
 class CollectedSettings:
-    """All settings, weakest first, before their types are checked."""
+    """All settings, before their types are checked, and what was met on the way.
+
+    Attributes:
+      settings: Weakest first.
+      problems: Of what could not be read.
+      is_incomplete: Whether a file, a preset or an argument that may be one could not be read.
+      config_path: The config file that was named, or None.
+      notices: Lines to print: aliases, values without effect, keys that are given twice.
+      sweep_blocks: Settings of the SWEEP_KEYS in the config file.
+      imported: {module: SHA-256 of its source} in a saved configuration.
+      maxtext_defaults: Values of keys here that a copy of MaxText's base.yml has left as they are.
+      absent_defaults: The same of keys that are not here.
+    """
 
     settings: list[Setting] = dataclasses.field(default_factory=list)
     problems: list[ConfigIssue] = dataclasses.field(default_factory=list)
-    # whether a file, a preset or an argument that may be one could not be read
     is_incomplete: bool = False
     config_path: Path | None = None
     notices: list[str] = dataclasses.field(default_factory=list)
-    sweep_blocks: dict[str, Setting] = dataclasses.field(default_factory=dict)  # by SWEEP_KEYS
-    imported: dict[str, str] = dataclasses.field(default_factory=dict)  # IMPORTED of a file
-    # Values that a copy of MaxText's base.yml has left as they are there: of keys here, and of
-    # keys that are absent here.
+    sweep_blocks: dict[str, Setting] = dataclasses.field(default_factory=dict)
+    imported: dict[str, str] = dataclasses.field(default_factory=dict)
     maxtext_defaults: list[Setting] = dataclasses.field(default_factory=list)
     absent_defaults: list[Setting] = dataclasses.field(default_factory=list)
 
     def last(self, name: str) -> Setting | None:
-        return next((s for s in reversed(self.settings) if s.name == name), None)
+        """Returns the strongest setting of a key, or None."""
+        for setting in reversed(self.settings):
+            if setting.name == name:
+                return setting
+        return None
+
+    def add_problems(
+        self, problems: Iterable[ConfigIssue], location: tuple[str, ...] | None = None
+    ) -> None:
+        """Adds problems of a file that could not be read.
+
+        Args:
+          problems: What is wrong.
+          location: Where the file is named; None leaves the problems as they are.
+        """
+        for problem in problems:
+            if location is not None:
+                problem = dataclasses.replace(problem, location=location)
+            self.problems.append(problem)
+        self.is_incomplete = True
 
 
 def collect(
     arguments: Sequence[str],
     overrides: Mapping[str, Any] = {},
-    own: CheckpointConfig | None = None,
+    recorded: CheckpointConfig | None = None,
     files: Sequence[str] = (),
 ) -> CollectedSettings:
     """Collects the settings of all sources.
@@ -81,12 +120,12 @@ def collect(
     Args:
       arguments: Config paths, of which later ones win, and key=value.
       overrides: Python values that beat everything (of load_config()).
-      own: Configuration that weights record, below a config file.
+      recorded: Configuration that weights record, below a config file.
       files: Config paths below those of the arguments, whatever their suffix.
     """
     result = CollectedSettings()
-    if own is not None:
-        saved = _python_settings(own.values, Source.SAVED_CONFIG, note=f"of {own.place}")
+    if recorded is not None:
+        saved = _python_settings(recorded.values, Source.SAVED_CONFIG, note=f"of {recorded.path}")
         result.settings += distinct(saved, result)
     paths, typed = _read_arguments(arguments, result)
     typed += distinct(_python_settings(overrides, Source.ARGUMENT), result)
@@ -96,18 +135,18 @@ def collect(
             result.config_path = config_files.find_config(path)
             result.settings += _read_chain(result.config_path, Source.CONFIG_FILE, result)
         except ConfigurationError as error:
-            result.problems += error.problems
-            result.is_incomplete = True
+            result.add_problems(error.problems)
 
-    place = len(result.settings)
+    num_file_settings = len(result.settings)
     result.settings += environment_settings + typed
     preset = _read_named("model_name", config_files.MODELS, Source.PRESET, result)
-    named = result.last("model_name")
-    if preset and named is not None and named.origin.file is not None:
-        # Keys written in the file that names the preset beat it.
-        file = named.origin.file
-        place = next(i for i, each in enumerate(result.settings) if each.origin.file == file)
-    result.settings[place:place] = preset
+    # A preset lies over all files, but keys written in the file that names it beat it.
+    preset_index = num_file_settings
+    model_name = result.last("model_name")
+    if preset and model_name is not None and model_name.origin.file is not None:
+        files_of_settings = [setting.origin.file for setting in result.settings]
+        preset_index = files_of_settings.index(model_name.origin.file)
+    result.settings[preset_index:preset_index] = preset
     bundle = _read_named("decoder_block", config_files.DECODER_BLOCKS, Source.DECODER_BLOCK, result)
     defaults = result.maxtext_defaults
     if any(setting.name in _NAMES_DATA and setting.value for setting in result.settings):
@@ -117,16 +156,21 @@ def collect(
     return result
 
 
-def _python_settings(given: Mapping[str, Any], source: Source, note: str = "") -> list[Setting]:
-    return [
-        Setting(name, value, Origin(source, raw=values.format_value(value), note=note), name)
-        for name, value in given.items()
-    ]
+def _python_settings(
+    python_values: Mapping[str, Any], source: Source, note: str = ""
+) -> list[Setting]:
+    """Returns the settings of Python values, by key."""
+    settings = []
+    for name, value in python_values.items():
+        origin = Origin(source=source, raw=values.format_value(value), note=note)
+        settings.append(Setting(name=name, value=value, origin=origin, written=name))
+    return settings
 
 
 def _read_arguments(
     arguments: Sequence[str], result: CollectedSettings
 ) -> tuple[list[str], list[Setting]]:
+    """Returns the config paths of a command line, and its settings."""
     paths = []
     settings = []
     for argument in without_dashes(arguments, SWITCHES):
@@ -159,16 +203,24 @@ def _unreadable_argument(argument: str) -> ConfigIssue:
     if is_option and (reason := find_unsupported(name)):
         return ConfigIssue(f"argument {argument!r} is no key here: {reason.sentence}", location)
     if is_option:
-        what = f"argument {argument!r} is neither a key nor an option"
-        return ConfigIssue(what, location, (nearest,))
-    what = f"argument {argument!r} is neither key=value nor a config file (.yml)"
+        message = f"argument {argument!r} is neither a key nor an option"
+        return ConfigIssue(message, location, (nearest,))
     is_path = os.path.exists(os.path.expanduser(argument))
     remedy = f"dataset_path={argument}, if it is a data set" if is_path else ""
-    return ConfigIssue(what, location, (("write", remedy), nearest))
+    return ConfigIssue(
+        message=f"argument {argument!r} is neither key=value nor a config file (.yml)",
+        location=location,
+        context=(("write", remedy), nearest),
+    )
 
 
 def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> list[str]:
-    """Rewrites --key=value, --key value and --switch as key=value."""
+    """Rewrites --key=value, --key value and --switch as key=value.
+
+    Args:
+      arguments: The words of a command line.
+      switches: Names that are typed without a value.
+    """
     joined: list[str] = []
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         is_switch = argument.startswith("--") and argument[2:].replace("-", "_") in switches
@@ -176,11 +228,11 @@ def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> li
             argument += "=true"
         if argument == "--import" or argument.startswith("--import="):
             argument = argument.replace("--import", "--import_modules", 1)
-        before = joined[-1] if joined else ""
+        previous = joined[-1] if joined else ""
         is_value = not ARGUMENT.fullmatch(argument) and not YAML_PATH.fullmatch(argument)
         is_value = is_value and (argument[:1] != "-" or _NUMBER.fullmatch(argument) is not None)
-        if before.startswith("-") and is_value:
-            joined[-1] = f"{before.lstrip('-').replace('-', '_')}={argument}"
+        if previous.startswith("-") and is_value:
+            joined[-1] = f"{previous.lstrip('-').replace('-', '_')}={argument}"
         elif argument.startswith("-") and "=" in argument:
             name, _, text = argument.partition("=")
             joined.append(f"{name.lstrip('-').replace('-', '_')}={text}")
@@ -190,6 +242,7 @@ def without_dashes(arguments: Sequence[str], switches: Sequence[str] = ()) -> li
 
 
 def _read_environment(result: CollectedSettings) -> list[Setting]:
+    """Returns the settings of variables M_<KEY>; warns of other variables of that form."""
     by_variable = {f"M_{name.upper()}": name for name in (*all_keys(), *ALIASES)}
     settings = []
     for variable, text in sorted(os.environ.items()):
@@ -207,49 +260,69 @@ def _read_environment(result: CollectedSettings) -> list[Setting]:
 
 
 def _read_chain(path: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
-    found: list[Setting] = []
-    seen: list[Path] = []
-    here = layer
+    """Returns the settings of a file and of its chain of base_config, weakest first.
+
+    Args:
+      path: The file.
+      layer: The layer of its settings, CONFIG_FILE, PRESET or DECODER_BLOCK. Of a config file the
+        settings of bases, and of files that are saved configurations, have layers of their own.
+      result: Gets problems, notices and what else the files hold.
+    """
+    chain: list[Setting] = []
+    read_paths: list[Path] = []
+    source = layer
     while True:
-        seen.append(path)
-        entries, problems = config_files.read(path, layer)
-        result.problems += problems
-        special = {entry.name: entry for entry in entries if entry.name in FILE_KEYS}
+        read_paths.append(path)
+        contents = config_files.read(path, layer)
+        result.problems += contents.problems
+        special = {entry.name: entry for entry in contents.settings if entry.name in FILE_KEYS}
         if "schema_version" in special:
             _check_version(special["schema_version"], result)
-            here = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else here
+            source = Source.SAVED_CONFIG if layer is Source.CONFIG_FILE else source
         if (entry := special.get(IMPORTED)) and isinstance(entry.value, dict):
             result.imported |= entry.value
         settings = [
-            dataclasses.replace(entry, origin=dataclasses.replace(entry.origin, source=here))
-            for entry in entries
+            dataclasses.replace(entry, origin=dataclasses.replace(entry.origin, source=source))
+            for entry in contents.settings
             if entry.name not in FILE_KEYS
         ]
-        if here is not Source.SAVED_CONFIG and is_maxtext_base([one.name for one in settings]):
+        is_saved = source is Source.SAVED_CONFIG
+        if not is_saved and is_maxtext_base([setting.name for setting in settings]):
             settings = _without_maxtext_defaults(path, settings, result)
-        found[:0] = distinct(settings, result)
+        chain[:0] = distinct(settings, result)
         blocks = {name: entry for name, entry in special.items() if name in SWEEP_KEYS}
         result.sweep_blocks = blocks | result.sweep_blocks
         base = special.get("base_config")
         if base is None or values.is_null(base.value):
-            break
+            return chain
         try:
-            if not isinstance(base.value, str):
-                what = f"base_config: {base.origin.raw} is not the path of one YAML file"
-                raise ConfigurationError([ConfigIssue(what)])
-            path = config_files.find_config(base.value, next_to=path.parent)
-            if path in seen:
-                way = " -> ".join(short_path(step) for step in (*seen[seen.index(path) :], path))
-                what = f"base_config: files refer to each other: {way}"
-                raise ConfigurationError([ConfigIssue(what)])
+            path = _find_base(base, read_paths)
         except ConfigurationError as error:
-            at = (base.place,)
-            result.problems += [dataclasses.replace(one, location=at) for one in error.problems]
-            result.is_incomplete = True
-            break
+            result.add_problems(error.problems, location=(base.place,))
+            return chain
         if layer is Source.CONFIG_FILE:
-            here = Source.BASE_CONFIG
-    return found
+            source = Source.BASE_CONFIG
+
+
+def _find_base(base: Setting, read_paths: Sequence[Path]) -> Path:
+    """Returns the file that a `base_config` names.
+
+    Args:
+      base: The setting of base_config.
+      read_paths: The files of the chain so far; the last one has the setting.
+
+    Raises:
+      ConfigurationError: it names no file, or one that was read before.
+    """
+    if not isinstance(base.value, str):
+        message = f"base_config: {base.origin.raw} is not the path of one YAML file"
+        raise ConfigurationError([ConfigIssue(message)])
+    path = config_files.find_config(base.value, next_to=read_paths[-1].parent)
+    if path in read_paths:
+        circle = [*read_paths[read_paths.index(path) :], path]
+        names = " -> ".join(map(short_path, circle))
+        raise ConfigurationError([ConfigIssue(f"base_config: files refer to each other: {names}")])
+    return path
 
 
 # Of these a copy of MaxText's base.yml has a value that fits Google's machines and files.
@@ -288,31 +361,41 @@ def _without_maxtext_defaults(
 
 
 def _check_version(entry: Setting, result: CollectedSettings) -> None:
+    """Adds a problem if a saved configuration is of a newer version than this program."""
     try:
-        if (version := values.convert(entry.value, int)) <= SCHEMA_VERSION:
+        version = values.convert(entry.value, int)
+        if version <= SCHEMA_VERSION:
             return
-        what = f"{version} was written by a newer version; update this program"
+        reason = f"{version} was written by a newer version; update this program"
     except values.InvalidValueError as error:
-        what = str(error)
-    result.problems.append(ConfigIssue(f"schema_version: {what}", (entry.place,)))
+        reason = str(error)
+    result.problems.append(ConfigIssue(f"schema_version: {reason}", (entry.place,)))
 
 
 def _read_named(name: str, folder: Path, layer: Source, result: CollectedSettings) -> list[Setting]:
+    """Returns the settings of the file that a key chooses by name.
+
+    Args:
+      name: The key, model_name or decoder_block.
+      folder: Of the files.
+      layer: The layer of their settings.
+      result: Has the settings of the key; gets problems.
+    """
     default = all_keys()[name].default
-    setting = result.last(name) or Setting(name, default, Origin(Source.DEFAULT), name)
+    setting = result.last(name) or Setting(
+        name=name, value=default, origin=Origin(Source.DEFAULT), written=name
+    )
     origin = setting.origin
-    place = (setting.place,) if result.last(name) else ()
+    location = (setting.place,) if result.last(name) else ()
     chosen = setting.value if isinstance(setting.value, str) else origin.raw
     is_saved = origin.source is Source.SAVED_CONFIG
     # A saved configuration already holds what its preset gave, and what beat it.
     if layer is Source.PRESET and (is_saved or chosen in ("", default) or values.is_null(chosen)):
         return []
-    known = config_files.preset_names(folder)
     file = folder / f"{chosen}.yml"
     is_path = YAML_PATH.fullmatch(chosen)
-    if not is_path and chosen not in known:
-        result.problems.append(_unknown_name(name, str(chosen), file, place))
-        result.is_incomplete = True
+    if not is_path and chosen not in config_files.preset_names(folder):
+        result.add_problems([_unknown_name(name, str(chosen), file)], location)
         return []
     try:
         if is_path:
@@ -321,40 +404,45 @@ def _read_named(name: str, folder: Path, layer: Source, result: CollectedSetting
     except ConfigurationError as error:
         # A saved configuration has the keys of a bundle that has since been moved.
         if not is_saved:
-            result.problems += [dataclasses.replace(one, location=place) for one in error.problems]
-            result.is_incomplete = True
+            result.add_problems(error.problems, location)
         return []
-    kept = []
+    remaining = []
     for inner in settings:
         if inner.name == "model_name" and inner.value != chosen:
-            what = f"model_name: a file of {short_path(folder)} cannot choose another preset"
-            result.problems.append(ConfigIssue(what, (inner.place,)))
+            message = f"model_name: a file of {short_path(folder)} cannot choose another preset"
+            result.problems.append(ConfigIssue(message, (inner.place,)))
         elif inner.name not in ("model_name", name):
-            kept.append(inner)
-    return kept
+            remaining.append(inner)
+    return remaining
 
 
-def _unknown_name(name: str, chosen: str, file: Path, place: tuple[str, ...]) -> ConfigIssue:
+def _unknown_name(name: str, chosen: str, file: Path) -> ConfigIssue:
     """Returns the problem of a decoder_block or model_name without a file."""
-    known = config_files.preset_names(file.parent)
+    presets = config_files.preset_names(file.parent)
     family = re.match(r"[a-z]*", chosen)
-    same_family = [one for one in known if family and family[0] and one.startswith(family[0])]
+    same_family = [
+        preset for preset in presets if family and family[0] and preset.startswith(family[0])
+    ]
     closest = nearest_keys(name, chosen)
-    nearest = close_matches(chosen, known) or same_family
-    facts = (
-        ("closest", closest),
-        ("nearest", ", ".join(nearest)),
-        ("known", "" if closest or nearest else ", ".join(known)),
-        ("default", str(all_keys()[name].default)),
+    nearest = close_matches(chosen, presets) or same_family
+    return ConfigIssue(
+        message=f"{name}: there is no {short_path(file)}",
+        context=(
+            ("closest", closest),
+            ("nearest", ", ".join(nearest)),
+            ("known", "" if closest or nearest else ", ".join(presets)),
+            ("default", str(all_keys()[name].default)),
+        ),
     )
-    return ConfigIssue(f"{name}: there is no {short_path(file)}", place, facts)
 
 
-def sweep_not_supported(name: str, place: str) -> ConfigIssue:
+def sweep_not_supported(name: str, location: str) -> ConfigIssue:
     """Returns the problem of a file for several runs in a single-run program."""
-    what = f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands"
-    remedy = f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"
-    return ConfigIssue(what, (place,), (("run", remedy),))
+    return ConfigIssue(
+        message=f"{name}: stands for {SWEEP_KEYS[name]}, which only compare.py expands",
+        location=(location,),
+        context=(("run", f"python MaxText/compare.py CONFIG.yml ..., or take the key {name} out"),),
+    )
 
 
 def distinct(
@@ -362,43 +450,63 @@ def distinct(
 ) -> list[Setting]:
     """Returns the settings of one source under our names, once each.
 
-    With `last_wins` a key may be set twice; otherwise that is a problem.
+    Args:
+      settings: As they were written.
+      result: Gets notices of other names and values, and problems.
+      last_wins: Whether a key may be set twice; otherwise that is a problem.
     """
-    kept: dict[str, Setting] = {}
-    for setting in settings:
-        name = ALIASES.get(setting.name, setting.name)
-        value = setting.value
-        typed = [f"{name}.{entry}" for entry in value] if isinstance(value, dict) else []
-        typed = [one for one in (setting.name, *typed) if one in ALIASES]
-        notices = [f"note: {one} is called {ALIASES[one]} here" for one in typed]
-        if found := find_mapping(name, value):
-            written = f"{setting.written}={setting.origin.raw}"
-            notices.append(f"note: {written} {found.sentence}")
-            name = found.name
-            value = found.value
-        if name == "logical_axis_rules" and isinstance(value, list):
-            value, dropped = _without_foreign_rules(value)
-            if dropped:
-                notices.append(
-                    f"note: logical_axis_rules: {dropped} of MaxText's own rules are for names or "
-                    "axes that are not here"
-                )
-        if setting.origin.source is not Source.SAVED_CONFIG:  # by an older version of this program
+    by_name: dict[str, Setting] = {}
+    for written in settings:
+        notices: list[str] = []
+        setting = _under_our_name(written, notices)
+        if written.origin.source is not Source.SAVED_CONFIG:  # which names nobody typed
             result.notices += notices
-        if not name:
+        if setting is None:
             continue
+        name = setting.name
         key, entry = split_entry(name)
-        setting = dataclasses.replace(setting, name=key, value={entry: value} if entry else value)
-        earlier = kept.get(name)
-        if earlier is not None and earlier.value != setting.value and last_wins:
-            line = f"note: {name} is given twice: {setting.place} wins over {earlier.place}"
-            result.notices.append(line)
-        elif earlier is not None and earlier.value != setting.value:
-            what = f"{name}: given twice with different values"
-            result.problems.append(ConfigIssue(what, (earlier.place, setting.place)))
-            continue
-        kept[name] = setting
-    return list(kept.values())
+        if entry:
+            setting = dataclasses.replace(setting, name=key, value={entry: setting.value})
+        earlier = by_name.get(name)
+        if earlier is not None and earlier.value != setting.value:
+            if not last_wins:
+                message = f"{name}: given twice with different values"
+                issue = ConfigIssue(message, (earlier.place, setting.place))
+                result.problems.append(issue)
+                continue
+            result.notices.append(
+                f"note: {name} is given twice: {setting.place} wins over {earlier.place}"
+            )
+        by_name[name] = setting
+    return list(by_name.values())
+
+
+def _under_our_name(setting: Setting, notices: list[str]) -> Setting | None:
+    """Returns a setting under the name and with the value that it has here.
+
+    Args:
+      setting: As it was written, maybe for another program.
+      notices: Gets what users should know of the difference.
+
+    Returns:
+      The setting, whose name may be key.entry; None if nothing has to be set here.
+    """
+    name = ALIASES.get(setting.name, setting.name)
+    value = setting.value
+    if setting.name in ALIASES:
+        notices.append(f"note: {setting.name} is called {name} here")
+    if mapping := find_mapping(name, value):
+        notices.append(f"note: {setting.written}={setting.origin.raw} {mapping.sentence}")
+        name = mapping.name
+        value = mapping.value
+    if name == "logical_axis_rules" and isinstance(value, list):
+        value, num_dropped = _without_foreign_rules(value)
+        if num_dropped:
+            notices.append(
+                f"note: logical_axis_rules: {num_dropped} of MaxText's own rules are for names or "
+                "axes that are not here"
+            )
+    return dataclasses.replace(setting, name=name, value=value) if name else None
 
 
 def _without_foreign_rules(rules: list[Any]) -> tuple[list[Any], int]:
@@ -413,10 +521,11 @@ def _without_foreign_rules(rules: list[Any]) -> tuple[list[Any], int]:
             return True
         return False
 
-    known = [rule for rule in rules if not is_foreign(rule)]
-    return known, len(rules) - len(known)
+    remaining = [rule for rule in rules if not is_foreign(rule)]
+    return remaining, len(rules) - len(remaining)
 
 
 def print_notices(notices: Sequence[str]) -> None:
+    """Writes notes and warnings to standard error, each once."""
     for notice in dict.fromkeys(notices):
         sys.stderr.write(shorten(notice) + "\n")

@@ -16,7 +16,8 @@ from MaxText.config.keys import (
     key,
     options,
 )
-from MaxText.config.registry import Name, OptimizerParts
+from MaxText.config.part_sections import OptimizerParts
+from MaxText.config.registry import Name
 
 
 class RunConfig(Section):
@@ -168,6 +169,7 @@ class ScheduleConfig(Section):
 
     @property
     def num_warmup_steps(self) -> int:
+        """Steps of the warm-up, from warmup_steps or else the fraction of the schedule."""
         if self.warmup_steps != -1:
             return self.warmup_steps
         return int(self.learning_rate_schedule_steps * self.warmup_steps_fraction)
@@ -271,6 +273,7 @@ class MeshConfig(Section):
 
     @property
     def num_stages(self) -> int:
+        """Pipeline stages on all slices together."""
         return self.ici_pipeline_parallelism * self.dcn_pipeline_parallelism
 
 

@@ -1,8 +1,8 @@
 """Conversion of text and YAML nodes to typed values, and back to YAML.
 
-A plain (unquoted) YAML scalar stays text, `Plain`, until the type of the key is known: only then is
-it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quoted scalars are
-always strings.
+A plain (unquoted) YAML scalar stays text, `UntypedScalar`, until the type of the key is known: only
+then is it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quoted scalars
+are always strings.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # leaves what floats can hold.
 _LARGEST_INTEGER = 2**63 - 1
 _YAML_TAG = "tag:yaml.org,2002:"
-# What scalars without a tag are taken for; the last two are `<<` and `=`.
+# Tags that YAML gives to nodes without a tag; the last two are of `<<` and `=`.
 _PLAIN_TAGS = {
     "str",
     "int",
@@ -138,6 +138,15 @@ def from_text(text: str) -> Any:
 
 
 def convert(value: Any, annotation: Any) -> Any:
+    """Returns a value in a type.
+
+    Args:
+      value: What `from_node` or `from_text` returned, or a Python value.
+      annotation: bool, int, float, str, or a union, Literal or tuple of these.
+
+    Raises:
+      InvalidValueError: the value does not fit the type.
+    """
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         return _convert_union(value, get_args(annotation))
@@ -234,6 +243,7 @@ def is_null(value: Any) -> bool:
 
 
 def type_name(annotation: Any) -> str:
+    """Returns a type in words, for example "an integer or null"."""
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -249,6 +259,7 @@ def type_name(annotation: Any) -> str:
 
 
 def format_value(value: Any) -> str:
+    """Returns a value for messages: text in quotes, all else as YAML."""
     return repr(str(value)) if isinstance(value, str) else to_yaml(value)
 
 

@@ -15,7 +15,7 @@ from MaxText.checkpointing.checkpoint_reader import read_arrays, read_tree
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
-from MaxText.config.serialization import with_current_names
+from MaxText.config.serialization import check_recorded
 from MaxText.errors import UserError
 from MaxText.training.backend_defaults import abstract_model
 
@@ -193,7 +193,8 @@ class RunWeights(WeightSource):
                     f"{shown_source} has no configuration. Add it: convert.py CONFIG.yml from=..."
                 )
             import_modules.check_named(flat, shown_source)
-            config = schema.unflatten(with_current_names(flat, shown_source))
+            check_recorded(flat, shown_source)
+            config = schema.unflatten(flat)
         super().__init__(config)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(

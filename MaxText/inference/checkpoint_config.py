@@ -11,7 +11,7 @@ from MaxText.config import import_modules
 from MaxText.config.loading import LoadedConfig
 from MaxText.config.loading import load as load_arguments
 from MaxText.config.schema import all_keys
-from MaxText.config.serialization import with_current_names
+from MaxText.config.serialization import check_recorded
 from MaxText.config.sources import CheckpointConfig
 
 _KEY = "load_parameters_path"
@@ -44,8 +44,8 @@ def load(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
     if weights_config is not None and any(request.last(name) for name in _DATA_KEYS):
         # The user chose other data, so none of the training data keys apply.
         values = {k: value for k, value in weights_config.values.items() if k not in _DATA_KEYS}
-        weights_config = CheckpointConfig(values, weights_config.place)
-    return load_arguments(arguments, program, own=weights_config)
+        weights_config = CheckpointConfig(values, weights_config.path)
+    return load_arguments(arguments, program, recorded=weights_config)
 
 
 def for_training(arguments: Sequence[str], program: str | None = None) -> LoadedConfig:
@@ -83,6 +83,6 @@ def _config_of_weights(path: str, shape_overrides: Mapping[str, Any]) -> Checkpo
         return None
     import_modules.check_named(saved_config, str(checkpoint))
     keys = {name for name, key in all_keys().items() if key.section[0] in _CHECKPOINT_SECTIONS}
-    values = with_current_names(saved_config, str(checkpoint))
-    values_of_weights = {name: value for name, value in values.items() if name in keys}
+    check_recorded(saved_config, str(checkpoint))
+    values_of_weights = {name: value for name, value in saved_config.items() if name in keys}
     return CheckpointConfig(values_of_weights, str(checkpoint))

@@ -21,7 +21,7 @@ def describe(part: Any) -> str:
     registration = registration_of(target)
     if registration is None or registration.is_built_in:
         return target.__name__
-    return f"{registration.kind} {registration.name} ({registration.place})"
+    return f"{registration.kind} {registration.name} ({registration.location})"
 
 
 def check(holds: bool, part: Any, method: str, returned: Any, expected: str) -> None:

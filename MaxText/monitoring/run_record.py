@@ -11,7 +11,6 @@ import yaml
 from etils import epath
 
 from MaxText.config import values
-from MaxText.config.serialization import renamed
 from MaxText.errors import UserError
 from MaxText.monitoring.events import EVENTS_FILE
 from MaxText.monitoring.goodput import Goodput, measure_goodput
@@ -283,4 +282,4 @@ def _read_config(file: epath.Path) -> Mapping[str, Any]:
             f"{file} is not valid: {error}. Restore it, or remove it to read the run without its "
             "configuration."
         ) from error
-    return renamed({str(name): value for name, value in config.items()})
+    return {str(name): value for name, value in config.items()}

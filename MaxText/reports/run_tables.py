@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from MaxText.config.serialization import renamed
 from MaxText.config.values import to_yaml
 from MaxText.monitoring.events import MAIN_KEYS
 from MaxText.monitoring.run_record import RunHistory
@@ -228,7 +227,7 @@ def configuration(
 
 def _main_and_changed(run: RunHistory, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns main and changed keys, such as "float32 (auto, default)"."""
-    changed = renamed(run.facts.get("changed_keys") or {})  # absent in older runs
+    changed = run.facts.get("changed_keys") or {}  # absent in older runs
     resolved = run.facts.get("resolved_keys") or {}
     shown = {}
     for key, value in config.items():

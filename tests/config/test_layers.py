@@ -91,16 +91,6 @@ def test_shipped_configs_are_found_from_any_folder(name, write, tmp_path, monkey
     assert load([name]).config.run.steps == 5
 
 
-@pytest.mark.parametrize(
-    ("earlier", "now"),
-    [("configs/recipes/fattorib.yml", "reproductions/fattorib.yml"),
-     ("learned.yml", "comparisons/position_learned.yml"),
-     ("comparisons/small.yml", "comparisons/_base.yml")],
-)  # fmt: skip
-def test_earlier_names_of_shipped_configs_are_found(earlier, now):
-    assert load([earlier]).config_path == config_files.SHIPPED / now
-
-
 @pytest.mark.parametrize("name", ["gpt22.yml", "mine/gpt2.yml", "/nowhere/configs/gpt2.yml"])
 def test_a_missing_config_names_near_ones(name):
     with pytest.raises(ConfigurationError, match=r"nearest: .*configs/gpt2\.yml") as caught:

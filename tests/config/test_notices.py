@@ -4,7 +4,7 @@ import pytest
 
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
-from MaxText.config.serialization import with_current_names
+from MaxText.config.serialization import check_recorded
 from MaxText.errors import UserError
 
 # Command lines of which one line says what they do not do.
@@ -110,8 +110,7 @@ def test_the_place_is_that_of_the_key_at_fault(write):
     assert "mlp_activations" not in str(caught.value)
 
 
-def test_what_a_checkpoint_recorded_is_read_under_todays_names():
-    recorded = {"steps": 3, "max_num_checkpoints_to_keep": 2, "quantize_kvcache": False}
-    assert with_current_names(recorded, "run") == {"steps": 3, "max_to_keep": 2}
+def test_a_checkpoint_with_an_unknown_key_is_refused():
+    check_recorded({"steps": 3}, "run")
     with pytest.raises(UserError, match="rope_maximum"):
-        with_current_names({"rope_maximum": 5e5}, "run/checkpoints/7")
+        check_recorded({"rope_maximum": 5e5}, "run/checkpoints/7")

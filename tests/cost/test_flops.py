@@ -142,7 +142,7 @@ def test_kinds_of_attention_by_hand():
     T, D, N, K, H, W, M = 16, 32, 4, 2, 8, 4, 3
     parts = parts_of(
         attention_types=[[["global", "local", "linear"], 1]],
-        sliding_window_size=W, linear_attention_chunk=8,
+        sliding_window_size=W, **{"linear_attention.chunk": 8},
     )  # fmt: skip
     keys = T / 2 + W - W**2 / (2 * T)
     assert parts["attention scores"].flops == 2 * N * H * keys + 2 * K * H * H

@@ -209,7 +209,7 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
     config = load_config(
         dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
-        lambada_path=str(tmp_path / "l.jsonl"), wikitext_path=str(tmp_path / "w.raw"),
+        task_files={"lambada": str(tmp_path / "l.jsonl"), "wikitext": str(tmp_path / "w.raw")},
     )  # fmt: skip
     shown = []
     scores = tasks.run_tasks(tasks.read_tasks(config), trained, tokenizer, config, shown.append)

@@ -57,7 +57,7 @@ def test_without_a_smaller_model():
     assert (result.config, result.growth, result.record, result.lines) == (config, None, None, ())
     assert result.existing_slots == {}
     with pytest.raises(UserError, match=r"^growth.existing_slots_lr_scale=0: .*_path"):
-        resolve_growth(config_of(growth_old_slots_learning_rate=0), [])
+        resolve_growth(config_of(**{"growth.existing_slots_lr_scale": 0}), [])
 
 
 def growth_events(record, how, metadata=None):
@@ -72,7 +72,7 @@ def growth_events(record, how, metadata=None):
 def test_the_record_and_its_event(small):
     same = resolved(small)
     assert (same.growth, same.record, list(same.lines)) == (None, None, [])
-    result = resolved(small, slot_num=8, growth_old_slots_learning_rate=0.25)
+    result = resolved(small, slot_num=8, **{"growth.existing_slots_lr_scale": 0.25})
     record = result.record
     assert record == json.loads(json.dumps(record))
     assert record["slots"]["layers/mlp/keys/kernel"] == [24, 32]
@@ -122,7 +122,7 @@ def test_refused(name, told):
         resolved(source, **keys | larger)
     told(caught.value)
     if "growth.mode=random" in str(caught.value):
-        assert resolved(source, **keys | larger, growth_mode="random").growth
+        assert resolved(source, **keys | larger, **{"growth.mode": "random"}).growth
 
 
 FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "slot_num": 6}
@@ -201,7 +201,7 @@ def saved(folder, config, metadata=None):
 @pytest.fixture(scope="module")
 def large(small, tmp_path_factory):
     """A run whose old slots are frozen since it grew: (folder, its resolved growth)."""
-    first = resolved(small, slot_num=8, growth_old_slots_learning_rate=0)
+    first = resolved(small, slot_num=8, **{"growth.existing_slots_lr_scale": 0})
     metadata = {"lineage": [{"folder": PARENT, "growth": first.record}]}
     return saved(tmp_path_factory.mktemp("large"), first.config, metadata), first
 
@@ -222,11 +222,11 @@ def test_a_resumed_run_keeps_its_zoom_and_rate(large, path):
 def test_a_run_has_one_rate_of_old_slots(large):
     run, first = large
     own = [stored_in(run)]
-    same = resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=0), own)
+    same = resolve_growth(config_of(slot_num=8, **{"growth.existing_slots_lr_scale": 0}), own)
     assert (same.existing_slots_lr_scale, same.record) == (0, first.record)
     for rate in (1, 0.5):
         with pytest.raises(UserError, match=f"^growth.existing_slots_lr_scale={rate}") as caught:
-            resolve_growth(config_of(slot_num=8, growth_old_slots_learning_rate=rate), own)
+            resolve_growth(config_of(slot_num=8, **{"growth.existing_slots_lr_scale": rate}), own)
         assert f"load_full_state_path={run}" in str(caught.value)
         # Which is a run with a record of its own.
         keys = {"load_full_state_path": str(run), "growth.existing_slots_lr_scale": rate}
@@ -251,8 +251,8 @@ def test_a_resumed_run_without_growth(tmp_path):
     assert zooms(resolve_growth(config_of(load_full_state_path=str(run)), [])) == [9, 9, 36]
     assert zooms(resolve_growth(config_of(zoom_dim=5), own)) == [5, 5, 20]
     with pytest.raises(UserError, match=r"^growth.existing_slots_lr_scale=0: "):
-        resolve_growth(config_of(growth_old_slots_learning_rate=0), own)
+        resolve_growth(config_of(**{"growth.existing_slots_lr_scale": 0}), own)
     # What config.yml of a run without growth may say.
     for rate in (1, None):
-        config = config_of(growth_old_slots_learning_rate=rate)
+        config = config_of(**{"growth.existing_slots_lr_scale": rate})
         assert resolve_growth(config, own).existing_slots_lr_scale == 1

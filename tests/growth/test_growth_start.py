@@ -168,7 +168,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
         return resolved, by_name(moved), jax.tree.structure(state)
 
     resolved, plain, structure = updates(0.0)
-    _, slowed, same = updates(0.0, growth_old_slots_learning_rate=factor)
+    _, slowed, same = updates(0.0, **{"growth.existing_slots_lr_scale": factor})
     assert structure == same
     for name, leaf in resolved.growth.plan.leaves.items():
         expected = plain[name].copy()
@@ -177,7 +177,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
             expected[tuple(slice(size) for size in leaf.old_spec.shape)] *= factor
         np.testing.assert_allclose(slowed[name], expected, rtol=1e-6)
     if factor == 0:  # frozen whatever the update is
-        _, slowed, _ = updates(np.nan, growth_old_slots_learning_rate=factor)
+        _, slowed, _ = updates(np.nan, **{"growth.existing_slots_lr_scale": factor})
         name = "layers/mlp/values/kernel"
         assert not np.any(slowed[name][:, :24])
         assert np.all(np.isnan(slowed[name][:, 24:]))
@@ -199,7 +199,7 @@ def test_one_array_at_a_time(tmp_path, monkeypatch):
         return original(leaf, stored, *arguments)
 
     monkeypatch.setattr(initialize, "grow_shard", watched)
-    grown = grow(tmp_path / "large", run, slot_num=64, growth_mode="random", **sizes)
+    grown = grow(tmp_path / "large", run, slot_num=64, **{"growth.mode": "random"}, **sizes)
     # Not of the growth: the moments, and the fresh state that this test draws from.
     others = nbytes(jax.tree.leaves((grown.start.state.opt_state, grown.program.state)))
     sizes = [array.nbytes for array in grown.params.values()]

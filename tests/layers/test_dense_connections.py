@@ -143,7 +143,8 @@ def test_a_model_has_the_sums_that_its_keys_name():
     """2 x 2 of six layers: three sums, each of its own output and of every second one before."""
     config = tiny_config(
         "denseformer", base_num_decoder_layers=6, scan_layers=False, dense_streams=["q", "r"],
-        dense_sparsity="dilated", dense_dilation=2, dense_period=2, dense_aggregation_impl="sum",
+        dense_sparsity="dilated", dense_selection={"dilation": 2}, dense_period=2,
+        dense_aggregation_impl="sum",
     )  # fmt: skip
     parameters = Model(config.model).parameters.items()
     assert {name: info.shape for name, info in parameters if "connections/" in name} == {

@@ -133,7 +133,7 @@ def test_policies_of_the_second_expert():
     x = tokens(2)
     outputs = {}
     for policy in ("all", "none", "threshold", "random"):
-        run, _ = experts(moe_second_policy=policy, moe_second_threshold=0.3)
+        run, _ = experts(moe_second={"policy": policy, "threshold": 0.3})
         outputs[policy] = run(x, dropout_key=jax.random.key(0), training=True)[0]
     changed = {policy: np.abs(y - outputs["all"]).max(-1) > 1e-6 for policy, y in outputs.items()}
     assert changed["none"].mean() > 0.9  # a gate may be all but 1 by itself

@@ -210,7 +210,7 @@ def test_on_tpu_gradients_of_the_head_come_before_those_of_layers(tied, monkeypa
 
 def test_each_microbatch_drops_out_other_values():
     """Rows that are equal give different losses, those of the keys of their microbatches."""
-    config = tiny_config(residual_dropout_rate=0.5, base_num_decoder_layers=1)
+    config = tiny_config(**{"dropout_rates.residual": 0.5}, base_num_decoder_layers=1)
     model, state, step = trainer(config, num_microbatches=2)
     one = random_batch(config, rows=1)
     both = jax.tree.map(lambda x: jnp.concatenate([x, x]), one)
@@ -235,7 +235,7 @@ def test_each_microbatch_drops_out_other_values():
 def test_dropout_at_each_place(place):
     keys = {"dropout_rate": 0.5, "enable_dropout": False}
     assert tiny_config(**keys).model.dropout.rate(place) == 0
-    config = tiny_config(**{f"{place}_dropout_rate": 0.5}, base_num_decoder_layers=1)
+    config = tiny_config(**{f"dropout_rates.{place}": 0.5}, base_num_decoder_layers=1)
     batch, model = random_batch(config, rows=2), Model(config.model)
     plain = Model(tiny_config(base_num_decoder_layers=1).model)
     params = jax.jit(model.initialize)(jax.random.key(1))
