@@ -9,9 +9,31 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from MaxText.api import Run, UserError, batches, load, load_config, metrics, train
+    from MaxText.api import (
+        Hook,
+        Run,
+        StepInfo,
+        UserError,
+        batches,
+        hook,
+        load,
+        load_config,
+        metrics,
+        train,
+    )
 
-__all__ = ["Run", "UserError", "batches", "load", "load_config", "metrics", "train"]
+__all__ = [
+    "Hook",
+    "Run",
+    "StepInfo",
+    "UserError",
+    "batches",
+    "hook",
+    "load",
+    "load_config",
+    "metrics",
+    "train",
+]
 
 
 class CallableModule(types.ModuleType):
@@ -23,7 +45,6 @@ class CallableModule(types.ModuleType):
 
 
 def __getattr__(name: str) -> Any:
-    name = "load_config" if name == "configure" else name  # an earlier name
     if name in ("train", "metrics"):  # the modules of these names, which are callable
         return importlib.import_module(f"MaxText.{name}")
     if name in __all__:

@@ -1,11 +1,22 @@
-"""Python API, `import MaxText as mt` (see docs/how-to/use_from_python.md)."""
+"""The Python API, `import MaxText as mt` (see docs/how-to/use_from_python.md).
+
+  config = mt.load_config("configs/quickstart.yml", steps=100)
+  folder = mt.train(config)
+  columns = mt.metrics(folder)
+  run = mt.load(folder)
+  run.generate("def main(")
+
+Functions import jax and what needs it when they are called, so that a mistake in a configuration is
+reported first.
+"""
 
 import dataclasses
 import fnmatch
 import functools
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -14,8 +25,15 @@ from MaxText.config.loading import load_config
 from MaxText.config.schema import Config
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
+from MaxText.run.hooks import Hook, StepInfo, hook
+
+if TYPE_CHECKING:
+    from MaxText.inference.model_tokenizer import ModelTokenizer
+    from MaxText.inference.trained_model import TrainedModel
+    from MaxText.layers.assembly.model import Model
 
 Callback = Callable[[Mapping[str, Any]], None]
+"""Called with each event of a run: a row of events.jsonl."""
 
 
 def batches(config: Config, split: str = "train") -> Iterator[Batch]:
@@ -24,17 +42,19 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     A data set that `prepare_source` describes is prepared first.
 
     Args:
+      config: A configuration of `load_config`.
       split: "train" (for as long as the run, in its order) or "eval" (one pass).
 
     Raises:
-      UserError: the data cannot be read, or there is no evaluation data.
+      UserError: The data cannot be read, or there is no evaluation data.
     """
     import jax
 
     from MaxText.cost.auto_layout import choose_layout_for_devices
     from MaxText.input_pipeline.data_sources import prepare_sources
     from MaxText.input_pipeline.loader import open_batches
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.parallelism import mesh
 
     if split not in ("train", "eval"):
@@ -44,14 +64,14 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     sharding = mesh.make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     sizes = config.batch
     evaluation = config.evaluation
-    batch_schedule = plan_batches(
-        sizes,
-        config.model.shape.max_target_length,
-        lambda size: mesh.global_batch_size(sizes, sharding, size),
-    )
+    batch_schedule = plan_batches(config, sharding)
     eval_batch_size = mesh.microbatch_size(sizes, sharding, evaluation.eval_per_device_batch_size)
     training, evaluating = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), log=lambda line: None
+        config,
+        batch_schedule,
+        eval_batch_size,
+        BatchShard(*sharding.batch_slice()),
+        log=lambda line: None,
     )
     if split == "train":
         return iter(training)
@@ -60,18 +80,27 @@ def batches(config: Config, split: str = "train") -> Iterator[Batch]:
     return iter(evaluating)
 
 
-def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
+def train(
+    config: Config,
+    callbacks: Sequence[Callback] = (),
+    *,
+    hooks: Sequence[Hook | Callable[[StepInfo], None]] = (),
+) -> epath.Path:
     """Trains as train.py does and returns the run folder.
 
     Args:
-      config: of `load_config`. The same one again resumes, or finds that the run is complete.
-      callbacks: called with each event of the run, in order: a dict with "event" ("start", "step",
-        "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that kind of event has,
-        as in events.jsonl. An exception ends the run.
+      config: A configuration of `load_config`. The same one again resumes, or finds that the run
+        is complete.
+      hooks: Called with a `StepInfo` (state, metrics and more) after the steps that each chooses:
+        `Hook(function, every=100)`. A plain function is called after every step. An exception ends
+        the run as a UserError, after a checkpoint was saved.
+      callbacks: Functions to call with each event of the run, in order: a dict with "event"
+        ("start", "step", "evaluation", "checkpoint", ..., "stop"), "step", "seconds" and what that
+        kind of event has, as in events.jsonl. An exception ends the run.
 
     Raises:
-      UserError: everything for which train.py exits with code 2.
-      RuntimeError: the run diverged.
+      UserError: Everything for which train.py exits with code 2.
+      RuntimeError: The run diverged.
     """
     from MaxText import exit_codes
     from MaxText.runtime.preemption import PreemptionHandler
@@ -80,7 +109,7 @@ def train(config: Config, callbacks: Sequence[Callback] = ()) -> epath.Path:
     from MaxText.train import train as run
 
     try:
-        code = run(config, PreemptionHandler(), callbacks)
+        code = run(config, preemption=PreemptionHandler(), hooks=hooks, callbacks=callbacks)
     finally:
         unlock_run_folder()
     folder = parse_path(
@@ -95,8 +124,13 @@ def metrics(run: "epath.PathLike | Run") -> dict[str, np.ndarray]:
     """Returns the metrics of a run as columns, one value per reported step.
 
     pandas.DataFrame(metrics(run)) makes a table of it. Numbers that a step does not have, such as
-    "eval/avg_loss" between evaluations, are NaN. `run` is a run folder, or what `load` returned for
-    one. Raises UserError for a folder without metrics.jsonl.
+    "eval/avg_loss" between evaluations, are NaN.
+
+    Args:
+      run: A run folder, or what `load` returned for one.
+
+    Raises:
+      UserError: The folder has no metrics.jsonl.
     """
     from MaxText.metrics.json_lines import read_rows
     from MaxText.storage.paths import parse_path
@@ -113,11 +147,11 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
     """Opens trained weights, with their configuration and tokenizer.
 
     Args:
-      path: a run folder, a checkpoint of one, or "hf:FOLDER" for a Hugging Face folder.
-      **keys: configuration keys to set, such as dtype="float32".
+      path: A run folder, a checkpoint of one, or "hf:FOLDER" for a Hugging Face folder.
+      **keys: Configuration keys to set, such as dtype="float32".
 
     Raises:
-      UserError: no weights there, or weights that do not fit.
+      UserError: There are no weights, or they do not fit the configuration.
     """
     from MaxText.config import values
     from MaxText.inference import checkpoint_config
@@ -129,12 +163,30 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
     return Run(str(path), trained, loaded.typed("tokenizer_path"))
 
 
+class _DeviceBatch(NamedTuple):
+    """Sequences on the devices.
+
+    `num_sequences` of the batch were given; the others pad it to a size that the devices can share.
+    `is_single`: a single sequence [T] was given, so results have no batch dimension.
+    """
+
+    batch: Batch
+    num_sequences: int
+    is_single: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Trained weights on this machine's devices. Made by `load`."""
+    """Trained weights on this machine's devices, as `load` returns them.
+
+    Attributes:
+      path: What was loaded, as given to `load`.
+      trained: The model with its weights, configuration and shardings.
+      tokenizer_is_typed: Whether the user set tokenizer_path, which then counts alone.
+    """
 
     path: str
-    trained: Any = dataclasses.field(repr=False)  # an inference.trained_model.TrainedModel
+    trained: "TrainedModel" = dataclasses.field(repr=False)
     tokenizer_is_typed: bool = dataclasses.field(default=False, repr=False)
 
     @property
@@ -148,21 +200,28 @@ class Run:
         return self.trained.params
 
     @functools.cached_property
-    def tokenizer(self) -> Any:
-        """Has `encode(text) -> ids` and `decode(ids) -> text`, or UserError."""
+    def tokenizer(self) -> "ModelTokenizer":
+        """The tokenizer of the weights: `encode(text) -> ids` and `decode(ids) -> text`.
+
+        Raises:
+          UserError: There is none next to the weights, and none is configured.
+        """
         return self.trained.open_tokenizer(typed=self.tokenizer_is_typed)
 
     def logits(self, text_or_ids: Any) -> np.ndarray:
         """Returns the float32 logits of the next token at each position.
 
-        They are [T, V] for a text or ids [T], and [B, T, V] for sequences of one length [B, T].
-        """
-        batch, num_rows, is_single = self._batch_of(text_or_ids)
-        logits = np.asarray(self._logits(self.params, batch))
-        return logits[0] if is_single else logits[:num_rows]
+        Args:
+          text_or_ids: A text, token ids [T], or sequences of one length [B, T].
 
-    def _batch_of(self, text_or_ids: Any) -> tuple[Batch, int, bool]:
-        """A batch on the devices, its valid rows, and whether it was one sequence."""
+        Returns:
+          [T, V] for a text or ids [T]; [B, T, V] for sequences [B, T].
+        """
+        inputs = self._to_devices(text_or_ids)
+        logits = np.asarray(self._logits(self.params, inputs.batch))
+        return logits[0] if inputs.is_single else logits[: inputs.num_sequences]
+
+    def _to_devices(self, text_or_ids: Any) -> _DeviceBatch:
         if isinstance(text_or_ids, str):
             text_or_ids = self.tokenizer.encode(text_or_ids)
         ids = np.asarray(text_or_ids, np.int32)
@@ -172,12 +231,18 @@ class Run:
         if ids.min() < 0 or ids.max() >= num_ids:
             raise ValueError(f"ids from {ids.min()} to {ids.max()}; expected 0 to {num_ids - 1}")
         ids_BT = np.atleast_2d(ids)
-        # Devices that split a batch need rows to split.
+        num_sequences = len(ids_BT)
+        # Devices that split the batch need equal numbers of sequences.
         multiple = self.trained.sharding.num_batch_parts
-        batch_size = -(-len(ids_BT) // multiple) * multiple
-        padded = np.concatenate([ids_BT, np.repeat(ids_BT[:1], batch_size - len(ids_BT), axis=0)])
-        batch = Batch(padded, padded, np.ones(padded.shape, np.float32))
-        return self.trained.sharding.to_global_batch(batch, batch_size), len(ids_BT), ids.ndim == 1
+        batch_size = math.ceil(num_sequences / multiple) * multiple
+        padding_BT = np.repeat(ids_BT[:1], batch_size - num_sequences, axis=0)
+        padded_BT = np.concatenate([ids_BT, padding_BT])
+        batch = Batch(padded_BT, padded_BT, np.ones(padded_BT.shape, np.float32))
+        return _DeviceBatch(
+            batch=self.trained.sharding.to_global_batch(batch, batch_size),
+            num_sequences=num_sequences,
+            is_single=ids.ndim == 1,
+        )
 
     def forward(
         self, text_or_ids: Any, capture: Sequence[str] = ()
@@ -187,8 +252,8 @@ class Run:
         Layers are unrolled and attention is computed in one block for it.
 
         Args:
-          text_or_ids: as of `logits`.
-          capture: paths, with * as in file names. Of every part:
+          text_or_ids: A text, token ids [T], or sequences of one length [B, T].
+          capture: Paths of values, with * as in file names. Of every part:
             `layers/*/self_attention/mixer_output` and `layers/*/mlp/feed_forward_output` [B, T, D],
             `layers/*/connections/r` and `layers/*/output` [B, T, D] (the residual stream before and
             after a layer), `token_embedder/output`, `decoder_norm/output` and `head/output`. Of a
@@ -196,13 +261,17 @@ class Run:
             N, T, T], `.../query_proj` [B, T, N, H], `.../context`, `.../out_proj`,
             `layers/3/mlp/mlpwo`.
 
+        Returns:
+          Logits as of `logits`, and {path: value}; values have no batch dimension for a single
+          sequence.
+
         Raises:
-          ValueError: a path matches nothing; the message lists those of the first layer.
+          ValueError: A path matches nothing; the message lists those of the first layer.
         """
         from MaxText.layers.capture import capturing
 
-        batch, num_rows, is_single = self._batch_of(text_or_ids)
-        model = self._model_to_look_into
+        inputs = self._to_devices(text_or_ids)
+        model = self._unrolled_model
         paths: list[str] = []
         inner_paths: list[str] = []
 
@@ -213,41 +282,45 @@ class Run:
             inner_paths[:] = captured.inner_paths
             return logits, captured.values
 
-        logits, values = self.trained.sharding.jit(run)(self.params, batch)
+        logits, values = self.trained.sharding.jit(run)(self.params, inputs.batch)
         for pattern in capture:
             if fnmatch.filter(paths, pattern):
                 continue
-            if inner := fnmatch.filter(inner_paths, pattern):
+            inner_matches = fnmatch.filter(inner_paths, pattern)
+            if inner_matches:
                 raise ValueError(
-                    f"capture: {inner[0]} is inside of a loop or another transformation (scan, "
-                    "vmap, jit, shard_map), which it cannot leave. Let the part return it from "
-                    "there and tag it outside."
+                    f"capture: {inner_matches[0]} is inside of a loop or another transformation "
+                    "(scan, vmap, jit, shard_map), which it cannot leave. Let the part return it "
+                    "from there and tag it outside."
                 )
-            of_layers = [path for path in paths if not re.match(r"layers/(?!0/)", path)]
+            first_layer_paths = [path for path in paths if not re.match(r"layers/(?!0/)", path)]
             raise ValueError(
-                f"capture: {pattern!r} matches nothing; available: {', '.join(of_layers)}"
+                f"capture: {pattern!r} matches nothing; available: {', '.join(first_layer_paths)}"
             )
         batch_size = len(logits)
 
-        def unpadded(x: Any) -> np.ndarray:
+        def unpadded(value: Any) -> np.ndarray:
             # Values of the whole batch, such as positions [1, T, D], have no rows to choose.
-            array = np.asarray(x)
+            array = np.asarray(value)
             if array.ndim == 0 or len(array) != batch_size:
                 return array
-            return array[0] if is_single else array[:num_rows]
+            return array[0] if inputs.is_single else array[: inputs.num_sequences]
 
-        return unpadded(logits), {name: unpadded(x) for name, x in values.items()}
+        return unpadded(logits), {name: unpadded(value) for name, value in values.items()}
 
     def loss(self, batches: Iterable[Batch]) -> float:
         """Returns the mean loss over the targets of batches, in nats per token.
 
-        `batches` are for example itertools.islice(mt.batches(config, "eval"), 10).
+        Args:
+          batches: For example itertools.islice(mt.batches(config, "eval"), 10).
         """
         from MaxText.evaluation.validation import evaluate
 
         sharding = self.trained.sharding
-        placed = (sharding.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches)
-        return evaluate(self._eval_step, self.params, placed, step=0).loss
+        global_batches = (
+            sharding.to_global_batch(batch, len(batch.tokens_BT)) for batch in batches
+        )
+        return evaluate(self._eval_step, self.params, global_batches, step=0).loss
 
     def generate(
         self,
@@ -261,14 +334,17 @@ class Run:
     ) -> Any:
         """Continues a prompt, or several in one batch.
 
-        Returns the new text without its prompt, or a list of them for several prompts.
-
         Args:
-          max_new_tokens: of each, or -1 to fill the window; an end-of-text id ends it earlier.
+          prompts: One prompt, or several.
+          max_new_tokens: Tokens to generate per prompt, or -1 to fill the window. An end-of-text id
+            ends a text earlier.
           temperature: 0 always takes the most likely token.
-          seed: the same seed gives the same texts.
-          stop: strings at which a text ends.
+          seed: The same seed gives the same texts.
+          stop: Strings at which a text ends.
           **sampling: top_k, nucleus_p, min_p, typical_p, eta, entmax_alpha, repetition_penalty.
+
+        Returns:
+          The new text without its prompt; a list of them for several prompts.
         """
         from MaxText.inference.engine import Engine
         from MaxText.inference.generate import StoppingCriteria, generate
@@ -276,24 +352,26 @@ class Run:
 
         if max_new_tokens < 1 and max_new_tokens != -1:
             raise ValueError(f"{max_new_tokens=}; expected 1 or more, or -1 to fill the window")
-        asked = [prompts] if isinstance(prompts, str) else list(prompts)
-        if not asked:
+        prompt_list = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompt_list:
             return []
         trained = self.trained
         tokenizer = self.tokenizer
         num_ids = tokenizer.num_sampled_ids(self.config.model.shape.vocab_size)
-        choice = SamplingParams(temperature, **sampling)
-        engine = Engine(trained.model, self.params, trained.sharding, choice, num_ids=num_ids)
-        texts = [""] * len(asked)
-        for number, completion in generate(
+        sampling_params = SamplingParams(temperature, **sampling)
+        engine = Engine(
+            trained.model, self.params, trained.sharding, sampling_params, num_ids=num_ids
+        )
+        texts = [""] * len(prompt_list)
+        for index, completion in generate(
             engine,
-            [tokenizer.encode(prompt) for prompt in asked],
+            [tokenizer.encode(prompt) for prompt in prompt_list],
             StoppingCriteria(max_new_tokens, frozenset(tokenizer.eos_ids), tuple(stop)),
-            batch_size=len(asked),
+            batch_size=len(prompt_list),
             seed=seed,
             decode=tokenizer.decode,
         ):
-            texts[number] = completion.text
+            texts[index] = completion.text
         return texts[0] if isinstance(prompts, str) else texts
 
     @functools.cached_property
@@ -302,7 +380,7 @@ class Run:
         return self.trained.sharding.jit(lambda params, batch: model.merge(params)(batch))
 
     @functools.cached_property
-    def _model_to_look_into(self) -> Any:
+    def _unrolled_model(self) -> "Model":
         """The model with unrolled layers, no remat, and attention in one block."""
         from MaxText.layers.assembly.model import Model
 
@@ -318,4 +396,16 @@ class Run:
         return self.trained.sharding.jit(make_eval_step(self.trained.model))
 
 
-__all__ = ["Config", "Run", "UserError", "batches", "load", "load_config", "metrics", "train"]
+__all__ = [
+    "Config",
+    "Hook",
+    "Run",
+    "StepInfo",
+    "UserError",
+    "batches",
+    "hook",
+    "load",
+    "load_config",
+    "metrics",
+    "train",
+]

@@ -18,6 +18,8 @@ from MaxText import exit_codes
 from MaxText.config import command_line, registry, values
 from MaxText.config.loading import load_config
 from MaxText.config.problems import ConfigIssue
+from MaxText.config.program_options import NoOptions, read_options
+from MaxText.config.schema import Config
 from MaxText.errors import UserError
 
 USAGE = """
@@ -48,22 +50,26 @@ def main() -> int:
     if not arguments:
         print(USAGE.strip())
         return exit_codes.USER_ERROR
-    rest = [word for word in arguments if not word.endswith(".py") and ":" not in word]
-    command_line.answer_questions("check_part.py", rest, USAGE, command_line.ProgramOptions)
+    without_module = [
+        argument for argument in arguments if not argument.endswith(".py") and ":" not in argument
+    ]
+    command_line.answer_questions("check_part.py", without_module, USAGE, NoOptions)
     with command_line.exit_on_user_error():
-        _, words = command_line.read_options(command_line.ProgramOptions, arguments)
-        if len(words.others) != 1:
-            words.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
-        words.check()
-        (spec,) = words.others
-        typed = (word.split("=", 1) for word in words.keys)
-        keys = {name: values.from_text(text) for name, text in typed}
+        parsed = read_options(NoOptions, arguments)
+        if len(parsed.operands) != 1:
+            parsed.problems.append(ConfigIssue("one MODULE[:CLASS] is needed, then key=value"))
+        parsed.check()
+        (spec,) = parsed.operands
+        keys = {}
+        for setting in parsed.settings:
+            name, text = setting.split("=", 1)
+            keys[name] = values.from_text(text)
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the partitioner's advice
         parts = _parts(spec, keys)
-        broken = [_check(part, keys) for part in parts]
-    return int(any(broken))
+        have_failed = [_check(part, keys) for part in parts]
+    return int(any(have_failed))
 
 
 def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
@@ -72,14 +78,15 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
     if not module or not name.isidentifier():
         module = spec
         name = ""
-    before = set(registry.registrations())
+    parts_before = set(registry.registrations())
     keys["import_modules"] = [module]
     load_config(import_modules=keys["import_modules"])
-    parts = [one for one in registry.registrations() if one not in before] or [
-        one for one in registry.registrations() if not one.is_built_in
-    ]
+    all_parts = registry.registrations()
+    parts = [part for part in all_parts if part not in parts_before]
+    if not parts:  # the module had been imported already
+        parts = [part for part in all_parts if not part.is_built_in]
     if name:
-        parts = [one for one in parts if name in (one.target.__name__, one.name)]
+        parts = [part for part in parts if name in (part.target.__name__, part.name)]
     if not parts:
         raise UserError(f"{spec} registers no part (MaxText.layers.part.register)")
     return parts
@@ -90,30 +97,30 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
-    chosen = SIZES | {registry.KINDS[part.kind]: part.name} | keys
+    part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
 
-    def configured(**more: Any) -> Any:
+    def make_config(**overrides: Any) -> Config:
         with contextlib.redirect_stderr(io.StringIO()):  # notices, of each of many configurations
-            return load_config(**TRAINED | chosen | more)
+            return load_config(**TRAINED | part_keys | overrides)
 
-    configured()
+    make_config()
     print(f"{part.kind} {part.name} ({part.place})")
     decodes = part.kind != "mixer" or part.target.decodes()
-    subject = Subject(configured, decodes=decodes)
-    broken = False
+    part_under_test = Subject(make_config, decodes=decodes)
+    has_failed = False
     is_optimizer = part.kind == "optimizer"
     checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
     for check in checks:
-        problem = find_problem(check, subject)
+        failure = find_problem(check, part_under_test)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
         else:
-            result = "ok" if problem is None else f"FAILED: {problem}"
+            result = "ok" if failure is None else f"FAILED: {failure}"
         print(f"  {check.name:<16}{result}")
-        if problem is not None:
+        if failure is not None:
             print(f"{'':18}{check.remedy}")
-            broken = True
-    return broken
+            has_failed = True
+    return has_failed
 
 
 if __name__ == "__main__":

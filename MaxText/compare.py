@@ -36,9 +36,9 @@ def main() -> None:
     """Exit codes: 0 done, 2 user error or failed run, 75 SIGTERM and notices, 130 Ctrl-C."""
     arguments = sys.argv[1:]
     # Questions are about one configuration: the first.
-    files = [word for word in arguments if YAML_PATH.fullmatch(word)]
-    rest = [word for word in arguments if word not in files[1:]]
-    command_line.answer_questions("compare.py", rest, USAGE, CompareOptions)
+    files = [argument for argument in arguments if YAML_PATH.fullmatch(argument)]
+    with_first_file = [argument for argument in arguments if argument not in files[1:]]
+    command_line.answer_questions("compare.py", with_first_file, USAGE, CompareOptions)
     with command_line.exit_on_user_error(_INTERRUPTED):
         args, problems = parse_args(arguments)
         variants = expand_variants(args, problems)

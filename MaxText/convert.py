@@ -33,15 +33,15 @@ train_and_grow_tokenformer.md): growth.mode=..., slot_num=..., base_num_decoder_
 def main() -> None:
     """Exit codes: 0 done, 2 user error or unfit weights, 130 Ctrl-C."""
     arguments = sys.argv[1:] or ["--help"]
-    rest = [word for word in arguments if word != GROW]
-    command_line.answer_questions("convert.py", rest, USAGE, ConvertOptions)
+    arguments_of_options = [argument for argument in arguments if argument != GROW]
+    command_line.answer_questions("convert.py", arguments_of_options, USAGE, ConvertOptions)
     with command_line.exit_on_user_error("Interrupted; nothing was written."):
-        asked = parse_arguments(arguments)
-        if asked.grow:
+        request = parse_arguments(arguments)
+        if request.grow:
             from MaxText.run.grow import grow as convert
         else:
             from MaxText.conversion.convert import convert
-        convert(asked, print)
+        convert(request, print)
 
 
 if __name__ == "__main__":

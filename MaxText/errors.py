@@ -1,4 +1,4 @@
-"""Exceptions with a message instead of a traceback."""
+"""Errors that a program reports with one message instead of a traceback."""
 
 import errno
 import io
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 
 class UserError(ValueError):
-    """A user error: a bad key, a missing file, unusable data. Exit code 2.
+    """An error that the user can fix: a bad key, a missing file, unusable data. Exit code 2.
 
-    Says what is wrong, where it was set, and what to do.
+    Its message says what is wrong, where it was set, and what to do.
     """
 
     exit_code = 2
@@ -25,7 +25,7 @@ _MAX_LINE = 4_000
 
 
 def shorten(line: str, max_length: int = _MAX_LINE) -> str:
-    """Returns a line without its middle if it is longer than anybody would read."""
+    """Returns a line, without its middle if it has more than `max_length` characters."""
     if len(line) <= max_length:
         return line
     half = max_length // 4
@@ -38,27 +38,28 @@ def first_line(error: BaseException, default: str = "") -> str:
 
 
 def storage_failure(error: BaseException) -> str | None:
-    """Describes a failed file operation in one line; None for any other error.
+    """Returns one line about the failed file operation behind an error; None for other errors.
 
-    Includes errors that a library raised because of one, as far as they tell the operating system's
-    error number.
+    Also finds the operation behind a library's error, if that is its cause or if its message has
+    the operating system's error number.
     """
     for cause in _chain(error):
-        if isinstance(cause, _NOT_OF_FILES) and cause.filename is None:
+        if isinstance(cause, _NOT_ABOUT_FILES) and cause.filename is None:
             return None
         if isinstance(cause, OSError) and cause.errno is not None:
             # What follows a missing file may be a bug; the missing file itself is no bug.
             if cause is not error and cause.errno in _ANSWERS:
                 continue
             reason = cause.strerror or os.strerror(cause.errno)
-            return f"{cause.filename or _file_at_work(cause)}: {reason} (errno {cause.errno})"
+            file = cause.filename or _innermost_path(cause)
+            return f"{file}: {reason} (errno {cause.errno})"
         if _OS_ERROR.search(str(cause)):
             return first_line(cause)
     return None
 
 
 def storage_error_line(failure: str) -> str:
-    """Returns the message about `storage_failure` for users."""
+    """Returns the message for users about what `storage_failure` returned."""
     return (
         f"error: storage failed at {failure}. Free space or fix the folder, then run the same "
         "command again."
@@ -68,7 +69,7 @@ def storage_error_line(failure: str) -> str:
 # Error numbers in messages of TensorStore and of Rust libraries.
 _OS_ERROR = re.compile(r"\[OS error \d+|\(os error \d+\)")
 # OSErrors of sockets, pipes and processes.
-_NOT_OF_FILES = (ConnectionError, BrokenPipeError, ChildProcessError, ProcessLookupError)
+_NOT_ABOUT_FILES = (ConnectionError, BrokenPipeError, ChildProcessError, ProcessLookupError)
 # Answers of a file system that works.
 _ANSWERS = (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
 
@@ -79,11 +80,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _file_at_work(error: BaseException) -> str:
-    """Names the file of a failed write or fsync, whose error does not: the innermost path."""
+def _innermost_path(error: BaseException) -> str:
+    """Returns the file of a failed write or fsync, whose error does not name it.
+
+    It is the path, or the open file, in the local variables of the innermost frame that has one.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for frame in reversed(frames):
-        for value in [*frame.f_locals.values()]:
+        for value in list(frame.f_locals.values()):
             if isinstance(value, os.PathLike):
                 return os.fspath(value)
             name = getattr(value, "name", None) if isinstance(value, io.IOBase) else None

@@ -1,4 +1,4 @@
-"""Exit codes of the programs."""
+"""Exit codes of the programs; docs/reference/exit_codes.md explains them to users."""
 
 SUCCESS = 0
 # The loss diverged. An internal error, with a traceback, has the same code.

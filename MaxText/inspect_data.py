@@ -1,5 +1,6 @@
 """Shows statistics or batches of a dataset."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,8 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.keys import Count, key
 from MaxText.config.loading import Source
+from MaxText.config.program_options import integer_option
 from MaxText.config.sources import ARGUMENT, YAML_PATH
 
 USAGE = """
@@ -29,22 +30,31 @@ of train.py and mean the same; train_split=validation inspects the held-out spli
 """
 
 
-class InspectOptions(command_line.ProgramOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InspectOptions:
     """Options of inspect_data.py."""
 
-    step: int | None = key(None, ge=0)
-    """Show only the batch of this step (from 0), read exactly as train.py does."""
-    num_devices: Count = key(1, "Devices that share the batch.")
-    sample: Count = key(200_000_000, unit="tokens")
-    """Tokens to read at most; what is more is sampled evenly."""
+    step: int | None = integer_option(
+        None,
+        "Show only the batch of this step (from 0), read exactly as train.py does.",
+        minimum=0,
+        metavar="STEP",
+    )
+    num_devices: int = integer_option(1, "Devices that share the batch.", minimum=1)
+    sample: int = integer_option(
+        200_000_000,
+        "Tokens to read at most; what is more is sampled evenly.",
+        minimum=1,
+        metavar="TOKENS",
+    )
 
 
 def with_dataset(arguments: Sequence[str]) -> list[str]:
     """Rewrites a data set as the first argument to dataset_path=."""
-    first, *rest = arguments or [""]
+    first = arguments[0] if arguments else ""
     is_dataset = first[:1] not in ("", "-") and not ARGUMENT.fullmatch(first)
     if is_dataset and not YAML_PATH.fullmatch(first):
-        return [f"dataset_path={first}", *rest]
+        return [f"dataset_path={first}", *arguments[1:]]
     return list(arguments)
 
 
@@ -53,9 +63,10 @@ def main() -> None:
     # A text may hold what the terminal cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
     with command_line.exit_on_user_error():
-        loaded, options, _ = command_line.parse_with_options(
+        loaded, parsed = command_line.parse_with_options(
             "inspect_data.py", with_dataset(sys.argv[1:]), USAGE, InspectOptions
         )
+        options = parsed.options
         from MaxText.input_pipeline.inspect_dataset import Inspection
 
         has_model = loaded.origins["vocab_size"].source is not Source.DEFAULT

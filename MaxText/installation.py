@@ -1,7 +1,7 @@
-"""Check that this Python has what the package needs, in one line instead of a traceback.
+"""Checks that this Python has what the package needs, with one line instead of a traceback.
 
-Runs in any Python 3.6 or newer, before anything that such a Python cannot read: no annotations that
-it would have to evaluate, no newer syntax.
+Runs in any Python 3.6 or newer, before anything that such a Python cannot read. So this file has no
+annotations that it would have to evaluate, and no newer syntax.
 """
 
 import importlib.util
@@ -49,13 +49,13 @@ def problem():
         named = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         reason = f"is not installed in this Python: {named} missing"
     return (
-        f"MaxText {reason}. This is {sys.executable} {version}. Run bash setup.sh in the clone and "
-        "use .venv/bin/python, or pip install it here."
+        f"jaxpretrain {reason}. This is {sys.executable} {version}. Run bash setup.sh in the "
+        "clone and use .venv/bin/python, or pip install it here."
     )
 
 
 def check():
-    """Ends a program with one line if `problem`; of an import, raises ImportError."""
+    """Ends a program with one line, or an import with ImportError, if there is a `problem`."""
     message = problem()
     if not message:
         return

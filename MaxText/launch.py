@@ -1,10 +1,11 @@
 """Starts a run of several processes."""
 
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -15,9 +16,15 @@ program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
 from MaxText.config.problems import ConfigIssue, ConfigurationError
+from MaxText.config.program_options import read_options
 from MaxText.errors import UserError
 from MaxText.launchers import slurm, supervision
-from MaxText.launchers.commands import TRAIN_COMMAND, Commands, resolve_run_args
+from MaxText.launchers.commands import (
+    TRAIN_COMMAND,
+    Commands,
+    LaunchOptions,
+    resolve_run_args,
+)
 from MaxText.launchers.slurm import SlurmOptions
 from MaxText.launchers.supervision import LocalOptions
 from MaxText.launchers.tpu_vm import GcloudOptions, TpuVm, check_options
@@ -35,35 +42,44 @@ docs/reference/exit_codes.md."""
 
 PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = tuple(name.replace("_", "-") for name in vars(TpuVm) if not name.startswith("_"))
-_ANY = "|".join(ACTIONS)
+_ANY_ACTION = "|".join(ACTIONS)
 # Place -> its operands, for messages and as a pattern.
 OPERANDS = {
     "local": ("the number of processes", r"[1-9]\d*"),
-    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY})(\n({_ANY}))*"),
+    "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY_ACTION})(\n({_ANY_ACTION}))*"),
     "slurm": ("one of submit, status, stop", "submit|status|stop"),
 }
 
 
-def read_launch(arguments: Sequence[str]) -> tuple[str, Any, list[str]]:
-    """Returns the place, its options and its words.
+class LaunchRequest(NamedTuple):
+    """What launch.py is to do: the place, its options, and the words after it."""
 
-    Raises ConfigurationError for an invalid command line.
+    place: str
+    options: LaunchOptions
+    operands: list[str]
+
+
+def read_launch(arguments: Sequence[str]) -> LaunchRequest:
+    """Returns what a command line, up to --, asks for.
+
+    Raises:
+      ConfigurationError: The command line is invalid.
     """
-    place, *rest = arguments or [""]
+    place = arguments[0] if arguments else ""
     if place not in PLACES:
-        what = f"the first word is {place!r} and not one of {', '.join(PLACES)}"
-        raise ConfigurationError([ConfigIssue(what)])
-    options, words = command_line.read_options(PLACES[place], rest, takes_keys=False)
-    operands = [*words.others, *words.files]
-    wanted, pattern = OPERANDS[place]
+        message = f"the first word is {place!r} and not one of {', '.join(PLACES)}"
+        raise ConfigurationError([ConfigIssue(message)])
+    parsed = read_options(PLACES[place], arguments[1:], takes_keys=False)
+    operands = [*parsed.operands, *parsed.config_files]
+    expected, pattern = OPERANDS[place]
     if not re.fullmatch(pattern, "\n".join(operands)):
-        what = (
-            f"launch.py {place} takes {wanted}, not {' '.join(operands) or 'nothing'}. Arguments "
+        message = (
+            f"launch.py {place} takes {expected}, not {' '.join(operands) or 'nothing'}. Arguments "
             "of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
         )
-        words.problems.append(ConfigIssue(what))
-    words.check()
-    return place, options, operands
+        parsed.problems.append(ConfigIssue(message))
+    parsed.check()
+    return LaunchRequest(place, parsed.options, operands)
 
 
 def main() -> int:
@@ -72,35 +88,45 @@ def main() -> int:
     train_args: list[str] = []
     if "--" in arguments:
         position = arguments.index("--")
-        arguments, train_args = arguments[:position], arguments[position + 1 :]
-    place = PLACES.get(next(iter(arguments), ""))
-    command_line.answer_about_options(arguments, USAGE, *([place] if place else PLACES.values()))
-    start = {"local": _launch_local, "gcloud": _launch_gcloud, "slurm": _launch_slurm}
+        train_args = arguments[position + 1 :]
+        arguments = arguments[:position]
+    kinds = [PLACES[arguments[0]]] if arguments and arguments[0] in PLACES else PLACES.values()
+    command_line.answer_about_options(arguments, USAGE, *kinds)
     with command_line.exit_on_user_error():
-        place, options, operands = read_launch(arguments)
-        code = start[place](options, operands, train_args)
+        request = read_launch(arguments)
+        code = _launch(request.options, request.operands, train_args)
     return code
+
+
+def _launch(options: LaunchOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
+    if isinstance(options, LocalOptions):
+        return _launch_local(options, operands, train_args)
+    if isinstance(options, GcloudOptions):
+        return _launch_gcloud(options, operands, train_args)
+    assert isinstance(options, SlurmOptions)
+    return _launch_slurm(options, operands, train_args)
 
 
 def _launch_local(options: LocalOptions, operands: Sequence[str], train_args: Sequence[str]) -> int:
     run = resolve_run_args(train_args)
-    number = int(operands[0])
+    num_processes = int(operands[0])
     command = [*TRAIN_COMMAND, *run.arguments]
     if options.dry_run:
         commands = Commands(print, dry_run=True)
         port = supervision.free_port()
-        for process in range(number):
+        for process in range(num_processes):
             devices = options.devices_per_process
-            environment = supervision.process_env({}, number, process, port, devices)
+            environment = supervision.process_env({}, num_processes, process, port, devices)
             settings = [f"{name}={value}" for name, value in environment.items()]
-            commands.run([*(["env", *settings] if settings else []), *command])
+            prefix = ["env", *settings] if settings else []
+            commands.run([*prefix, *command])
         return 0
     logs = options.log_dir or f"maxtext_output/logs/{run.run_name}"
-    options = options.model_copy(update={"log_dir": logs})
-    what = "1 process" if number == 1 else f"{number} processes"
-    print(f"launch: {what}; logs are in {logs}")
+    options = dataclasses.replace(options, log_dir=logs)
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    print(f"launch: {processes}; logs are in {logs}")
     try:
-        return supervision.supervise(command, number, options, run.folder, print)
+        return supervision.supervise(command, num_processes, options, run.folder, print)
     except OSError as error:
         raise UserError(f"cannot start the processes: {error}") from error
 
@@ -128,8 +154,8 @@ def _launch_slurm(options: SlurmOptions, operands: Sequence[str], train_args: Se
     if operands[0] == "submit":
         run = resolve_run_args(train_args)
         logs = Path(options.log_dir or f"maxtext_output/logs/{run.run_name}").absolute()
-        named = {"name": options.name or run.run_name, "log_dir": str(logs)}
-        slurm.submit(options.model_copy(update=named), run.arguments, commands, print)
+        job = dataclasses.replace(options, name=options.name or run.run_name, log_dir=str(logs))
+        slurm.submit(job, run.arguments, commands, print)
         return 0
     if not options.job_id:
         raise UserError(f"{operands[0]} requires --job-id=NUMBER (printed by submit).")

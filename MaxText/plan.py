@@ -37,10 +37,10 @@ def main() -> int:
     # Leaves the accelerators of this machine alone.
     os.environ["JAX_PLATFORMS"] = "cpu"
     with command_line.exit_on_user_error():
-        loaded, options, words = command_line.parse_with_options(
+        loaded, parsed = command_line.parse_with_options(
             "plan.py", sys.argv[1:], USAGE, PlanOptions
         )
-        fits = _plan(options, loaded.config, words.configuration)
+        fits = _plan(parsed.options, loaded.config, parsed.configuration)
     return exit_codes.SUCCESS if fits else 1
 
 

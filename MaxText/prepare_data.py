@@ -39,11 +39,13 @@ def main() -> None:
         data = config.data
         preparation = config.preparation
         path = data.dataset_path
-        most = data.bad_records.maximum
-        manifest = prepare(preparation, path, cache_dir=data.local_cache_dir, max_bad_records=most)
+        max_bad_records = data.bad_records.maximum
+        manifest = prepare(
+            preparation, path, cache_dir=data.local_cache_dir, max_bad_records=max_bad_records
+        )
         if not preparation.exports_text:
             print(describe(manifest))
-            if preparation.prepare_output_format in ("array_record", "bin"):
+            if preparation.prepare_output_format == "bin":
                 train = command_line.program_command("train")
                 arguments = train_arguments(manifest, path)
                 if arguments:

@@ -1,7 +1,9 @@
 """Start of a program: signals, output, memory, launch time.
 
-Imports little: what comes before it is not covered. Until `leave_to_python`, Ctrl-C, SIGTERM and
-the notices of a scheduler exit without a traceback.
+Every script calls `install` before its slow imports: jax and the modules that import it take
+seconds, and an interrupt during that time would print a traceback. Until `leave_to_python`, Ctrl-C,
+SIGTERM and the notices of a scheduler exit without one. This module imports little, because what
+comes before it is not covered.
 
 Before a script can import it, the script puts its parent folder on sys.path in place of its own, so
 that every module has one name.
@@ -81,9 +83,14 @@ class StopRequestedError(KeyboardInterrupt):
 def install(importer: str, *, tune_malloc: bool = False) -> None:
     """Sets up a program: output, memory, and signals until `leave_to_python`.
 
-    Only if the module with the __name__ `importer` was started, not imported. Ctrl-C exits with its
-    own code, the signals in STOP_SIGNALS with that of a preemption. Those that the parent process
-    ignores (nohup) stay ignored.
+    Does nothing if the program's module was imported and not started. Ctrl-C exits with its own
+    code, the signals in STOP_SIGNALS with that of a preemption. Signals that the parent process
+    ignores (nohup) stay ignored. May restart the process, for UTF-8 or malloc settings.
+
+    Args:
+      importer: __name__ of the program's module.
+      tune_malloc: Whether to set glibc's malloc for large arrays on the host; see
+        `reexec_with_malloc_tuning`.
     """
     command = f"maxtext-{importer.rpartition('.')[2].replace('_', '-')}"
     if importer != "__main__" and os.path.basename(sys.argv[0]) != command:
@@ -200,11 +207,15 @@ def reexec_with_malloc_tuning() -> None:
 
 
 def limit_exit(code: int, release: Callable[[], None] = lambda: None) -> None:
-    """Ends this program with `code` in seconds, whatever its threads wait for.
+    """Ends this program within seconds, whatever its threads wait for.
 
     Call it when only the interpreter's own shutdown is left. That joins every thread, and after a
-    failed save Orbax's threads wait for each other for minutes. `release` is called first, then.
-    Does nothing in a process that only imported the program.
+    failed save Orbax's threads wait for each other for minutes. Does nothing in a process that only
+    imported the program.
+
+    Args:
+      code: Exit code.
+      release: Called before a forced exit, which skips atexit handlers.
     """
 
     def end() -> None:
@@ -236,32 +247,37 @@ def leave_to_python() -> None:
 
 
 @contextlib.contextmanager
-def handled(numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]):
-    """Installs a signal handler in a block, unless ignored (nohup)."""
-    before = {
+def handled(signals: Sequence[int], handler: Callable[[int, FrameType | None], None]):
+    """Installs a signal handler while a block runs.
+
+    Args:
+      signals: Signals to handle; those that are ignored (nohup) stay ignored.
+      handler: As for `signal.signal`.
+    """
+    previous_handlers = {
         number: signal.signal(number, handler)
-        for number in numbers
+        for number in signals
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
 
 
 @contextlib.contextmanager
-def notices_blocked(*more: signal.Signals):
-    """Lets processes that this thread starts in a block ignore NOTICES, and `more`.
+def notices_blocked(*others: signal.Signals):
+    """Lets processes that this thread starts in a block ignore NOTICES and `others`.
 
-    Schedulers and terminals send notices to all processes of a job. One of a worker, or of Python's
-    resource tracker, must not end it before the program has saved its work.
+    Schedulers and terminals send notices to all processes of a job. A notice to a worker, or to
+    Python's resource tracker, must not end it before the program has saved its work.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICES, *more})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*NOTICES, *others})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _request_stop(number: int, _frame: FrameType | None) -> None:

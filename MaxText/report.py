@@ -1,10 +1,10 @@
 """Writes an HTML report and figures of runs."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -14,8 +14,8 @@ from MaxText import program_start
 program_start.install(__name__)  # before the slow imports
 
 from MaxText.config import command_line
-from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue
+from MaxText.config.program_options import integer_option, option, read_options
 from MaxText.errors import UserError
 
 
@@ -40,25 +40,40 @@ RUN is the folder of a run (base_output_directory/run_name), or a folder of runs
 """
 
 
-class ReportOptions(command_line.ProgramOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportOptions:
     """Options of report.py."""
 
-    output: Annotated[Path | None, Parser(_folder, "a folder")] = key(
-        None, "Output folder; by default RUN/report for one RUN and report for several."
+    output: Path | None = option(
+        None,
+        "Output folder; by default RUN/report for one RUN and report for several.",
+        read=_folder,
+        accepts="a folder",
+        metavar="DIR",
     )
-    watch: int | None = key(
+    watch: int | None = integer_option(
         None,
         "Rewrite the report periodically until all runs have ended; Ctrl-C stops it.",
-        unit="seconds",
-        ge=1,
+        minimum=1,
+        metavar="SECONDS",
     )
-    group_by: str = key(
-        "", "Draw runs with the same value of a configuration key as a mean with a band."
+    group_by: str = option(
+        "",
+        "Draw runs with the same value of a configuration key as a mean with a band.",
+        metavar="KEY",
     )
 
 
 def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
-    """Returns the output folder of a report; UserError for a bucket."""
+    """Returns the output folder of a report.
+
+    Args:
+      runs: Folders as typed.
+      options: Options of the command line.
+
+    Raises:
+      UserError: The only run is in a bucket, where no report is written.
+    """
     if options.output is not None:
         return options.output
     if len(runs) > 1:
@@ -71,16 +86,21 @@ def output_folder(runs: Sequence[str], options: ReportOptions) -> Path:
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[str], ReportOptions]:
-    """Returns the runs and options of a command line."""
-    paths = [word for word in arguments if "=" in word and Path(word).exists()]
-    rest = [word for word in arguments if word not in paths]
-    options, words = command_line.read_options(ReportOptions, rest, takes_keys=False)
-    runs = [*words.files, *words.others, *paths]
+    """Returns the runs and options of a command line.
+
+    Raises:
+      ConfigurationError: An option is wrong, or there is no run.
+    """
+    # Folders of runs that look like options, as those of a sweep do.
+    paths = [argument for argument in arguments if "=" in argument and Path(argument).exists()]
+    other_arguments = [argument for argument in arguments if argument not in paths]
+    parsed = read_options(ReportOptions, other_arguments, takes_keys=False)
+    runs = [*parsed.config_files, *parsed.operands, *paths]
     if not runs:
-        what = "no run is given. Write: python MaxText/report.py RUN [RUN ...]"
-        words.problems.append(ConfigIssue(what))
-    words.check()
-    return runs, options
+        message = "no run is given. Write: python MaxText/report.py RUN [RUN ...]"
+        parsed.problems.append(ConfigIssue(message))
+    parsed.check()
+    return runs, parsed.options
 
 
 def report(runs: Sequence[str], options: ReportOptions) -> bool:
@@ -89,16 +109,16 @@ def report(runs: Sequence[str], options: ReportOptions) -> bool:
     from MaxText.reports.entries import find_runs, group_runs
     from MaxText.reports.report_writer import write_report
 
-    found = find_runs(runs, options.group_by)
-    is_running = any(run.state == "running" for run in found.runs)
-    mismatches = run_tables.warnings(group_runs(found.runs, found.groups))
-    for warning in [*found.problems, *mismatches]:
+    selection = find_runs(runs, options.group_by)
+    is_running = any(run.state == "running" for run in selection.runs)
+    mismatches = run_tables.warnings(group_runs(selection.runs, selection.groups))
+    for warning in [*selection.problems, *mismatches]:
         sys.stderr.write(f"warning: {warning}\n")
     page = write_report(
-        found.runs,
+        selection.runs,
         output_folder(runs, options),
-        groups=found.groups,
-        warnings=found.problems,
+        groups=selection.groups,
+        warnings=selection.problems,
         refresh=(options.watch or 0) if is_running else 0,
     )
     print(page, *sorted(path.name for path in page.parent.glob("*.png")), sep="\n")

@@ -1,15 +1,15 @@
 """Trains a language model: MaxText/train.py CONFIG.yml key=value ...
 
 The whole program, top to bottom: configuration, devices, model, compiled steps, data, starting
-point, loop, final outputs.
+point, records, loop, final outputs. `train` imports each section's modules where it begins, because
+the first sections refuse mistakes within a second, and importing all takes several.
 """
 
-import functools
 import pathlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if __name__ == "__main__":
     sys.path[0] = str(pathlib.Path(__file__).resolve().parents[1])
@@ -25,6 +25,14 @@ from MaxText.inference import checkpoint_config
 from MaxText.runtime import processes, start_up
 from MaxText.runtime.preemption import PreemptionHandler
 from MaxText.runtime.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
+
+    from MaxText.config.schema import Config
+    from MaxText.run.hooks import Hook, StepInfo
+    from MaxText.run.loop import Loop
 
 USAGE = """Trains a language model.
 
@@ -43,7 +51,7 @@ def _train_from_command_line() -> int:
     preemption = PreemptionHandler.install()
     loaded = command_line.parse("train.py", sys.argv[1:], USAGE, checkpoint_config.for_training)
     try:
-        return train(loaded.config, preemption)
+        return train(loaded.config, preemption=preemption)
     except BaseException as error:
         processes.fail(error)  # one process of several ends here
         if isinstance(error, UserError):
@@ -60,27 +68,42 @@ def _train_from_command_line() -> int:
         raise
 
 
-def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
+def train(
+    config: "Config",
+    *,
+    preemption: PreemptionHandler,
+    hooks: "Sequence[Hook | Callable[[StepInfo], None]]" = (),
+    callbacks: "Sequence[Callable[[Mapping[str, Any]], None]]" = (),
+) -> int:
     """Runs a configuration to its end, from wherever its run folder stands.
 
     Args:
+      config: The resolved configuration. `auto` values that depend on devices are resolved here.
       preemption: Says whether the machine is about to be preempted.
+      hooks: Called after steps, besides those that `config.run.hooks` names.
       callbacks: Get each event of the run as a row of events.jsonl.
+
+    Returns:
+      An exit code of exit_codes.py: success, diverged, preempted, interrupted, or a user error if
+      storage failed.
+
+    Raises:
+      UserError: The configuration, the data or a checkpoint cannot be used, or a hook failed.
     """
     # --- Run folder, before anything slow ---------------------------------------------------------
     details = start_up.choose_platform(config.run.hardware)  # for start.txt; before jax is imported
     from MaxText.checkpointing.manager import CheckpointManager
     from MaxText.config.schema import flatten
     from MaxText.input_pipeline.data_sources import check_sources
+    from MaxText.run.hooks import user_hooks
     from MaxText.storage.run_folder import create_run_folder, lock_run_folder
 
     run = config.run
-    evaluation = config.evaluation
     guard = config.guard
+    evaluation = config.evaluation
     if run.log_config:
-        print(
-            *(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items())), sep="\n"
-        )
+        _print_lines(f"Config param {name}: {x}" for name, x in sorted(flatten(config).items()))
+    selected_hooks = user_hooks(run.hooks, hooks)
     run_folder = create_run_folder(f"{run.base_output_directory}/{run.run_name}")
     checkpoints = CheckpointManager(
         run_folder / "checkpoints", config.checkpoint, guard.healthy_after_steps
@@ -88,9 +111,8 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     if not config.preparation.prepare_source:
         check_sources(config)
 
-    # --- Devices --------------------------------------------------------------------------------
-    for line in start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout):
-        print(line)
+    # --- Devices ----------------------------------------------------------------------------------
+    _print_lines(start_up.initialize_distributed(run.hardware, guard.heartbeat_timeout))
 
     import jax
 
@@ -100,11 +122,15 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     from MaxText.parallelism import mesh
 
     devices = start_up.find_devices(run.hardware)
-    if jax.process_index() == 0:
+    process_index = jax.process_index()
+    if process_index == 0:
         lock_run_folder(run_folder)
-    index = jax.process_index()
-    count = jax.process_count()
-    watchdog = Watchdog(run_folder, guard.heartbeat_timeout, index, count).start()
+    watchdog = Watchdog(
+        run_folder,
+        guard.heartbeat_timeout,
+        process_index=process_index,
+        process_count=jax.process_count(),
+    ).start()
     checkpoints.preload()
     print(compilation_cache.enable(run, devices[0].platform))
     peak = peak_flops(cache_folder=compilation_cache.folder_in_use())  # before anything compiles
@@ -114,77 +140,84 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     sharding = mesh.make_sharding_plan(config.mesh, devices, config.model.pipeline)
     print(f"System Information: Jax Version: {jax.__version__}, backend: {devices[0].platform}")
     print(f"Num_devices: {len(devices)} ({devices[0].device_kind}), mesh: {sharding.mesh_sizes}")
-    print(*layout_lines, sep="\n", end="\n" if layout_lines else "")
+    _print_lines(layout_lines)
     details += layout_lines
     eval_batch_size = mesh.microbatch_size(
         config.batch, sharding, evaluation.eval_per_device_batch_size
     )
 
     # --- Model and optimizer ----------------------------------------------------------------------
-    from MaxText.cost.device_memory import check_memory_lower_bound
     from MaxText.growth.resolve import resolve_growth
     from MaxText.metrics.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
     # Without growth in the run's history or its keys, the configuration stays as it is.
-    growth = resolve_growth(
-        config, [*map(checkpoints.stored, reversed(checkpoints.steps_to_resume()))]
-    )
+    steps_oldest_first = reversed(checkpoints.steps_to_resume())
+    growth = resolve_growth(config, [checkpoints.stored(step) for step in steps_oldest_first])
     config = growth.config
-    config_flat = flatten(growth.config)
+    config_flat = flatten(config)
     setup = setup_train(config, sharding, growth.existing_slots, growth.existing_slots_lr_scale)
     model = setup.model
     abstract_state = setup.abstract_state
     replicated = f"replicated on every device: {setup.replicated_fraction:.2%} of parameters"
-    details += [parameter_table(model.parameters, sharding.describe(model.parameters)), replicated]
-    lines = [replicated] if len(devices) > 1 else []
-    print(*lines, *setup.auto_choices, *growth.lines, sep="\n")
+    details.append(parameter_table(model.parameters, sharding.describe(model.parameters)))
+    details.append(replicated)
+    if len(devices) > 1:
+        print(replicated)
+    _print_lines(setup.auto_choices)
+    _print_lines(growth.lines)
 
-    # --- Compiled steps, while text is prepared and the state is restored or initialized ----------
+    # --- Compiled steps ---------------------------------------------------------------------------
     from MaxText.compilation.compiled_steps import ShapeSpecializedStep
     from MaxText.compilation.saved_step import saved_steps
+    from MaxText.cost.device_memory import check_memory_lower_bound
     from MaxText.evaluation.validation import make_eval_step
-    from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+    from MaxText.input_pipeline.sequences.plan_batches import plan_batches
     from MaxText.layers.batch import batch_shapes
 
-    length = model.config.shape.max_target_length
-    batch = config.batch
-    batch_schedule = plan_batches(
-        batch, length, lambda per_device: mesh.global_batch_size(batch, sharding, per_device)
-    )
-    check_memory_lower_bound(setup, batch_schedule, len(devices), batch.gradient_accumulation_steps)
+    batch_schedule = plan_batches(config, sharding)
+    accumulation_steps = config.batch.gradient_accumulation_steps
+    check_memory_lower_bound(setup, batch_schedule, len(devices), accumulation_steps)
     train_step = ShapeSpecializedStep(
         lambda shapes: sharding.compile_step(
             setup.step, abstract_state, shapes, setup.compiler_options
         ),
         saved_steps(growth, model.config, sharding, abstract_state),
     )
-    newest = checkpoints.latest_step()
-    stage = batch_schedule.at(0 if newest is None else newest + 1)
-    first_batch = functools.partial(batch_shapes, batch_schedule.batch_size(stage), stage.length)
     eval_step = sharding.jit(
         make_eval_step(model, count_correct=config.masking.mlm_training),
         compiler_options=setup.compiler_options or None,
     )
 
-    # --- Data -------------------------------------------------------------------------------------
+    # --- Data, while the train step compiles ------------------------------------------------------
     from MaxText.input_pipeline.data_sources import prepare_sources, prepared_has_documents
     from MaxText.input_pipeline.loader import open_batches
+    from MaxText.input_pipeline.sequences.batch_source import BatchShard
 
     compiler = ThreadPoolExecutor(1)
+    newest_step = checkpoints.latest_step()
+    stage = batch_schedule.at(0 if newest_step is None else newest_step + 1)
+
+    def compile_first_step(has_documents: bool) -> "Future[dict[str, Any]]":
+        """Compiles for the first batch on a thread, while data are opened and a state restored."""
+        shapes = batch_shapes(batch_schedule.batch_size(stage), stage.length, has_documents)
+        return compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
+
     compiling = None
     if config.preparation.prepare_source:
-        shapes = first_batch(prepared_has_documents(config))
-        compiling = compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
+        compiling = compile_first_step(prepared_has_documents(config))
         watchdog.enter("prepare")
         prepare_sources(config)
         watchdog.enter("startup")
     train_batches, eval_batches = open_batches(
-        config, batch_schedule, eval_batch_size, *sharding.batch_slice(), preemption.is_pending
+        config,
+        batch_schedule,
+        eval_batch_size,
+        BatchShard(*sharding.batch_slice()),
+        should_stop=preemption.is_pending,
     )
     if compiling is None:
-        shapes = first_batch(train_batches.has_documents)
-        compiling = compiler.submit(train_step.prepare, sharding.abstract_batch(shapes))
+        compiling = compile_first_step(train_batches.has_documents)
 
     # --- Starting point ---------------------------------------------------------------------------
     from MaxText.checkpointing.compatibility import checkpoint_metadata
@@ -200,10 +233,10 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
         checkpoints,
         config.checkpoint,
         abstract_state,
-        lambda: sharding.init_state(
+        initialize=lambda: sharding.init_state(
             setup.initialize, abstract_state, model.config.initialization.init_weights_seed
         ),
-        config_flat,
+        config_flat=config_flat,
         resolved=growth,
     )
     last_step = restore_data_position(restored, train_batches, run.steps)
@@ -211,81 +244,129 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     if restored.first_step > last_step and not evaluation_is_due:
         record = end_of_record(run_folder, restored)
         # Process 0 keeps the record. Without its end, this start makes up for what is missing.
-        if processes.all_processes_agree(index != 0 or record.is_complete):
+        keeps_record = process_index == 0
+        if processes.all_processes_agree(record.is_complete or not keeps_record):
             print(complete_message(restored, run.steps, last_step, config.data.num_epoch))
             return exit_codes.DIVERGED if record.has_diverged else exit_codes.SUCCESS
         evaluates = evaluation.eval_interval > 0 and eval_batches is not None
         evaluation_is_due = evaluates and not processes.all_processes_agree(
-            index != 0 or record.has_evaluation
+            record.has_evaluation or not keeps_record
         )
     write_run_files(run_folder, config, train_batches.tokenizer_folder)
-    metadata = checkpoint_metadata(config_flat, abstract_state.params)
 
     # --- Records ----------------------------------------------------------------------------------
-    from MaxText.run import loop
     from MaxText.run.learning_checks import LearningChecks
     from MaxText.run.records import MetricLogger, open_run_logger
     from MaxText.run.rollback import RollbackController
+    from MaxText.run.training_stats import TrainingStats
 
+    stats = TrainingStats(
+        model=model,
+        batch=config.batch,
+        batch_schedule=batch_schedule,
+        num_devices=len(devices),
+        num_steps=last_step + 1,
+        peak=peak,
+    )
     run_logger = open_run_logger(
         config,
         run_folder,
-        restored,
-        setup,
-        batch_schedule,
-        train_batches,
-        devices,
-        last_step,
-        peak,
-        details,
-        callbacks,
+        restored=restored,
+        setup=setup,
+        stats=stats,
+        batches=train_batches,
+        details=details,
+        callbacks=callbacks,
     )
     checkpoints.log = run_logger.terminal.line
-    events = run_logger.events
     rollback = RollbackController(
-        guard, checkpoints, events.emit, train_batches, abstract_state, restored
+        config=guard,
+        checkpoints=checkpoints,
+        emit=run_logger.events.emit,
+        batches=train_batches,
+        abstract_state=abstract_state,
+        restored=restored,
     )
     learning_checks = LearningChecks(
-        config, setup, sharding, events.emit, first_step=restored.first_step, last_step=last_step
+        config,
+        setup,
+        sharding,
+        run_logger.events.emit,
+        first_step=restored.first_step,
+        last_step=last_step,
     )
-
-    def observe(step, metrics):
-        learning_checks.observe(step, metrics)
-        rollback.observe(step, metrics)
-
-    metric_logger = MetricLogger(run_logger, config, last_step, observe)
 
     # --- Loop -------------------------------------------------------------------------------------
-    training = loop.Loop(
-        config,
-        sharding,
-        batch_schedule,
-        eval_batch_size,
-        train_batches,
-        eval_batches,
-        train_step,
-        eval_step,
-        checkpoints,
-        metadata,
-        run_logger,
-        rollback,
-        watchdog,
-        preemption,
-        metric_logger,
-        learning_checks,
-        restored.state,
-        restored.first_step,
-        last_step,
+    from MaxText.run import loop
+
+    supervision = loop.Supervision(
+        rollback=rollback,
+        learning_checks=learning_checks,
+        watchdog=watchdog,
+        preemption=preemption,
     )
+    training = loop.Loop(
+        config=config,
+        compiled=loop.CompiledModel(
+            model=model, sharding=sharding, train_step=train_step, eval_step=eval_step
+        ),
+        state=restored.state,
+        schedule=loop.StepSchedule(
+            step=restored.first_step, last_step=last_step, batch_schedule=batch_schedule
+        ),
+        data=loop.RunData(
+            train=train_batches, evaluation=eval_batches, eval_batch_size=eval_batch_size
+        ),
+        records=loop.Records(
+            run_folder=run_folder,
+            run_logger=run_logger,
+            metric_logger=MetricLogger(run_logger, config, last_step, supervision.observe),
+            checkpoints=checkpoints,
+            metadata=checkpoint_metadata(config_flat, abstract_state.params),
+        ),
+        supervision=supervision,
+        hooks=selected_hooks,
+    )
+    return _run_to_the_end(training, compiling, evaluation_is_due=evaluation_is_due)
+
+
+def _print_lines(lines: "Iterable[str]") -> None:
+    for line in lines:
+        print(line)
+
+
+def _run_to_the_end(
+    training: "Loop", compiling: "Future[dict[str, Any]]", *, evaluation_is_due: bool
+) -> int:
+    """Runs a loop, writes its final outputs, and closes everything.
+
+    Args:
+      training: The assembled loop.
+      compiling: The compilation of its first step; has the fields of the event "compile".
+      evaluation_is_due: Whether to make up for an evaluation of an earlier start first.
+
+    Returns:
+      The exit code.
+    """
+    from MaxText.run import loop
+
+    watchdog = training.supervision.watchdog
+    preemption = training.supervision.preemption
+    checkpoints = training.records.checkpoints
+    run_logger = training.records.run_logger
+    events = run_logger.events
     with ExitStack() as stack:
         # All are called, the last one first, even if one fails. A background save is atomic.
-        for resource in (watchdog, train_batches, run_logger):
-            stack.callback(resource.close)
+        stack.callback(watchdog.close)
+        stack.callback(training.data.train.close)
+        stack.callback(run_logger.close)
         stack.callback(processes.shutdown)
         stack.callback(checkpoints.close)
-        end = stack.enter_context(loop.recorded_end(run_logger, metric_logger, watchdog))
-        watchdog.enter("compile", training.step)
-        with events.timed("compile", step=training.step) as fields:
+        end = stack.enter_context(
+            loop.recorded_end(run_logger, training.records.metric_logger, watchdog)
+        )
+        watchdog.enter("compile", training.schedule.step)
+        with events.timed("compile", step=training.schedule.step) as fields:
             fields |= compiling.result()
         reason = training.run(evaluation_is_due)
         if reason == loop.STORAGE_FAILED:
@@ -293,15 +374,12 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
             end.reason = "error"
         elif reason == loop.PREEMPTED:
             checkpoints.close()
-            print(preemption.summary(checkpoints.latest_step(), run.run_name))
+            print(preemption.summary(checkpoints.latest_step(), training.config.run.run_name))
             end.reason = reason
             end.exit_code = preemption.exit_code
         else:
             watchdog.enter("shutdown")
-            training.write_sample(run_folder, model)
-            problem = training.confirm_final_state()
-            checkpoints.close()
-            training.finish(run_folder, setup, problem)
+            _finish(training)
             end.reason = loop.COMPLETED
     if events.failure and end.exit_code == exit_codes.SUCCESS:
         end.exit_code = exit_codes.USER_ERROR
@@ -312,6 +390,51 @@ def train(config, preemption: PreemptionHandler, callbacks=()) -> int:
     if end.message:
         print(end.message, file=sys.stderr)
     return end.exit_code
+
+
+def _finish(training: "Loop") -> None:
+    """Judges the final state, and writes what a finished run leaves.
+
+    Raises:
+      TrainingDivergedError: If the training loss diverged or the final state is broken.
+    """
+    from MaxText.run import final_outputs
+    from MaxText.training.objective import is_in_nats
+
+    config = training.config
+    model = training.compiled.model
+    run_folder = training.records.run_folder
+    run_logger = training.records.run_logger
+    checkpoints = training.records.checkpoints
+    train_batches = training.data.train
+    final_outputs.write_sample(
+        model,
+        training.state.params,
+        config=config,
+        sharding=training.compiled.sharding,
+        tokenizer=train_batches.tokenizer_folder,
+        run_folder=run_folder,
+        run_logger=run_logger,
+    )
+    problem = training.confirm_final_state()  # uses up the state
+    checkpoints.close()
+    in_nats = is_in_nats(model.config.objective)
+    final_outputs.log_validation_loss(
+        training.eval_loss,
+        train_batches.unigram_entropy_nats if in_nats else None,
+        run_logger.terminal.line,
+    )
+    final_outputs.write_loss_curve(config, run_folder, run_logger)
+    newest_step = checkpoints.latest_step()
+    final_outputs.log_next_commands(
+        model,
+        config=config,
+        run_folder=run_folder,
+        checkpoint=None if newest_step is None else checkpoints.directory / str(newest_step),
+        has_tokenizer=train_batches.tokenizer_folder is not None,
+        log=run_logger.terminal.line,
+    )
+    final_outputs.raise_if_diverged(problem, run_logger.trend.diverged)
 
 
 # `MaxText.train(config)` is a call: the package's attribute of that name is this module.

@@ -66,8 +66,10 @@ ROWS = (
 
 
 def name_of(row: tuple) -> str:
-    model, machine, slices, rows, policy, more = row
-    return ", ".join([model, f"{slices} x {machine}", f"{rows} per device", policy, *more.split()])
+    model, machine, slices, rows, policy, further_keys = row
+    return ", ".join(
+        [model, f"{slices} x {machine}", f"{rows} per device", policy, *further_keys.split()]
+    )
 
 
 def compile_own(keys: list[str], machine: str, slices: int):
@@ -90,14 +92,22 @@ def compile_maxtext(keys: list[str]):
 
     compiled = []
     compile_step = train_compile.jit_and_compile
-    keep = lambda *a, **k: compiled.append(compile_step(*a, **k)) or compiled[0]  # noqa: E731
-    train_compile.jit_and_compile = keep
+
+    def compile_and_keep(*arguments: Any, **keywords: Any) -> Any:
+        compiled.append(compile_step(*arguments, **keywords))
+        return compiled[0]
+
+    train_compile.jit_and_compile = compile_and_keep
     base = pathlib.Path(train_compile.__file__).parents[2] / "configs/base.yml"
-    more = ["run_name=compiled", "base_output_directory=/tmp/compiled", "sparse_matmul=false"]
+    maxtext_keys = [
+        "run_name=compiled",
+        "base_output_directory=/tmp/compiled",
+        "sparse_matmul=false",
+    ]
     if "num_experts=8" in keys:
-        more += ["decoder_block=mixtral", "base_moe_mlp_dim=14336"]
+        maxtext_keys += ["decoder_block=mixtral", "base_moe_mlp_dim=14336"]
         keys = [key for key in keys if not key.startswith("decoder_block=")]
-    train_compile.main(["", str(base), *keys, *more])
+    train_compile.main(["", str(base), *keys, *maxtext_keys])
     return compiled[0]
 
 
@@ -106,20 +116,27 @@ def measure(side: str, row: tuple) -> dict:
     from MaxText.compilation import targets
     from MaxText.compilation.hlo import HloModule
 
-    model, machine, slices, rows, policy, more = row
+    model, machine, slices, rows, policy, further_keys = row
     targets.prepare_environment(targets.find_target(machine))
-    keys = f"{KEYS}{MODELS[model]}per_device_batch_size={rows} remat_policy={policy} {more} "
+    keys = (
+        f"{KEYS}{MODELS[model]}per_device_batch_size={rows} remat_policy={policy} {further_keys} "
+    )
     keys += f"compile_topology={machine} compile_topology_num_slices={slices}"
-    given = list({key.partition("=")[0]: key for key in keys.split()}.values())  # the last wins
+    command_keys = list(
+        {key.partition("=")[0]: key for key in keys.split()}.values()
+    )  # the last wins
     figures: dict[str, Any] = {}
     if side == "own":
-        step, figures["planned_GB"] = compile_own(given, machine, slices)
+        step, figures["planned_GB"] = compile_own(command_keys, machine, slices)
     else:
-        step = compile_maxtext(given)
+        step = compile_maxtext(command_keys)
     program = HloModule(step.as_text() or "")
     # Pallas kernels and collectives have no estimate.
-    estimates = ((n, CYCLES.search(line.rest)) for _, n, line in program.executed(in_fusions=False))
-    cycles = sum(times * int(match[1]) for times, match in estimates if match)
+    cycles = 0
+    for _, times, instruction in program.executed(in_fusions=False):
+        match = CYCLES.search(instruction.arguments)
+        if match:
+            cycles += times * int(match[1])
     figures |= {
         "peak_GB": step.memory_analysis().peak_memory_in_bytes / 1e9,  # pyright: ignore
         "estimated_ms": cycles / GHZ[machine[:3]] / 1e6,
@@ -161,11 +178,11 @@ def main() -> None:
                     figures[side] = json.loads(pathlib.Path(part.name).read_text())
         args.out.write_text(json.dumps(done, indent=1))
         if len(figures) == 2:
-            own = figures["own"]
+            our_figures = figures["own"]
             other = figures["maxtext"]
-            peak, ms = (own[key] / other[key] for key in ("peak_GB", "estimated_ms"))
+            peak, ms = (our_figures[key] / other[key] for key in ("peak_GB", "estimated_ms"))
             ratios = f"peak_GB {peak:.3f}, estimated_ms {ms:.3f} of MaxText's"
-            error = own["planned_GB"] / own["peak_GB"] - 1
+            error = our_figures["planned_GB"] / our_figures["peak_GB"] - 1
             print(f"{name_of(row)}: {ratios}; plan.py {error:+.0%}", flush=True)
 
 

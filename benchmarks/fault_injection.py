@@ -89,8 +89,9 @@ class Run:
         with self._process.stdout as lines:
             for line in lines:
                 self.lines.append(line)
-                if found := _COMPLETED.match(line):
-                    self.last_step = int(found[1])
+                completed = _COMPLETED.match(line)
+                if completed:
+                    self.last_step = int(completed[1])
                     self.num_steps += 1
 
     @property
@@ -158,21 +159,23 @@ class FaultInjection:
 
     def __init__(
         self,
-        place: pathlib.Path,
+        folder: pathlib.Path,
         environment: dict[str, str],
         seed: int = 0,
         popen: Popen = subprocess.Popen,
     ):
-        """Writes text and configuration into `place`, a folder."""
+        """Writes text and configuration into a folder."""
         self._popen = popen
-        self._place = place
+        self._place = folder
         self.environment = environment
         self._draw = random.Random(seed)
-        (place / "text").mkdir(parents=True)
+        (folder / "text").mkdir(parents=True)
         for number in range(12):
-            words = " ".join(f"def f{i % 7}(x): return x + {i % 5}\n" for i in range(120 + number))
-            (place / "text" / f"{number}.txt").write_text(words)
-        (place / "kills.yml").write_text(CONFIG.format(place=place))
+            source_text = " ".join(
+                f"def f{i % 7}(x): return x + {i % 5}\n" for i in range(120 + number)
+            )
+            (folder / "text" / f"{number}.txt").write_text(source_text)
+        (folder / "kills.yml").write_text(CONFIG.format(place=folder))
 
     def command(self, run_name: str, *arguments: str) -> list[str]:
         config = [str(self._place / "kills.yml"), f"run_name={run_name}", *arguments]
@@ -257,23 +260,28 @@ def numbers_of(folder: pathlib.Path) -> dict[str, Any]:
     return {"metrics": metrics, "evaluations": evaluations}
 
 
+def contents_of(run: pathlib.Path) -> dict[str, bytes]:
+    """Contents of all arrays at the end of a run."""
+    return {name: array.tobytes() for name, array in arrays_of(run, LAST_STEP).items()}
+
+
 def differences(folder: pathlib.Path, expected: pathlib.Path) -> list[str]:
     """Differences between two runs' ends; none if bitwise equal."""
-    found = []
-    here, there = (
-        {name: array.tobytes() for name, array in arrays_of(run, LAST_STEP).items()}
-        for run in (folder, expected)
-    )
-    found += [f"array {name}" for name in here | there if here.get(name) != there.get(name)]
+    changes = []
+    arrays = contents_of(folder)
+    expected_arrays = contents_of(expected)
+    for name in arrays | expected_arrays:
+        if arrays.get(name) != expected_arrays.get(name):
+            changes.append(f"array {name}")
     position = f"checkpoints/{LAST_STEP}/iter/metadata"
     if json.loads((folder / position).read_text()) != json.loads((expected / position).read_text()):
-        found.append("position in the data")
+        changes.append("position in the data")
     mine = numbers_of(folder)
     other = numbers_of(expected)
     if [row["step"] for row in mine["metrics"]] != list(range(LAST_STEP + 1)):
-        found.append(f"steps of the metric rows: {[row['step'] for row in mine['metrics']]}")
-    found += [name for name in mine if mine[name] != other[name]]
-    return found
+        changes.append(f"steps of the metric rows: {[row['step'] for row in mine['metrics']]}")
+    changes += [name for name in mine if mine[name] != other[name]]
+    return changes
 
 
 def main() -> int:
@@ -282,17 +290,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     wrong = 0
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
-        attack = FaultInjection(pathlib.Path(place), environment, options.seed)
+        attack = FaultInjection(pathlib.Path(folder), environment, options.seed)
         expected = attack.finish("undisturbed")
         for event in attack.killed(options.kills):
             if isinstance(event, InjectedFault):
                 print(f"{event.moment}, after step {event.last_step}", flush=True)
                 continue
-            found = differences(event, expected)
-            wrong += bool(found)
-            print(f"{event.name}: {'; '.join(found) or 'the same bit for bit'}", flush=True)
+            changes = differences(event, expected)
+            wrong += bool(changes)
+            print(f"{event.name}: {'; '.join(changes) or 'the same bit for bit'}", flush=True)
     return int(wrong > 0)
 
 

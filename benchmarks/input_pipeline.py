@@ -256,10 +256,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the input pipeline.")
     parser.add_argument("source", nargs="?", default="python_stdlib", help="a folder of text")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as place:
-        measure_encoding(options.source, pathlib.Path(place))
-        measure_loader(pathlib.Path(place))
-        measure_starts(pathlib.Path(place))
+    with tempfile.TemporaryDirectory() as folder:
+        measure_encoding(options.source, pathlib.Path(folder))
+        measure_loader(pathlib.Path(folder))
+        measure_starts(pathlib.Path(folder))
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ def configured(keys: str) -> Any:
     """The configuration of keys as they are typed."""
     from MaxText.config.loading import load
 
-    more = ("dataset_type=synthetic", "steps=1000", "sharding_tolerance=1")
-    return load([*keys.split(), *more]).config
+    further_keys = ("dataset_type=synthetic", "steps=1000", "sharding_tolerance=1")
+    return load([*keys.split(), *further_keys]).config
 
 
 def main() -> None:

@@ -135,9 +135,11 @@ def loss_function(params, tokens_BT, targets_BT, size: Size, scan: bool):
     x_BTD = params["tokens"][tokens_BT] + params["positions"]
     if scan:
         keep = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        one = functools.partial(block, num_heads=size.num_heads)
-        one = jax.checkpoint(one, prevent_cse=False, policy=keep)
-        x_BTD, _ = jax.lax.scan(lambda x, layer: (one(x, layer), None), x_BTD, params["layers"])
+        remat_block = functools.partial(block, num_heads=size.num_heads)
+        remat_block = jax.checkpoint(remat_block, prevent_cse=False, policy=keep)
+        x_BTD, _ = jax.lax.scan(
+            lambda x, layer: (remat_block(x, layer), None), x_BTD, params["layers"]
+        )
     else:
         for layer in params["layers"]:
             x_BTD = block(x_BTD, layer, size.num_heads)

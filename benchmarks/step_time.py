@@ -108,14 +108,18 @@ def programs(name: str, options: argparse.Namespace, folder: str) -> dict[str, l
         "run_name": "x",
         "base_output_directory": folder,
     }
-    own = [f"{key}={value}" for key, value in keys.items()]
-    sides = {"own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own]}
+    own_keys = [f"{key}={value}" for key, value in keys.items()]
+    sides = {"own": [sys.executable, str(ROOT / "MaxText/train.py"), "log_period=1", *own_keys]}
     if options.maxtext:
         find = [options.maxtext, "-c", FIND]
-        found = subprocess.run(find, capture_output=True, text=True, check=True).stdout.strip()
+        package_folder = subprocess.run(
+            find, capture_output=True, text=True, check=True
+        ).stdout.strip()
         program = [options.maxtext, "-m", "maxtext.trainers.pre_train.train"]
-        shared = [key for key in own if not key.startswith(("lr_", "warmup_", "decoder_block"))]
-        program += [f"{found}/configs/base.yml", *MAXTEXT.split(), *shared, *options.keys]
+        shared = [
+            key for key in own_keys if not key.startswith(("lr_", "warmup_", "decoder_block"))
+        ]
+        program += [f"{package_folder}/configs/base.yml", *MAXTEXT.split(), *shared, *options.keys]
         sides["MaxText 0.2.5"] = program
     if options.torch:
         script = [options.torch, str(ROOT / "benchmarks/torch_steps.py"), *map(str, JOBS[name])]
@@ -149,10 +153,10 @@ def compare_runs(name: str, options: argparse.Namespace, folder: str) -> None:
 
     sides = programs(name, options, folder)
     runs = [[median_of_run(side) for side in sides.values()] for _ in range(options.rounds)]
-    own, *others = np.array(runs).T
-    print(f"{name}: own {own.round(3)} s/step")
-    for side, seconds in zip(list(sides)[1:], others, strict=True):
-        print(f"  {side} {seconds.round(3)}, ratio: {train_steps.ratio_words(own / seconds)}")
+    own_times, *other_times = np.array(runs).T
+    print(f"{name}: own {own_times.round(3)} s/step")
+    for side, seconds in zip(list(sides)[1:], other_times, strict=True):
+        print(f"  {side} {seconds.round(3)}, ratio: {train_steps.ratio_words(own_times / seconds)}")
 
 
 def main() -> None:

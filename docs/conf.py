@@ -12,12 +12,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-project = "MaxText"
-author = "The MaxText authors"
+project = "jaxpretrain"
+author = "The jaxpretrain authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = "MaxText"
+html_title = "jaxpretrain"
 myst_heading_anchors = 4
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

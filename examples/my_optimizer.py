@@ -7,12 +7,15 @@ An optimizer gives the direction alone: clipping, weight decay and the learning 
 every run, and their keys are the usual ones.
 """
 
+from collections.abc import Mapping
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from MaxText.config.keys import Section, key
 from MaxText.layers.part import register
+from MaxText.parallelism.logical_sharding import ParamSpec
 
 
 class Keys(Section):
@@ -26,16 +29,31 @@ class Keys(Section):
 
 
 @register("optimizer", "cautious_adamw", keys=Keys)
-def cautious_adamw(config, parameters):
-    """AdamW without updates against the gradient."""
+def cautious_adamw(
+    config: Keys, parameters: Mapping[str, ParamSpec]
+) -> optax.GradientTransformation:
+    """Returns AdamW without updates against the gradient.
+
+    Numbers of an update whose sign is not that of the gradient are set to 0, and the others are
+    divided by their share (algorithm 1 of the paper).
+
+    Args:
+      config: Keys of the optimizer.
+      parameters: Shape and logical axes of each parameter, by name; not needed here.
+
+    Returns:
+      The transformation of gradients to directions, which the program subtracts.
+    """
     adam = optax.scale_by_adam(b1=config.cautious_b1, b2=config.cautious_b2)
 
-    def masked(update, gradient):
-        agrees = (update * gradient > 0).astype(update.dtype)
-        return update * agrees / jnp.maximum(jnp.mean(agrees), config.cautious_floor)
+    def mask(direction: jax.Array, gradient: jax.Array) -> jax.Array:
+        agrees = (direction * gradient > 0).astype(direction.dtype)
+        return direction * agrees / jnp.maximum(jnp.mean(agrees), config.cautious_floor)
 
-    def update(gradients, state, params=None):
-        directions, state = adam.update(gradients, state, params)
-        return jax.tree.map(masked, directions, gradients), state
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        directions, state = adam.update(updates, state, params)
+        return jax.tree.map(mask, directions, updates), state
 
     return optax.GradientTransformation(adam.init, update)

@@ -1,6 +1,8 @@
 """The Python interface, as docs/how-to/use_from_python.md shows it."""
 
 import itertools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,6 @@ def trained(tmp_path_factory):
     paths = {"prepare_source": place / "text", "dataset_path": place / "data"}
     paths |= {"base_output_directory": place / "out", "data_cache_dir": place / "cache"}
     keys = KEYS | {name: str(path) for name, path in paths.items()}
-    assert mt.configure is mt.load_config  # the earlier name
     config = mt.load_config(**keys, run_name="r")
     events = []
     return config, mt.train(config, callbacks=[events.append]), events
@@ -50,6 +51,56 @@ def test_training_reports_every_step_and_resumes_as_complete(trained):
     reported = [event["learning/loss"] for event in events if event["event"] == "step"]
     losses = columns["learning/loss"]
     np.testing.assert_array_equal(losses[~np.isnan(losses)], reported)
+
+
+HOOKS = """
+import json
+
+from MaxText.run.hooks import StepInfo, hook
+
+
+@hook(every=2)
+def fragile(info: StepInfo) -> None:
+    if not (info.run_folder / "repaired").exists():
+        raise RuntimeError("not yet\\nrepaired")
+    with (info.run_folder / "hook.jsonl").open("a") as file:
+        shape = info.params["token_embedder"]["embedding"].shape
+        row = [info.step, info.metrics["loss"], int(info.state.step), shape]
+        file.write(json.dumps(row) + "\\n")
+"""
+
+
+def test_hooks_of_a_file_and_from_python_that_fail_and_go_on(trained, tmp_path):
+    config, folder, _ = trained
+    (tmp_path / "my_hooks.py").write_text(HOOKS)
+    keys = {"import_modules": [str(tmp_path / "my_hooks.py")], "hooks": ["fragile"]}
+    keys |= {"prepare_source": config.preparation.prepare_source}
+    keys |= {"dataset_path": config.data.dataset_path}
+    keys |= {"base_output_directory": config.run.base_output_directory}
+    hooked = mt.load_config(**KEYS | keys, run_name="hooked")
+    steps = []
+    hooks = [lambda info: steps.append(info.step), mt.Hook(lambda info: steps.append("every"), 3)]
+    with pytest.raises(mt.UserError) as caught:
+        mt.train(hooked, hooks=hooks)
+    message = r"hook fragile failed after step 1: RuntimeError: not yet \(my_hooks\.py:10\)"
+    assert re.fullmatch(message, str(caught.value))
+    assert steps == [0]  # those of the key come first
+    saved = folder.parent / "hooked"
+    assert (saved / "checkpoints" / "1").is_dir()
+    (saved / "repaired").touch()
+    assert mt.train(hooked, hooks=hooks) == saved
+    assert steps == [0, 2, "every", 3, "every"]
+    rows = [json.loads(line) for line in (saved / "hook.jsonl").read_text().splitlines()]
+    losses = mt.metrics(folder)["learning/loss"]
+    (shape,) = {tuple(row[-1]) for row in rows}
+    assert [row[:3] for row in rows] == [[3, losses[3], 4]]
+    assert shape == (300, 32)
+    # Neither a hook nor its failure changes the training or the evaluations.
+    for name in ("learning/loss", "eval/avg_loss"):
+        np.testing.assert_array_equal(mt.metrics(saved)[name], mt.metrics(folder)[name])
+    with pytest.raises(mt.UserError, match=r"hooks: no hook is called 'other' \(registered: fra"):
+        mt.train(mt.load_config(**KEYS | keys | {"hooks": ["other"]}, run_name="unknown"))
+    assert not (folder.parent / "unknown").exists()
 
 
 def test_logits_of_text_and_of_ids(run):

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,8 +37,6 @@ _CONCURRENT_REQUESTS = 32
 # Metadata key of {"arrays": {path: checksum}, "position": SHA-256, "step": step, "metadata":
 # SHA-256}.
 _INTEGRITY = "integrity"
-# Keys of which every version wrote one.
-_METADATA_KEYS = ("schema_version", "config")
 
 
 class CheckpointCorruptedError(Exception):
@@ -45,12 +44,19 @@ class CheckpointCorruptedError(Exception):
 
 
 class CheckpointMetadata(NamedTuple):
-    """Metadata (may be empty) and checksums (None in older checkpoints)."""
+    """The metadata of a checkpoint, and what its files are verified with.
+
+    Attributes:
+      values: Of `compatibility.checkpoint_metadata` and the run; empty without a metadata file.
+      checksums: Checksum of each array by path (checksums.py); None without a metadata file.
+      position_sha256: Digest of the data position; None without a metadata file.
+      step: The step after which the state was saved; None for parameters alone (an import).
+    """
 
     values: dict[str, Any]
     checksums: dict[str, str] | None
     position_sha256: str | None
-    step: int | None = None  # the step that was saved; None if it was not recorded
+    step: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,7 @@ class StoredCheckpoint:
 
     @property
     def folder(self) -> epath.Path:
+        """The folder of the step."""
         return self.items.parent
 
     def __str__(self) -> str:
@@ -78,29 +85,26 @@ class StoredCheckpoint:
         except CheckpointCorruptedError:
             if (self.folder / METADATA).exists():
                 raise
-            return CheckpointMetadata({}, None, None)
+            return CheckpointMetadata(values={}, checksums=None, position_sha256=None)
         path = self.json_path(METADATA)
         integrity = values.get(_INTEGRITY)
-        if integrity is not None:
-            saved = integrity.pop("metadata", None) if isinstance(integrity, dict) else None
-            if _digest(values) != saved:
-                raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
-            del values[_INTEGRITY]
-        elif any({"arrays", "metadata"} <= {*v} for v in values.values() if isinstance(v, dict)):
-            # A bit flip in the key's name.
-            raise CheckpointCorruptedError(f"{path}: its checksums have another name")
+        if not isinstance(integrity, dict):
+            raise CheckpointCorruptedError(f"{path}: not the metadata of a checkpoint")
+        saved_digest = integrity.pop("metadata", None)
+        if _digest(values) != saved_digest:
+            raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
+        del values[_INTEGRITY]
         version = values.get("schema_version", SCHEMA_VERSION)
         if isinstance(version, int) and version > SCHEMA_VERSION:
             raise UserError(
                 f"{self} was written by a newer version of this program (schema {version}, this "
                 f"one reads up to {SCHEMA_VERSION}). Update the program."
             )
-        if integrity is None:
-            if not any(name in values for name in _METADATA_KEYS):
-                raise CheckpointCorruptedError(f"{path}: not the metadata of a checkpoint")
-            return CheckpointMetadata(values, None, None)
         return CheckpointMetadata(
-            values, integrity["arrays"], integrity.get("position", ""), integrity.get("step")
+            values=values,
+            checksums=integrity["arrays"],
+            position_sha256=integrity["position"],
+            step=integrity["step"],
         )
 
     def try_metadata(self) -> dict[str, Any]:
@@ -118,8 +122,8 @@ class StoredCheckpoint:
     def position(self) -> dict[str, Any] | None:
         """Returns the data position or None; raises like `metadata`."""
         position = self._read_json(POSITION)
-        wanted = self.metadata.position_sha256
-        if wanted is not None and _digest(position) != wanted:
+        saved_digest = self.metadata.position_sha256
+        if saved_digest is not None and _digest(position) != saved_digest:
             path = self.json_path(POSITION)
             raise CheckpointCorruptedError(f"{path}: not what was saved (SHA-256 differs)")
         return position or None
@@ -131,6 +135,7 @@ class StoredCheckpoint:
         path.write_text(json.dumps(with_digests(metadata, {}, arrays)), encoding="utf-8")
 
     def json_path(self, name: str) -> epath.Path:
+        """Returns the path of a JSON item: POSITION or METADATA."""
         return self.folder / name / "metadata"  # Orbax's file name of a JSON item
 
     def _read_json(self, name: str) -> dict[str, Any]:
@@ -149,7 +154,11 @@ class StoredCheckpoint:
 
 
 def unreadable_now(reason: str, *, is_transient: bool = True) -> ObjectStoreError:
-    """Returns the error for failing storage, not blaming the checkpoint."""
+    """Returns the error for failing storage, not blaming the checkpoint.
+
+    Args:
+      is_transient: Whether reading it again can help.
+    """
     return ObjectStoreError(
         errno.EIO if is_transient else errno.EINVAL,
         f"cannot read a checkpoint now: {reason}. Nothing was changed; rerun the command to retry.",
@@ -166,27 +175,37 @@ def with_digests(
 
     They tell the files of one checkpoint from those of another.
     """
-    content = {name: value for name, value in metadata.items() if name != _INTEGRITY}
-    content[_INTEGRITY] = {"arrays": dict(arrays), "position": _digest(position), "step": step}
-    return {**content, _INTEGRITY: {**content[_INTEGRITY], "metadata": _digest(content)}}
+    integrity = {"arrays": dict(arrays), "position": _digest(position), "step": step}
+    # A resumed run's metadata may be those of its checkpoint.
+    values = {name: value for name, value in metadata.items() if name != _INTEGRITY}
+    integrity["metadata"] = _digest({**values, _INTEGRITY: integrity})
+    return {**values, _INTEGRITY: integrity}
 
 
 def _digest(value: Any) -> str:
+    """Returns the SHA-256 of a JSON value, whatever the order of its keys."""
     plain = json.loads(json.dumps(value))  # normalizes tuples to lists and number keys to strings
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def finalized_steps(folder: epath.Path, known: Collection[int] = ()) -> list[int]:
-    """Returns the steps with a complete checkpoint; `known` ones are trusted.
+def finalized_steps(folder: epath.Path, known_steps: Collection[int] = ()) -> list[int]:
+    """Returns the steps with a complete checkpoint, ascending.
+
+    Args:
+      known_steps: Steps that are known to be complete: storage is not asked about them.
 
     Killed saves are not listed: Orbax writes to `<step>.orbax-checkpoint-tmp` and renames it at the
     end; in object stores, which cannot rename, it writes a marker last.
     """
-    saved = [child for child in list_dir(folder) if child.name.isdigit()]
+    step_folders = [child for child in list_dir(folder) if child.name.isdigit()]
+
+    def is_complete(step_folder: epath.Path) -> bool:
+        return int(step_folder.name) in known_steps or is_finalized(step_folder)
+
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as pool:
-        listed = pool.map(lambda child: int(child.name) in known or is_finalized(child), saved)
-        return sorted(int(child.name) for child, done in zip(saved, listed, strict=True) if done)
+        complete = itertools.compress(step_folders, pool.map(is_complete, step_folders))
+        return sorted(int(step_folder.name) for step_folder in complete)
 
 
 def incomplete_steps(folder: epath.Path) -> list[int]:
@@ -196,8 +215,8 @@ def incomplete_steps(folder: epath.Path) -> list[int]:
     """
     if is_object_store_path(folder):
         return []
-    saved = [child for child in list_dir(folder) if child.name.isdigit() and child.is_dir()]
-    return sorted(int(child.name) for child in saved if not is_finalized(child))
+    step_folders = [child for child in list_dir(folder) if child.name.isdigit() and child.is_dir()]
+    return sorted(int(child.name) for child in step_folders if not is_finalized(child))
 
 
 def list_dir(folder: epath.Path) -> list[epath.Path]:
@@ -210,36 +229,45 @@ def list_dir(folder: epath.Path) -> list[epath.Path]:
 
 
 def is_finalized(step_folder: epath.Path) -> bool:
+    """Returns whether a checkpoint is complete, as far as its names say; OSError if unknown."""
     if is_object_store_path(step_folder):
         return (step_folder / COMMIT_MARK).exists()
     return (step_folder / ITEMS).is_dir()
 
 
 def resolve_checkpoint(path: str, key: str) -> StoredCheckpoint:
-    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint."""
-    given = parse_path(path, key)
+    """Resolves a run, `checkpoints`, step or `items` folder to a checkpoint.
+
+    Args:
+      path: The folder; of a run or its checkpoints, the newest complete checkpoint is taken.
+      key: The configuration key with this value, for messages.
+
+    Raises:
+      UserError: If there is no checkpoint, or storage fails.
+    """
+    folder_path = parse_path(path, key)
     if "://" not in path:
-        given = given.absolute()  # Orbax requires absolute paths
-    check_checkpoint_path(given, key)
+        folder_path = folder_path.absolute()  # Orbax requires absolute paths
+    check_checkpoint_path(folder_path, key)
     try:
-        for items in (given, given / ITEMS):
+        for items in (folder_path, folder_path / ITEMS):
             if any((items / name).exists() for name in ITEMS_FILES):
                 step = items.parent.name
                 return StoredCheckpoint(items, int(step) if step.isdigit() else None)
-        for folder in (given / CHECKPOINTS, given):
+        for folder in (folder_path / CHECKPOINTS, folder_path):
             if steps := finalized_steps(folder):
                 return StoredCheckpoint(folder / str(steps[-1]) / ITEMS, steps[-1])
-        absent = "" if given.exists() else ", which does not exist"
-        near = ""
-        for folder in (given.parent, given.parent.parent):
+        absent = "" if folder_path.exists() else ", which does not exist"
+        near_steps = ""
+        for folder in (folder_path.parent, folder_path.parent.parent):
             if steps := finalized_steps(folder):
-                more = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
-                near = f"\n  Steps in {folder}: {', '.join(map(str, steps[-10:]))}{more}."
+                omission = f" (the newest 10 of {len(steps)})" if len(steps) > 10 else ""
+                near_steps = f"\n  Steps in {folder}: {', '.join(map(str, steps[-10:]))}{omission}."
                 break
     except OSError as error:
         raise UserError(f"cannot read {key}={path}: {error.strerror or error}.") from error
     raise UserError(
-        f"{key}: no checkpoint at {given}{absent}.\n"
+        f"{key}: no checkpoint at {folder_path}{absent}.\n"
         "  Looked for: a run folder (<run>/checkpoints/<step>/items), its checkpoints folder, a "
-        f"step folder, or its items.{near}"
+        f"step folder, or its items.{near_steps}"
     )

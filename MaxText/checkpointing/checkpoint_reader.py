@@ -1,7 +1,4 @@
-"""Restores arrays from a checkpoint and verifies their checksums.
-
-Older checkpoints have repeated layers one by one; they are stacked on load.
-"""
+"""Restores arrays from a checkpoint onto any mesh, and verifies their checksums."""
 
 import contextlib
 import dataclasses
@@ -12,38 +9,40 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError, StoredCheckpoint
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, first_spec_mismatch
-from MaxText.checkpointing.compatibility import ArraySpec, Casts, ConfigDiff, array_specs, leaf_path
-from MaxText.config.layer_plan import LayerPlan
-from MaxText.config.schema import unflatten
+from MaxText.checkpointing.compatibility import (
+    ArraySpec,
+    Casts,
+    ConfigDiff,
+    PyTree,
+    array_specs,
+    leaf_path,
+)
 from MaxText.config.training_sections import CheckpointStorage
 from MaxText.errors import UserError, first_line
 from MaxText.storage.errors import ObjectStoreError, causes, is_permission_denied, is_storage_error
+from MaxText.storage.retry import call_with_retries
 
 _MAX_REASON_CHARS = 300
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
 _LOOP_CLOSED = "Event loop is closed"
 _GUARD = "guard"
-_CYCLE = "cycle"  # of layers, stacked by position
-# Fields of the guard's state under the names of earlier versions, read for one release.
-_EARLIER_GUARD = {"num_accepted": "num_sound", "last_stable_step": "calm_step"}
 _REPLICA_AXIS = "data"  # the mesh axis over which parameters are never split
 _CAST_BYTES = 1 << 30  # limit on bytes of arrays held in two dtypes at once during a cast
 
 _T = TypeVar("_T")
 
 
-def as_dict(state: Any) -> dict[str, Any]:
+def as_dict(state: Any) -> dict[str, PyTree]:
     """Returns a train state (any dataclass) as a dict without None fields."""
     fields = ((field.name, getattr(state, field.name)) for field in dataclasses.fields(state))
     return {name: value for name, value in fields if value is not None}
@@ -53,143 +52,191 @@ def as_dict(state: Any) -> dict[str, Any]:
 class CheckpointReader:
     """Restores arrays of a checkpoint onto the shardings of abstract ones.
 
-    Raises UserError if names or shapes differ, CheckpointCorruptedError if files are damaged.
+    Its methods raise UserError if names or shapes differ, CheckpointCorruptedError if files are
+    damaged, ObjectStoreError if storage fails.
     """
 
     stored: StoredCheckpoint
-    config_flat: Mapping[str, Any]
+    config_flat: Mapping[str, Any]  # the current configuration by key, to explain a mismatch
     log: Callable[[str], None]
-    is_same_run: bool = False
+    is_same_run: bool = False  # whether the checkpoint is one of the run that restores it
     storage: CheckpointStorage = dataclasses.field(default_factory=CheckpointStorage)
 
     def restore_state(self, abstract_state: Any) -> Any:
         """Restores a train state.
 
-        Uses `abstract_state.guard.reset()` if the checkpoint has no `guard` or one of other shapes.
-        """
-        wanted = as_dict(abstract_state)
-        tree, _ = read_tree(self.stored)
-        guard = wanted.pop(_GUARD, None)
-        stored_guard = tree.pop(_GUARD, None)
-        if guard is None:
-            return dataclasses.replace(abstract_state, **self._restore(tree, wanted))
-        names = _EARLIER_GUARD if "num_sound" in (stored_guard or ()) else {}
-        renamed = {names.get(name, name): leaf for name, leaf in as_dict(guard).items()}
-        if array_specs(stored_guard) == array_specs(renamed):
-            tree[_GUARD], wanted[_GUARD] = stored_guard, renamed
-        else:
-            guard = guard.reset()  # collective, so not once a process may have failed to read
-        arrays = self._restore(tree, wanted)
-        if found := arrays.get(_GUARD):
-            fields = {name: found[names.get(name, name)] for name in as_dict(guard)}
-            guard = dataclasses.replace(guard, **fields)
-        return dataclasses.replace(abstract_state, **arrays | {_GUARD: guard})
+        Args:
+          abstract_state: A TrainState of `jax.ShapeDtypeStruct` leaves. Its shardings may be of any
+            mesh; arrays of another floating-point dtype are cast.
 
-    def restore_params(self, abstract_params: Any) -> Any:
+        Returns:
+          The state. Its guard is `abstract_state.guard.reset()` if the checkpoint has none or one
+          of other shapes (another window).
+        """
+        abstract_tree = as_dict(abstract_state)
+        tree, _ = read_tree(self.stored)
+        guard = abstract_tree.pop(_GUARD, None)
+        stored_guard = tree.pop(_GUARD, None)
+        if guard is not None:
+            if array_specs(stored_guard) == array_specs(as_dict(guard)):
+                tree[_GUARD] = stored_guard
+                abstract_tree[_GUARD] = as_dict(guard)
+            else:
+                guard = guard.reset()  # collective, so not once a process may have failed to read
+        arrays = self._restore(tree, abstract_tree)
+        if guard is not None:
+            arrays[_GUARD] = dataclasses.replace(guard, **arrays.get(_GUARD, {}))
+        return dataclasses.replace(abstract_state, **arrays)
+
+    def restore_params(self, abstract_params: PyTree) -> PyTree:
+        """Restores the parameters alone; raises like the class."""
         return self._restore(self._stored_params(), {"params": abstract_params})["params"]
 
-    def check_params(self, abstract_params: Any) -> None:
+    def check_params(self, abstract_params: PyTree) -> None:
         """Raises the mismatch errors of `restore_params` without reading arrays."""
-        self._plan(self._stored_params(), {"params": abstract_params})
+        self._find_casts(self._stored_params(), {"params": abstract_params})
 
-    def _stored_params(self) -> dict[str, Any]:
+    def _stored_params(self) -> dict[str, PyTree]:
         tree, _ = read_tree(self.stored)
         return {"params": tree["params"]} if "params" in tree else {}
 
-    def _plan(
-        self, tree: dict[str, Any], wanted: dict[str, Any]
-    ) -> tuple[dict[str, Any], LayerPlan | None, Casts]:
-        """Returns the tree to request, the layers to stack or None, and the casts."""
-        unstacked = None
-        layers, wanted_layers = (of.get("params", {}).get("layers", {}) for of in (tree, wanted))
-        if _CYCLE in wanted_layers and _CYCLE not in layers and "0" in layers:
-            unstacked = unflatten(dict(self.config_flat)).model.layer_plan
-            wanted = _unstack(wanted, unstacked)
+    def _find_casts(self, tree: dict[str, PyTree], abstract_tree: dict[str, PyTree]) -> Casts:
+        """Returns the arrays of the stored `tree` to cast; UserError if it does not fit."""
         stored_config = self.stored.metadata.values.get("config")
-        hint = ConfigDiff(stored_config, self.config_flat, self.is_same_run)
+        config_diff = ConfigDiff(stored_config, self.config_flat, self.is_same_run)
         try:
-            return wanted, unstacked, compatibility.check_compatible(tree, wanted, hint)
+            return compatibility.check_compatible(tree, abstract_tree, config_diff)
         except UserError as error:
             raise UserError(f"{self.stored}: {error}") from None
 
-    def _restore(self, tree: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
-        requested, unstacked, casts = self._plan(tree, wanted)
+    def _restore(
+        self, tree: dict[str, PyTree], abstract_tree: dict[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """Restores the arrays of `abstract_tree`, to which the stored `tree` must fit."""
+        casts = self._find_casts(tree, abstract_tree)
         compatibility.log_casts(casts, self.log)
         if self.stored.metadata.checksums is None:
             self.log(f"WARNING: {self.stored} has no checksums; restored arrays were not verified")
-        arrays = self._restore_arrays(requested, {path: old for path, (old, _) in casts.items()})
-        return _stack(arrays, wanted, unstacked) if unstacked else arrays
+        stored_dtypes = {path: stored_dtype for path, (stored_dtype, _) in casts.items()}
+        return self._restore_arrays(abstract_tree, stored_dtypes)
 
     def _restore_arrays(
-        self, wanted: dict[str, Any], dtypes: Mapping[str, np.dtype]
-    ) -> dict[str, Any]:
+        self, abstract_tree: dict[str, PyTree], stored_dtypes: Mapping[str, np.dtype]
+    ) -> dict[str, PyTree]:
         """Reads, verifies and casts arrays, in groups of bounded memory.
 
-        `dtypes` are the stored ones of arrays to cast.
+        Args:
+          abstract_tree: The arrays to return, with their shardings.
+          stored_dtypes: The dtypes of stored arrays to cast, by path.
         """
-        import orbax.checkpoint as ocp
-
-        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        paths, structure = jax.tree_util.tree_flatten_with_path(wanted)
+        paths, structure = jax.tree_util.tree_flatten_with_path(abstract_tree)
         names = [leaf_path(path) for path, _ in paths]
         leaves = [leaf for _, leaf in paths]
         checksums = self.stored.metadata.checksums
-        limits: dict[str, Any] = {"restore_concurrent_gb": self.storage.concurrent_gb}
+        arguments, handler_options = self._orbax_arguments(names, leaves, stored_dtypes)
+        arrays: list[Any] = [None] * len(leaves)
+        for group in _groups(names, leaves, stored_dtypes):
+            restored_group = read_arrays(
+                self.stored, structure, leaves, arguments, only=group, **handler_options
+            )
+            # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
+            arrays_by_name = {
+                names[i]: array.astype(bool) if leaves[i].dtype == bool else array
+                for i, array in restored_group.items()
+            }
+            if checksums is not None:
+                mismatch = first_mismatch(array_checksums(arrays_by_name), checksums)
+                if mismatch:
+                    raise CheckpointCorruptedError(mismatch)
+            for i in restored_group:
+                arrays[i] = arrays_by_name[names[i]].astype(leaves[i].dtype)
+            del restored_group, arrays_by_name
+        return structure.unflatten(arrays)
+
+    def _orbax_arguments(
+        self, names: Sequence[str], leaves: Sequence[Any], stored_dtypes: Mapping[str, np.dtype]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Returns Orbax's restore arguments of each leaf, and options of its handler."""
+        import orbax.checkpoint as ocp
+
+        first_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        handler_options: dict[str, Any] = {"restore_concurrent_gb": self.storage.concurrent_gb}
         restore_args = ocp.ArrayRestoreArgs
         if self.storage.single_replica_restore:
             shardings = [leaf.sharding for leaf in leaves]
-            if refused := _single_replica_refused(shardings):
-                self.log(f"checkpoint_storage.single_replica_restore has no effect: {refused}")
+            obstacle = _single_replica_obstacle(shardings)
+            if obstacle:
+                self.log(f"checkpoint_storage.single_replica_restore has no effect: {obstacle}")
             else:
                 restore_args = ocp.type_handlers.SingleReplicaArrayRestoreArgs
-                limits["type_handler_registry"] = _single_replica_handlers(shardings[0].mesh)
-        arguments = []
-        for name, leaf in zip(names, leaves, strict=True):
-            dtype = dtypes.get(name, leaf.dtype)
-            sharding = leaf.sharding or first
-            arguments.append(restore_args(sharding=sharding, global_shape=leaf.shape, dtype=dtype))
-        arrays: list[Any] = [None] * len(leaves)
-        for group in _groups(names, leaves, dtypes):
-            items = [leaf if i in group else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
-            restored = read_arrays(self.stored, structure, items, arguments, **limits)
-            # Orbax broadcasts one replica's arrays as sums, which makes booleans integers.
-            read = {
-                names[i]: restored[i].astype(bool) if leaves[i].dtype == bool else restored[i]
-                for i in sorted(group)
-            }
-            mismatch = checksums is not None and first_mismatch(array_checksums(read), checksums)
-            if mismatch:
-                raise CheckpointCorruptedError(mismatch)
-            for i in sorted(group):
-                arrays[i] = read[names[i]].astype(leaves[i].dtype)
-            del restored, read
-        return structure.unflatten(arrays)
+                handlers = _single_replica_handlers(shardings[0].mesh)
+                handler_options["type_handler_registry"] = handlers
+        arguments = [
+            restore_args(
+                sharding=leaf.sharding or first_device,
+                global_shape=leaf.shape,
+                dtype=stored_dtypes.get(name, leaf.dtype),
+            )
+            for name, leaf in zip(names, leaves, strict=True)
+        ]
+        return arguments, handler_options
 
 
-def read_tree(stored: StoredCheckpoint) -> tuple[dict[str, Any], dict[str, ArraySpec]]:
-    """Returns the stored tree and its arrays by path, checked as saved."""
+class StoredTree(NamedTuple):
+    """What a checkpoint contains, without the values."""
+
+    tree: dict[str, PyTree]  # with Orbax's metadata of each array as leaves
+    specs: dict[str, ArraySpec]  # shape and dtype of each array, by path
+
+
+def read_tree(stored: StoredCheckpoint) -> StoredTree:
+    """Reads names, shapes and dtypes of a checkpoint's arrays, and checks that they were saved so.
+
+    Raises:
+      CheckpointCorruptedError: If the files are damaged, or of another checkpoint.
+    """
     import orbax.checkpoint as ocp
 
-    def read() -> tuple[dict[str, Any], dict[str, ArraySpec]]:
+    def read() -> StoredTree:
         with translate_errors():
             tree = dict(ocp.PyTreeCheckpointHandler().metadata(stored.items).tree)
             # Optimizer states have entries without arrays.
             arrays = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else None, tree)
-            return tree, array_specs(arrays)
+            return StoredTree(tree, array_specs(arrays))
 
-    tree, specs = retry(read)
+    stored_tree = _retry_storage(read)
     checksums = stored.metadata.checksums
-    if checksums is not None and (mismatch := first_spec_mismatch(specs, checksums)):
-        raise CheckpointCorruptedError(f"{stored.items}: {mismatch}")
-    return tree, specs
+    if checksums is not None:
+        mismatch = first_spec_mismatch(stored_tree.specs, checksums)
+        if mismatch:
+            raise CheckpointCorruptedError(f"{stored.items}: {mismatch}")
+    return stored_tree
 
 
 def read_arrays(
-    stored: StoredCheckpoint, structure: Any, items: list[Any], arguments: list[Any], **limits: Any
-) -> list[Any]:
-    """Reads arrays, except for placeholders; returns all leaves."""
+    stored: StoredCheckpoint,
+    structure: Any,
+    leaves: Sequence[Any],
+    arguments: Sequence[Any],
+    *,
+    only: Collection[int],
+    **handler_options: Any,
+) -> dict[int, Any]:
+    """Reads some arrays of a checkpoint with Orbax.
+
+    Args:
+      structure: The tree of `leaves`, of `jax.tree.structure`.
+      leaves: All arrays of the tree, abstract.
+      arguments: Orbax's restore arguments of each leaf.
+      only: Indices of the leaves to read.
+      handler_options: Keyword arguments of PyTreeCheckpointHandler.
+
+    Returns:
+      The arrays by index of their leaf, ascending.
+    """
     import orbax.checkpoint as ocp
 
+    items = [leaf if i in only else ocp.PLACEHOLDER for i, leaf in enumerate(leaves)]
     request = ocp.args.PyTreeRestore(
         item=structure.unflatten(items),
         restore_args=structure.unflatten(arguments),
@@ -197,44 +244,52 @@ def read_arrays(
     )
 
     def read() -> Any:
-        handler = ocp.PyTreeCheckpointHandler(**limits)
+        handler = ocp.PyTreeCheckpointHandler(**handler_options)
         with translate_errors(), ocp.Checkpointer(handler) as checkpointer:
             # Restores are asynchronous; an error must surface here.
             return jax.block_until_ready(checkpointer.restore(stored.items, args=request))
 
-    return jax.tree.leaves(retry(read))
+    restored_leaves = jax.tree.leaves(_retry_storage(read))
+    return {i: restored_leaves[i] for i in sorted(only)}
 
 
-def _groups(names: list[str], leaves: list[Any], dtypes: Mapping[str, np.dtype]) -> list[set[int]]:
-    """Returns index groups: uncast arrays, then casts of bounded size."""
-    groups = [{i for i, name in enumerate(names) if name not in dtypes}]
-    room = 0
+def _groups(
+    names: Sequence[str], leaves: Sequence[Any], stored_dtypes: Mapping[str, np.dtype]
+) -> list[set[int]]:
+    """Returns groups of indices of leaves to read at once: uncast arrays, then casts.
+
+    An array that is cast exists in both dtypes for a moment, so a group of those has at most
+    `_CAST_BYTES`, or one array.
+    """
+    groups = [{i for i, name in enumerate(names) if name not in stored_dtypes}]
+    free_bytes = 0
     for i, name in enumerate(names):
-        if name in dtypes:
-            size = math.prod(leaves[i].shape) * dtypes[name].itemsize
-            if size > room:
+        if name in stored_dtypes:
+            num_bytes = math.prod(leaves[i].shape) * stored_dtypes[name].itemsize
+            if num_bytes > free_bytes:
                 groups.append(set())
-                room = _CAST_BYTES
+                free_bytes = _CAST_BYTES
             groups[-1].add(i)
-            room -= size
+            free_bytes -= num_bytes
     return [group for group in groups if group]
 
 
-def _single_replica_refused(shardings: Sequence[Any]) -> str | None:
-    """Returns why one replica cannot read for all, or None."""
+def _single_replica_obstacle(shardings: Sequence[NamedSharding]) -> str:
+    """Returns why one replica cannot read for all; empty if it can."""
     if any(_REPLICA_AXIS in jax.tree.leaves(tuple(sharding.spec)) for sharding in shardings):
         return f"arrays are split over the mesh axis {_REPLICA_AXIS}"
     mesh = shardings[0].mesh
     axis = mesh.axis_names.index(_REPLICA_AXIS)
-    replicas = dict[int, set[int]]()
-    for place, device in np.ndenumerate(mesh.devices):
-        replicas.setdefault(device.process_index, set()).add(place[axis])
-    if any(len(of_process) > 1 for of_process in replicas.values()):
+    replicas: dict[int, set[int]] = {}  # by process: positions of its devices on the axis
+    for position, device in np.ndenumerate(mesh.devices):
+        replicas.setdefault(device.process_index, set()).add(position[axis])
+    if any(len(replicas_of_process) > 1 for replicas_of_process in replicas.values()):
         return f"processes have devices at several places of the mesh axis {_REPLICA_AXIS}"
-    return "there is one replica" if mesh.shape[_REPLICA_AXIS] == 1 else None
+    return "there is one replica" if mesh.shape[_REPLICA_AXIS] == 1 else ""
 
 
 def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
+    """Returns Orbax's handlers by which one replica reads arrays and sends them to the others."""
     import orbax.checkpoint as ocp
 
     axis = mesh.axis_names.index(_REPLICA_AXIS)
@@ -243,53 +298,6 @@ def _single_replica_handlers(mesh: jax.sharding.Mesh) -> Any:
         (jax.Array, ocp.type_handlers.SingleReplicaArrayHandler(replica_axis_index=axis)),
         (placeholder, ocp.type_handlers.get_type_handler(placeholder)),
     )
-
-
-def _unstack(wanted: Any, plan: LayerPlan) -> Any:
-    """Returns the tree to request from an unstacked checkpoint."""
-
-    def one(tree: Any) -> Any:
-        if not _has_cycle(tree):
-            return tree
-        layers = dict(tree["layers"])
-        for run, stacked in layers.pop(_CYCLE).items():
-            layer = jax.tree.map(_one_layer, stacked)
-            layers |= {str(index): layer for index in plan.layers_of(int(run))}
-        return {**tree, "layers": layers}
-
-    return jax.tree.map(one, wanted, is_leaf=_has_cycle)
-
-
-def _stack(arrays: Any, wanted: Any, plan: LayerPlan) -> Any:
-    """Stacks arrays restored with `_unstack` into the tree of `wanted`."""
-
-    def one(layout: Any, tree: Any) -> Any:
-        if not _has_cycle(layout):
-            return tree
-        layers = dict(tree["layers"])
-        cycle = {}
-        for run, stacked in layout["layers"][_CYCLE].items():
-            rows = [layers.pop(str(index)) for index in plan.layers_of(int(run))]
-            cycle[run] = jax.tree.map(_stacked, stacked, *rows)
-        return {**tree, "layers": layers | {_CYCLE: cycle}}
-
-    return jax.tree.map(one, wanted, arrays, is_leaf=_has_cycle)
-
-
-def _has_cycle(tree: Any) -> bool:
-    layers = tree.get("layers") if isinstance(tree, dict) else None
-    return isinstance(layers, dict) and _CYCLE in layers
-
-
-def _one_layer(leaf: Any) -> Any:
-    sharding = leaf.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
-
-
-def _stacked(wanted: Any, *rows: Any) -> Any:
-    return jax.jit(jnp.stack, out_shardings=wanted.sharding)(rows)
 
 
 # --- Errors of Orbax and TensorStore: classified, retried, and printed once
@@ -309,7 +317,11 @@ def silence_threads() -> None:
 
 
 def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
-    """Hides uncatchable errors; returns the previous sys.unraisablehook."""
+    """Hides uncatchable errors; returns the previous sys.unraisablehook.
+
+    Args:
+      is_expected: Gets `sys.UnraisableHookArgs`; True hides the error.
+    """
     previous = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
@@ -320,16 +332,17 @@ def _filter_unraisable(is_expected: Callable[[Any], bool]) -> Any:
     return previous
 
 
-def retry(read: Callable[[], _T]) -> _T:
-    """Retries `read` while storage fails; raises at once if access is denied."""
-    for seconds in _RETRY_SECONDS:
-        try:
-            return read()
-        except ObjectStoreError as error:
-            if error.errno != errno.EIO:
-                raise
-        time.sleep(seconds)
-    return read()
+def _retry_storage(read: Callable[[], _T]) -> _T:
+    """Returns `read()`, retried a few times while storage fails.
+
+    Raises:
+      ObjectStoreError: If storage still fails, or at once if access is denied.
+    """
+
+    def is_retryable(error: Exception) -> bool:
+        return isinstance(error, ObjectStoreError) and error.errno == errno.EIO
+
+    return call_with_retries(read, delays=_RETRY_SECONDS, is_retryable=is_retryable)
 
 
 @contextlib.contextmanager

@@ -42,32 +42,42 @@ def array_checksums(tree: Any) -> dict[str, str]:
 
 def host_checksum(array: np.ndarray) -> str:
     """Returns shape, dtype and checksum: "float32[3,16,8] 0123456789abcdef"."""
-    words = np.ascontiguousarray(array).reshape(-1)
-    words = words.view(f"u{min(words.dtype.itemsize, 4)}")
+    bits = np.ascontiguousarray(array).reshape(-1)
+    bits = bits.view(f"u{min(bits.dtype.itemsize, 4)}")
     sums = np.zeros(2, np.uint64)
-    for start in range(0, words.size, _CHUNK):
-        chunk = words[start : start + _CHUNK].astype(np.uint32)
+    for start in range(0, bits.size, _CHUNK):
+        chunk = bits[start : start + _CHUNK].astype(np.uint32)
         index = np.arange(start, start + chunk.size, dtype=np.uint64).astype(np.uint32)
-        for which, mixed in enumerate(_hash(chunk, index)):
-            sums[which] += mixed.sum(dtype=np.uint64)
+        for hash_index, hashes in enumerate(_hash(chunk, index)):
+            sums[hash_index] += hashes.sum(dtype=np.uint64)
     return _format(array, sums.astype(np.uint32))
 
 
-def first_mismatch(found: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Describes the first array of `found` unlike `wanted`, or returns None."""
-    for path, checksum in found.items():
-        if wanted.get(path) != checksum:
+def first_mismatch(checksums: Mapping[str, str], saved: Mapping[str, str]) -> str | None:
+    """Describes the first array whose checksum differs from the saved one, or returns None.
+
+    Args:
+      checksums: Of arrays that were read, by path.
+      saved: Those of all arrays when they were saved.
+    """
+    for path, checksum in checksums.items():
+        if saved.get(path) != checksum:
             return (
-                f"{path}: {checksum} was read, {wanted.get(path, 'nothing')} was saved "
+                f"{path}: {checksum} was read, {saved.get(path, 'nothing')} was saved "
                 "(format, shape, checksum)"
             )
     return None
 
 
-def first_spec_mismatch(found: Mapping[str, ArraySpec], wanted: Mapping[str, str]) -> str | None:
-    """Describes a shape or dtype unlike its checksum entry, if any."""
-    described = {path: str(leaf) for path, leaf in found.items()}
-    saved = {path: checksum.rpartition(" ")[0] for path, checksum in wanted.items()}
+def first_spec_mismatch(specs: Mapping[str, ArraySpec], checksums: Mapping[str, str]) -> str | None:
+    """Describes an array with another shape or dtype than was saved, or returns None.
+
+    Args:
+      specs: Of all arrays of a checkpoint, by path.
+      checksums: Those of all arrays when they were saved; they begin with shape and dtype.
+    """
+    described = {path: str(leaf) for path, leaf in specs.items()}
+    saved = {path: checksum.rpartition(" ")[0] for path, checksum in checksums.items()}
     if described == saved:
         return None
     path = min(path for path, _ in described.items() ^ saved.items())
@@ -92,17 +102,17 @@ def _program(sharding: jax.sharding.Sharding) -> Any:
         # Arrays offloaded to host memory must be copied to the device first.
         if sharding.memory_kind == "pinned_host":
             array = jax.device_put(array, jax.memory.Space.Device)
-        words = _as_uint32(array)
-        dimensions = tuple(range(words.ndim))
+        bits = _as_uint32(array)
+        dimensions = tuple(range(bits.ndim))
         zero = np.uint32(0)
         # Indices per dimension, because flattening would reshard.
-        index = jnp.zeros(words.shape, jnp.uint32)
+        index = jnp.zeros(bits.shape, jnp.uint32)
         for dimension in dimensions:
-            stride = np.uint32(math.prod(words.shape[dimension + 1 :]) % 2**32)
-            index += stride * jax.lax.broadcasted_iota(jnp.uint32, words.shape, dimension)
+            stride = np.uint32(math.prod(bits.shape[dimension + 1 :]) % 2**32)
+            index += stride * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dimension)
         # One reduce: two sums would make XLA on CPU materialize their shared input (25x as long).
         pair = jax.lax.reduce(
-            _hash(words, index), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), dimensions
+            _hash(bits, index), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), dimensions
         )
         return jnp.stack(pair)
 
@@ -120,10 +130,10 @@ def _as_uint32(array: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * size}")).astype(jnp.uint32)
 
 
-def _hash(words: Any, index: Any) -> tuple[Any, Any]:
+def _hash(bits: Any, index: Any) -> tuple[Any, Any]:
     index_hash = _bijection(index, _INDEX)
     other = index_hash * np.uint32(_INDEX_FACTOR)
-    return _bijection(words ^ index_hash, _FIRST), _bijection(words + other, _SECOND)
+    return _bijection(bits ^ index_hash, _FIRST), _bijection(bits + other, _SECOND)
 
 
 def _bijection(x: Any, constants: tuple[tuple[int, int], tuple[int, int], int]) -> Any:

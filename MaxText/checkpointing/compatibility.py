@@ -16,6 +16,8 @@ from MaxText.config.serialization import diff_configs
 from MaxText.config.sources import IMPORTED
 from MaxText.errors import UserError
 
+PyTree = Any  # nested containers (dicts, tuples, dataclasses) of arrays, or of their specs
+
 _MAX_LINES = 20
 # Sections that determine the names and shapes of parameters and optimizer state.
 _SHAPING_SECTIONS = ("model", "optimizer")
@@ -26,14 +28,16 @@ leaf_path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
 
 
 class ConfigDiff(NamedTuple):
-    """Configurations to explain a mismatch; `is_same_run` if saved here."""
+    """Configurations by key, to explain a mismatch."""
 
-    stored: Mapping[str, Any] | None
+    stored: Mapping[str, Any] | None  # of the checkpoint, if it has one
     current: Mapping[str, Any]
-    is_same_run: bool = False
+    is_same_run: bool = False  # whether the run itself saved the checkpoint
 
 
 class ArraySpec(NamedTuple):
+    """Shape and dtype of an array; as text "float32[3,16,8]"."""
+
     shape: tuple[int, ...]
     dtype: np.dtype
 
@@ -42,6 +46,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def is_floating(self) -> bool:
+        """Whether the dtype is a floating-point one, bfloat16 included."""
         return bool(jax.numpy.issubdtype(self.dtype, jax.numpy.floating))
 
 
@@ -58,66 +63,88 @@ def array_specs(tree: Any) -> dict[str, ArraySpec]:
 
 
 def check_compatible(stored_tree: Any, abstract_tree: Any, config_diff: ConfigDiff) -> Casts:
-    """Returns the float arrays to cast on load; UserError on a mismatch."""
+    """Returns the float arrays to cast on load.
+
+    Args:
+      stored_tree: What the checkpoint has: leaves with shape and dtype.
+      abstract_tree: What the run expects.
+      config_diff: To explain a mismatch.
+
+    Raises:
+      UserError: For a mismatch.
+    """
     stored = array_specs(stored_tree)
-    wanted = array_specs(abstract_tree)
-    if problems := mismatches(stored, wanted):
+    expected = array_specs(abstract_tree)
+    if problems := mismatches(stored, expected):
         raise UserError(format_mismatches(problems, config_diff, _MAX_LINES))
-    dtypes = {path: (stored[path].dtype, spec.dtype) for path, spec in wanted.items()}
-    return {path: (old, new) for path, (old, new) in dtypes.items() if old != new}
+    return {
+        path: (stored[path].dtype, spec.dtype)
+        for path, spec in expected.items()
+        if stored[path].dtype != spec.dtype
+    }
 
 
 def mismatches(
     stored: Mapping[str, Any],
-    wanted: Mapping[str, ArraySpec],
+    expected: Mapping[str, ArraySpec],
     explain_shape: Callable[[str], str | None] = lambda path: "",
 ) -> list[str]:
     """Describes different names, shapes and kinds; floats are one kind.
 
-    `stored` has ArraySpec or a type with its attributes. `explain_shape` returns a note about a
-    shape that differs, or None if it may.
+    Args:
+      stored: Arrays of the checkpoint by path: ArraySpec, or a type with its attributes.
+      expected: Arrays of the model by path.
+      explain_shape: Gets the path of an array with another shape; returns a note for the message,
+        or None if the shape may differ.
     """
     problems = [
         f"missing     {path}: the checkpoint has none, wanted {spec}"
-        for path, spec in wanted.items()
+        for path, spec in expected.items()
         if path not in stored
     ]
     problems += [
         f"extra       {path}: stored {spec}, unknown to this model"
         for path, spec in stored.items()
-        if path not in wanted
+        if path not in expected
     ]
-    for path, spec in wanted.items():
-        found = stored.get(path, spec)
-        if found.shape != spec.shape and (note := explain_shape(path)) is not None:
-            problems.append(f"other shape {path}: stored {found}, wanted {spec}{note}")
-        elif found.dtype != spec.dtype and not (found.is_floating and spec.is_floating):
-            problems.append(f"other kind  {path}: stored {found}, wanted {spec}")
+    for path, spec in expected.items():
+        stored_spec = stored.get(path, spec)
+        if stored_spec.shape != spec.shape and (note := explain_shape(path)) is not None:
+            problems.append(f"other shape {path}: stored {stored_spec}, wanted {spec}{note}")
+        elif stored_spec.dtype != spec.dtype and not (stored_spec.is_floating and spec.is_floating):
+            problems.append(f"other kind  {path}: stored {stored_spec}, wanted {spec}")
     return problems
 
 
 def log_casts(casts: Casts, log: Callable[[str], None]) -> None:
+    """Logs how many arrays of each branch of the tree are cast, and how."""
     counts = collections.Counter((path.split("/")[0], *casts[path]) for path in casts)
-    for (branch, stored, wanted), count in counts.items():
-        log(f"  {count} arrays of {branch} are cast on load: {stored.name} -> {wanted.name}")
+    for (branch, stored_dtype, dtype), count in counts.items():
+        log(f"  {count} arrays of {branch} are cast on load: {stored_dtype.name} -> {dtype.name}")
 
 
 def format_mismatches(
-    problems: Sequence[str], hint: ConfigDiff, max_lines: int | None = None
+    problems: Sequence[str], config_diff: ConfigDiff, max_lines: int | None = None
 ) -> str:
-    """Returns an error message with the problems and the keys responsible."""
-    shown = problems[:max_lines]
+    """Returns an error message with the problems and the keys responsible.
+
+    Args:
+      problems: Of `mismatches`.
+      max_lines: How many of them to list; None for all.
+    """
+    shown_problems = problems[:max_lines]
     lines = ["the checkpoint does not fit this configuration (nothing was changed on disk):"]
-    lines += [f"  {problem}" for problem in shown]
-    if len(problems) > len(shown):
-        lines.append(f"  ... and {len(problems) - len(shown)} more")
-    if hint.stored is None:
+    lines += [f"  {problem}" for problem in shown_problems]
+    if len(problems) > len(shown_problems):
+        lines.append(f"  ... and {len(problems) - len(shown_problems)} more")
+    if config_diff.stored is None:
         lines.append("  The checkpoint does not record its configuration.")
         return "\n".join(lines)
     shaping = {name for name, key in all_keys().items() if key.section[0] in _SHAPING_SECTIONS}
+    differences = diff_configs(config_diff.stored, config_diff.current)
     changed = [
-        f"  {name}: {old} -> {new}"
-        for name, (old, new) in diff_configs(hint.stored, hint.current).items()
+        f"  {name}: {stored_value} -> {value}"
+        for name, (stored_value, value) in differences.items()
         if name in shaping
     ]
     if not changed:
@@ -125,12 +152,17 @@ def format_mismatches(
         return "\n".join(lines + changed)
     lines.append("Keys of the model or the optimizer that differ (checkpoint -> now):")
     # If a key names the weights, a new run_name would load the same ones.
-    other = "start another run_name" if hint.is_same_run else "load other weights"
-    return "\n".join([*lines, *changed, f"Set them back, or {other}."])
+    alternative = "start another run_name" if config_diff.is_same_run else "load other weights"
+    return "\n".join([*lines, *changed, f"Set them back, or {alternative}."])
 
 
 def checkpoint_metadata(config_flat: Mapping[str, Any], params: Any) -> dict[str, Any]:
-    """Returns metadata to explain a stored state without the run."""
+    """Returns metadata to explain a stored state without the run.
+
+    Args:
+      config_flat: The configuration by key.
+      params: The parameters, arrays or specs.
+    """
     modules = import_modules.imported(config_flat.get(import_modules.KEY) or ())
     table = sorted(f"{path} {leaf}" for path, leaf in array_specs(params).items())
     return {

@@ -1,94 +1,37 @@
-"""Healthy checkpoints and rollbacks of a run, in two JSON files."""
+"""Rollbacks of a run, recorded in rollbacks.json beside its checkpoints."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from etils import epath
 
 from MaxText.errors import UserError
 from MaxText.storage.atomic import read_json_with_digest, write_json_with_digest
 
 
-def _read(
-    folder: epath.Path, name: str, old_name: str, log: Callable[[str], None], consequence: str
+def read_run_file(
+    folder: epath.Path, name: str, log: Callable[[str], None], consequence: str
 ) -> Any:
-    """Returns a file's content, if need be by its old name; None if damaged."""
+    """Returns the content of `<folder>/<name>.json`; None if it is missing or damaged.
+
+    Args:
+      consequence: What a missing file means for the run, for messages.
+
+    Raises:
+      UserError: If storage fails.
+    """
     path = folder / f"{name}.json"
     try:
-        found = read_json_with_digest(path, name)
-        if found is None:
-            found = read_json_with_digest(folder / f"{old_name}.json", old_name)
-        return found
+        return read_json_with_digest(path, name)
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error}. Fix the folder; without the file {consequence}."
         ) from error
     except ValueError as error:
         log(f"WARNING: cannot read {path}: {error}; {consequence}.")
-
-
-class HealthyCheckpoints:
-    """Promotes checkpoints after healthy steps; survives restarts.
-
-    A step's loss is that of the state before it, so a state can be bad before any metric shows it.
-    A checkpoint is therefore healthy only after `healthy_steps` healthy steps in a row, or if the
-    run stopped on purpose in a healthy state.
-    """
-
-    def __init__(self, folder: epath.Path, healthy_steps: int, log: Callable[[str], None]):
-        self._folder = folder
-        self._healthy_steps = healthy_steps
-        self._log = log
-        self._waiting: dict[int, int] = {}  # step -> consecutive healthy steps since
-        self._written: list[int] = []
-
-    @functools.cached_property
-    def steps(self) -> set[int]:
-        """Healthy checkpoints; some may have been deleted since."""
-        consequence = "no checkpoint counts as healthy"
-        self._written = _read(self._folder, "healthy", "good", self._log, consequence) or []
-        return set(self._written)
-
-    def watch(self, step: int) -> None:
-        if self._healthy_steps == 0:
-            self.steps.add(step)
-        elif step not in self.steps:
-            self._waiting[step] = 0
-
-    def update(self, step: int, healthy: bool) -> None:
-        """Counts a step, in order; an unhealthy one restarts the count."""
-        for saved in [saved for saved in self._waiting if saved < step]:
-            self._waiting[saved] = self._waiting[saved] + 1 if healthy else 0
-            if self._waiting[saved] >= self._healthy_steps:
-                self.promote(saved)
-
-    def promote(self, step: int) -> None:
-        self.steps.add(step)
-        self._waiting.pop(step, None)
-
-    def forget(self, is_gone: Callable[[int], bool]) -> None:
-        self.steps = {step for step in self.steps if not is_gone(step)}
-        self._waiting = {s: count for s, count in self._waiting.items() if not is_gone(s)}
-
-    def steps_to_preserve(self) -> set[int]:
-        """Returns the newest healthy step and the next candidate."""
-        newest = max(self.steps, default=-1)
-        next_one = min((step for step in self._waiting if step > newest), default=-1)
-        return {step for step in (newest, next_one) if step >= 0}
-
-    @property
-    def changed(self) -> bool:
-        return sorted(self.steps) != self._written
-
-    def write(self, is_finalized: Callable[[int], bool]) -> None:
-        """Writes the file atomically; calls `is_finalized` for new steps only."""
-        kept = sorted(step for step in self.steps if step in self._written or is_finalized(step))
-        if kept == self._written:
-            return
-        write_json_with_digest(self._folder / "healthy.json", "healthy", kept)
-        self._written = kept
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +47,49 @@ class Rollback:
     detected_step: int  # the step at which it was triggered
     onset_step: int  # the first suspicious step
     samples: tuple[int, int]  # range of excluded samples, end exclusive
-    source: str
+    source: str  # what was restored, for messages: "checkpoint of step 120"
     reason: str
     data: Mapping[str, Any]  # settings that fix the meaning of a sample number
 
-    def fields(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, Any]:
+        """Returns the fields of the event `rollback`: all but the settings of the data."""
         fields = dataclasses.asdict(self) | {"samples": list(self.samples)}
         del fields["data"]
         return fields
+
+
+class RollbackRecord:
+    """The rollbacks of a run, over all its restarts, in the file rollbacks.json."""
+
+    def __init__(self, folder: epath.Path, log: Callable[[str], None]):
+        """Reads and writes nothing yet.
+
+        Args:
+          folder: The folder of the run's checkpoints.
+          log: Gets a line about a file that is damaged or cannot be written.
+        """
+        self._folder = folder
+        self._log = log
+        self._rollbacks: tuple[Rollback, ...] | None = None  # None until the file is read
+
+    def rollbacks(self) -> tuple[Rollback, ...]:
+        """Returns the rollbacks in order; UserError if the file cannot be read."""
+        if self._rollbacks is None:
+            self._rollbacks = read_rollbacks(self._folder, self._log)
+        return self._rollbacks
+
+    def add(self, rollback: Rollback) -> None:
+        """Appends a rollback; process 0 writes it. A file that cannot be written is logged."""
+        self._rollbacks = (*self.rollbacks(), rollback)
+        if jax.process_index() != 0:
+            return
+        try:
+            write_rollbacks(self._folder, self._rollbacks)
+        except OSError as error:
+            self._log(
+                f"WARNING: cannot write the record of rollbacks: {error}. If the run is killed "
+                "before its next checkpoint, it will repeat this rollback."
+            )
 
 
 def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
@@ -124,11 +102,12 @@ def write_rollbacks(folder: epath.Path, rollbacks: Sequence[Rollback]) -> None:
 def read_rollbacks(folder: epath.Path, log: Callable[[str], None]) -> tuple[Rollback, ...]:
     """Returns the rollbacks in order, none if missing or damaged."""
     consequence = "the run may train on data that rollbacks excluded"
-    rows = _read(folder, "rollbacks", "rewinds", log, consequence) or ()
+    rows = read_run_file(folder, "rollbacks", log, consequence) or ()
     try:
-        # Earlier versions named the fields differently, in the same order.
-        found = [Rollback(*row.values()) for row in rows]
-        return tuple(dataclasses.replace(each, samples=tuple(each.samples)) for each in found)
-    except (AttributeError, TypeError) as error:
+        rollbacks = [Rollback(**row) for row in rows]
+        return tuple(
+            dataclasses.replace(rollback, samples=tuple(rollback.samples)) for rollback in rollbacks
+        )
+    except TypeError as error:
         log(f"WARNING: cannot read {folder / 'rollbacks.json'}: {error}; {consequence}.")
         return ()

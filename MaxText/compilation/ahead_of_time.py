@@ -26,10 +26,17 @@ _LARGE_ARRAYS = 8  # number shown
 def train_compile(
     config: Config, target: targets.CompileTarget, log: Callable[[str], None]
 ) -> None:
-    """Compiles a train step for a machine, prints its cost, and saves it.
+    """Compiles a train step for a machine, reports its cost, and saves it.
 
-    Call targets.prepare_environment first. Raises UserError if the step does not fit the machine or
-    cannot be compiled for it here.
+    Call targets.prepare_environment first.
+
+    Args:
+        config: of the run; compiled_trainstep_file names the file to save, "" saves none.
+        target: machine to compile for.
+        log: gets the report.
+
+    Raises:
+        UserError: the step does not fit the machine or cannot be compiled for it here.
     """
     devices = targets.devices(target)
     kind = devices[0].device_kind
@@ -45,10 +52,10 @@ def train_compile(
     try:
         compiled, seconds = compile_lowered(planned)
     except jax.errors.JaxRuntimeError as error:
-        _, is_exhausted, what = str(error).partition("RESOURCE_EXHAUSTED: ")
+        _, is_exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED: ")
         if not is_exhausted:
             raise
-        raise out_of_memory(target, what) from error
+        raise out_of_memory(target, reason) from error
     log(f"compiled in {seconds:.1f} s")
     program = _program(compiled, log)
     needed = memory_breakdown(planned, compiled)
@@ -72,22 +79,22 @@ def _program(compiled: jax.stages.Compiled, log: Callable[[str], None]) -> HloMo
 
 
 def memory_breakdown(planned: LoweredStep, compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Returns bytes on one device by cause."""
+    """Returns bytes on one device by cause, as the compiler placed them."""
     parameters = bytes_on_device(planned.state.params)
-    found = {
+    num_bytes = {
         "parameters": parameters,
         "optimizer state and counters": bytes_on_device(planned.state) - parameters,
         "batch": bytes_on_device(planned.batch),
     }
     if stats := memory_stats(compiled):
         analysis = compiled.memory_analysis()
-        found |= {
-            "padding of these": max(stats["arguments"] - sum(found.values()), 0),
+        num_bytes |= {
+            "padding of these": max(stats["arguments"] - sum(num_bytes.values()), 0),
             "outputs besides the state": max(stats["outputs"] - stats["aliased"], 0),
             "temporaries: gradients, activations": stats["temporaries"],
             "program": 0 if analysis is None else analysis.generated_code_size_in_bytes,
         }
-    return found
+    return num_bytes
 
 
 def usable_bytes(target: targets.CompileTarget) -> int:
@@ -109,11 +116,11 @@ def check_fits(
         raise out_of_memory(target, "\n".join([needed, *describe_memory(target, memory, program)]))
 
 
-def out_of_memory(target: targets.CompileTarget, what: str) -> UserError:
-    """Returns an error with advice; `what` may end in the largest arrays."""
+def out_of_memory(target: targets.CompileTarget, reason: str) -> UserError:
+    """Returns an error with advice; `reason` may end in the largest arrays."""
     name = target.name if target.num_slices == 1 else f"{target.num_slices}x{target.name}"
     return UserError(
-        f"{name} has too little memory: {what}\n"
+        f"{name} has too little memory: {reason}\n"
         "What to do, cheapest first:\n"
         "    remat_policy=full scan_layers=true num_vocab_tiling=8: fewer activations at once\n"
         "    half of per_device_batch_size, twice of gradient_accumulation_steps: the same batch\n"
@@ -125,6 +132,7 @@ def out_of_memory(target: targets.CompileTarget, what: str) -> UserError:
 def describe_memory(
     target: targets.CompileTarget, memory: Mapping[str, int], program: HloModule
 ) -> list[str]:
+    """Returns lines with the memory of a device by cause, and its largest arrays."""
     total = sum(memory.values())
     rows = [
         [cause, f"{size / _MIB:,.2f}", share(size, total)] for cause, size in memory.items() if size
@@ -149,10 +157,11 @@ def describe_memory(
 def cost_lines(
     planned: LoweredStep, compiled: jax.stages.Compiled, program: HloModule
 ) -> list[str]:
+    """Returns lines with the FLOPs and communication of a step, by formula and by the compiler."""
     sharding = planned.sharding
     stage = planned.plan.stages[-1]
     num_devices = sharding.mesh.size
-    tokens = stage.samples * planned.plan.window
+    tokens = stage.num_sequences * planned.plan.sequence_length
     count = count_flops(planned.model, stage.length)
     tflops = count.tflops(tokens / num_devices)
     lines = [

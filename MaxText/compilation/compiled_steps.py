@@ -25,18 +25,26 @@ class ShapeSpecializedStep:
         compile_for: Callable[[Any], tuple[jax.stages.Compiled, float]],
         saved: SavedSteps | None = None,
     ):
+        """Creates a step without compiled programs.
+
+        Args:
+            compile_for: batch shapes -> (compiled step, seconds).
+            saved: steps in files, tried first.
+        """
         self._compile_for = compile_for
         self._saved = saved
         self._steps: dict[Any, Callable] = {}
 
     def fits(self, batch: Any) -> bool:
+        """Returns whether a step is compiled for batches of this shape."""
         return _key(batch) in self._steps
 
     def prepare(self, batch: Any) -> dict[str, Any]:
         """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct.
 
-        Returns the fields of a "compile" event. `rows` is the global batch size; `source` is "" if
-        compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
+        Returns:
+            The fields of a "compile" event. `rows` is the global batch size; `source` is "" if
+            compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
         """
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch

@@ -71,33 +71,30 @@ _NO_ARRAY = (
 
 
 class Instruction(NamedTuple):
-    """A line; `shape` is its result type, `rest` follows the parenthesis."""
+    """A line of a computation."""
 
     name: str
-    shape: str
-    kind: str
-    rest: str
+    shape: str  # type of the result, e.g. f32[8,128]{1,0}
+    kind: str  # e.g. all-gather
+    arguments: str  # the text after the opening parenthesis: operands and attributes
 
 
 class Collective(NamedTuple):
-    """Communication of one step by operation kind, over all iterations.
-
-    `num_bytes` are of results on one device. If a result contains the operand, the larger of the
-    two.
-    """
+    """Communication of one step by operation kind, over all iterations."""
 
     kind: str
     count: int
+    # Of results on one device. If a result contains the operand, the larger of the two.
     num_bytes: int
 
 
 class LargeBuffer(NamedTuple):
-    """An array created `count` times on a device; `num_bytes` is unpadded."""
+    """An array that a step creates on a device."""
 
-    num_bytes: int
+    num_bytes: int  # unpadded
     shape: str
-    made_by: str
-    count: int
+    made_by: str  # operation and source line
+    count: int  # times that it is created
 
 
 class HloModule:
@@ -115,13 +112,15 @@ class HloModule:
             elif line == "}":
                 current = None
             elif current is not None and (match := _INSTRUCTION.match(line)):
-                current.append(Instruction(*match.groups()))
+                name, shape, kind, arguments = match.groups()
+                current.append(Instruction(name, shape, kind, arguments))
         self.has_unknown_loops = False
         self._runs: dict[str, int] = collections.defaultdict(int)
         self._in_fusion: set[str] = set()
         self._count_runs(self._entry, 1, False)
 
     def _count_runs(self, name: str, times: int, in_fusion: bool) -> None:
+        """Adds `times` runs of a computation, and those of the computations that it calls."""
         self._runs[name] += times
         if in_fusion:
             self._in_fusion.add(name)
@@ -134,7 +133,7 @@ class HloModule:
                 self._count_runs(called, times * trips, inside)
 
     def _trip_count(self, loop: Instruction) -> int:
-        if match := _TRIP_COUNT.search(loop.rest):
+        if match := _TRIP_COUNT.search(loop.arguments):
             return int(match[1])
         # On TPU, without an annotation: the only constant that the counter is compared with.
         called = dict(_called(loop))
@@ -147,7 +146,7 @@ class HloModule:
 
     def _counter_step(self, condition: Sequence[Instruction], body: str) -> int:
         """Returns what is added to the counter, 2 for products in windows."""
-        index = [_INDEX.search(i.rest) for i in condition if i.kind == "get-tuple-element"]
+        index = [_INDEX.search(i.arguments) for i in condition if i.kind == "get-tuple-element"]
         lines = {i.name: i for i in self._computations.get(body, ())}
         results = _operands([*lines.values()][-1]) if lines else []
         at = int(index[0][1]) if len(index) == 1 and index[0] else len(results)
@@ -165,11 +164,12 @@ class HloModule:
 
     @property
     def num_loops(self) -> int:
+        """Number of while loops, nested ones included."""
         return sum(i.kind == "while" for lines in self._computations.values() for i in lines)
 
     def collectives(self) -> list[Collective]:
         """Returns the communication of a step by kind, most bytes first."""
-        found: dict[str, list[int]] = {}
+        totals: dict[str, list[int]] = {}
         channels: set[str] = set()
         for computation, times, instruction in self.executed():
             kind = instruction.kind.removesuffix("-start")
@@ -180,50 +180,50 @@ class HloModule:
                 kind = "reduce-scatter"
             # TPU repeats a collective in the fusions that overlap it. Outside of fusions, those of
             # jax.shard_map share a channel.
-            elif channel := _CHANNEL.search(instruction.rest):
+            elif channel := _CHANNEL.search(instruction.arguments):
                 if channel[1] in channels and computation in self._in_fusion:
                     continue
                 channels.add(channel[1])
             size = max((size for size, _ in _arrays(instruction.shape)), default=0)
-            total = found.setdefault(kind, [0, 0])
+            total = totals.setdefault(kind, [0, 0])
             total[0] += times
             total[1] += times * size
-        rows = [Collective(kind, count, size) for kind, (count, size) in found.items()]
+        rows = [Collective(kind, count, size) for kind, (count, size) in totals.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)
 
     def largest_arrays(self, number: int) -> list[LargeBuffer]:
         """Returns the largest arrays in main memory, not all live at once."""
-        found: collections.Counter[tuple[int, str, str]] = collections.Counter()
+        counts: collections.Counter[tuple[int, str, str]] = collections.Counter()
         for _, _, instruction in self.executed(in_fusions=False):
             kind = instruction.kind
             if kind not in _NO_ARRAY and not kind.endswith(("-done", "-update")):
                 made_by = self._made_by(instruction)
-                found.update((*array, made_by) for array in _arrays(instruction.shape))
-        rows = [LargeBuffer(*key, count) for key, count in found.items()]
+                counts.update((*array, made_by) for array in _arrays(instruction.shape))
+        rows = [LargeBuffer(*key, count) for key, count in counts.items()]
         return sorted(rows, key=lambda row: -row.num_bytes)[:number]
 
     def _made_by(self, instruction: Instruction) -> str:
         name = instruction.kind
-        if named := _OP_NAME.search(instruction.rest):
+        if named := _OP_NAME.search(instruction.arguments):
             name = named[1].replace("\\", "").removeprefix("jit(train_step)/")
-        frame = _FRAME.search(instruction.rest)
-        place = self._tables.get(frame[1], "") if frame else ""
-        return f"{name} ({place})" if place else name
+        frame = _FRAME.search(instruction.arguments)
+        source_line = self._tables.get(frame[1], "") if frame else ""
+        return f"{name} ({source_line})" if source_line else name
 
 
 def _integer(instruction: Instruction) -> int | None:
-    digits = instruction.rest.partition(")")[0]
+    digits = instruction.arguments.partition(")")[0]
     is_scalar = instruction.kind == "constant" and re.match(r"[su]32\[\]", instruction.shape)
     return int(digits) if is_scalar and digits.isdigit() else None
 
 
 def _operands(instruction: Instruction) -> list[str]:
-    return re.findall(r"%([\w.\-]+)", instruction.rest.partition(")")[0])
+    return re.findall(r"%([\w.\-]+)", instruction.arguments.partition(")")[0])
 
 
 def _called(instruction: Instruction) -> Iterator[tuple[str, str]]:
-    yield from _CALLED.findall(instruction.rest)
-    if match := _BRANCHES.search(instruction.rest):
+    yield from _CALLED.findall(instruction.arguments)
+    if match := _BRANCHES.search(instruction.arguments):
         for name in match[1].split(","):
             yield "branch", name.strip().lstrip("%")
 
@@ -244,16 +244,16 @@ def _source_tables(text: str) -> Mapping[str, str]:
         return re.findall(pattern, table, re.MULTILINE)
 
     files = dict(rows("FileNames", r'^(\d+) "(.*)"$'))
-    places = {
+    source_lines = {
         number: f"{_shortened(files.get(file, ''))}:{line}"
         for number, file, line in rows(
             "FileLocations", r"^(\d+) \{file_name_id=(\d+) .*?line=(\d+)"
         )
     }
     frames = rows("StackFrames", r"^(\d+) \{file_location_id=(\d+)")
-    return {frame: places.get(place, "") for frame, place in frames}
+    return {frame: source_lines.get(source_line, "") for frame, source_line in frames}
 
 
 def _shortened(path: str) -> str:
-    _, package, rest = path.rpartition("/MaxText/")
-    return f"MaxText/{rest}" if package else path.rpartition("site-packages/")[2]
+    _, package, path_in_package = path.rpartition("/MaxText/")
+    return f"MaxText/{path_in_package}" if package else path.rpartition("site-packages/")[2]

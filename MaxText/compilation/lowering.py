@@ -1,6 +1,5 @@
 """Lowers and compiles the train step of a configuration for given devices."""
 
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,10 +9,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from MaxText.config.schema import Config
 from MaxText.growth.resolve import ResolvedGrowth, resolve_growth
-from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule, plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.sequences.plan_batches import plan_batches
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import batch_shapes
-from MaxText.parallelism.mesh import ShardingPlan, global_batch_size, make_sharding_plan
+from MaxText.parallelism.mesh import ShardingPlan, make_sharding_plan
 from MaxText.training.assembly import setup_train
 from MaxText.training.state import TrainState
 
@@ -36,10 +36,17 @@ class LoweredStep(NamedTuple):
 
 
 def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
-    """Traces train.py's step for these devices, without opening data.
+    """Traces train.py's step for the run's largest batch, without opening data.
 
     Batches have positions and segments unless the text is synthetic or cross_document_attention is
     set.
+
+    Args:
+        config: of the run.
+        devices: present or absent ones, as JAX describes them.
+
+    Raises:
+        UserError: the configuration does not fit the devices.
     """
     sharding = make_sharding_plan(config.mesh, devices, config.model.pipeline)
     resolved = resolve_growth(config, [])
@@ -47,16 +54,23 @@ def lower_train_step(config: Config, devices: Sequence[Any]) -> LoweredStep:
     setup = setup_train(config, sharding, resolved.existing_slots, resolved.existing_slots_lr_scale)
     model = setup.model
     state = setup.abstract_state
-    batch_size = functools.partial(global_batch_size, config.batch, sharding)
-    plan = plan_batches(config.batch, model.config.shape.max_target_length, batch_size)
+    plan = plan_batches(config, sharding)
     stage = plan.stages[-1]
     data = config.data
     with_documents = data.dataset_type != "synthetic" and not data.cross_document_attention
     shapes = batch_shapes(plan.batch_size(stage), stage.length, with_documents)
     batch = sharding.abstract_batch(shapes)
     lowered = sharding.lower_step(setup.step, state, batch, setup.compiler_options)
-    lines = [*setup.auto_choices, *resolved.lines]
-    return LoweredStep(resolved, model, sharding, state, batch, plan, lowered, lines)
+    return LoweredStep(
+        growth=resolved,
+        model=model,
+        sharding=sharding,
+        state=state,
+        batch=batch,
+        plan=plan,
+        lowered=lowered,
+        lines=[*setup.auto_choices, *resolved.lines],
+    )
 
 
 def compile_lowered(planned: LoweredStep) -> tuple[jax.stages.Compiled, float]:

@@ -47,7 +47,7 @@ from MaxText.storage.paths import is_object_store_path, parse_path
 _FIRST_LINE = b"MaxText compiled step 1\n"
 KEY_VARIABLE = "MAXTEXT_SIGNING_KEY_FILE"
 _KEY_BYTES = 32
-_SHOWN = 8  # differences listed
+_MAX_LISTED_DIFFERENCES = 8
 # Sections and single keys that determine a step.
 _SECTIONS = ("model", "batch", "optimizer", "schedule", "mesh")
 _KEYS = (
@@ -71,6 +71,14 @@ _OTHER_FLAGS = r"--xla_(dump_\S*|gpu_autotune_level=\S*|force_host_platform_devi
 
 
 def save_compiled(path: str, planned: LoweredStep, compiled: jax.stages.Compiled) -> str:
+    """Writes a compiled step to a signed file for train.py's compiled_trainstep_file.
+
+    Returns:
+        The signature, in hexadecimal digits.
+
+    Raises:
+        UserError: JAX cannot serialize the program, or the file cannot be written.
+    """
     run = _fingerprint(planned.growth, planned.model.config, planned.sharding, planned.state)
     try:
         return _save(path, run, planned.batch, compiled)
@@ -86,31 +94,40 @@ def saved_steps(
 ) -> SavedSteps | None:
     """Returns the step of compiled_trainstep_file, or those of earlier runs.
 
-    `model_config` has `auto` resolved. Raises UserError if the file is missing, unsigned, or for
-    another configuration, program or machine, before executing any of it.
+    Args:
+        growth: of the run, with its configuration.
+        model_config: with `auto` resolved.
+        sharding: of the run's devices.
+        state: abstract TrainState with shardings.
+
+    Raises:
+        UserError: the file is missing, unsigned, or for another configuration, program or machine.
+            None of it was executed.
     """
     path = growth.config.run.compiled_trainstep_file
     identity = functools.partial(_fingerprint, growth, model_config, sharding, state)
     if not path:
         return _cached_steps(growth.config.run, identity, sharding, state)
-    kept, executable = read_signed(path)
+    facts, executable = read_signed(path)
     run = identity()
-    different = _differences(kept["run"], run)
-    if different:
-        more = len(different) - _SHOWN
-        lines = different[:_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        shown = "\n    ".join(lines)
+    differences = _differences(facts["run"], run)
+    if differences:
+        lines = differences[:_MAX_LISTED_DIFFERENCES]
+        num_hidden = len(differences) - len(lines)
+        if num_hidden:
+            lines.append(f"and {num_hidden} more")
+        listed = "\n    ".join(lines)
         raise UserError(
-            f"compiled_trainstep_file={path} was compiled for another run:\n    {shown}\n"
+            f"compiled_trainstep_file={path} was compiled for another run:\n    {listed}\n"
             "  What to do: compile again by train_compile.py with this configuration, or remove "
             "the key."
         )
 
     def load(batch: Any) -> Callable | None:
-        if _describe(batch) != kept["batch"]:
+        if _describe(batch) != facts["batch"]:
             return None
         try:
-            return _load(kept, executable, sharding, state, batch)
+            return _load(facts, executable, sharding, state, batch)
         except Exception as error:  # runtimes raise anything
             kind = sharding.mesh.devices.flat[0].device_kind
             raise UserError(
@@ -154,9 +171,9 @@ def _cached_steps(
 
     def load(batch: Any) -> Callable | None:
         with contextlib.suppress(Exception):  # the step is compiled then
-            kept, executable = read_signed(path(batch))
-            if kept["run"] == run():
-                return _load(kept, executable, sharding, state, batch)
+            stored_facts, executable = read_signed(path(batch))
+            if stored_facts["run"] == run():
+                return _load(stored_facts, executable, sharding, state, batch)
         return None
 
     def save(batch: Any, compiled: jax.stages.Compiled, is_cache_hit: bool) -> None:
@@ -166,23 +183,24 @@ def _cached_steps(
                 _save(file, run(), batch, compiled)
                 return
             # XLA cannot serialize CPU programs of JAX's cache. The same program may be in the file.
-            kept, executable = read_signed(file)
-            if kept["program"] == _hash_of_program(compiled):
-                write_signed(file, kept | {"run": run()}, executable)
+            stored_facts, executable = read_signed(file)
+            if stored_facts["program"] == _hash_of_program(compiled):
+                write_signed(file, stored_facts | {"run": run()}, executable)
 
     return SavedSteps(load, save, "cache")
 
 
 def _save(path: str, run: dict[str, Any], batch: Any, compiled: jax.stages.Compiled) -> str:
+    """Writes a step with what it was compiled for; returns the signature."""
     executable, _, out_tree = serialize_executable.serialize(compiled)
     _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    kept = {
+    facts = {
         "run": run,
         "batch": _describe(batch),
         "metrics": sorted(metrics),
         "program": _hash_of_program(compiled),
     }
-    return write_signed(path, kept, executable)
+    return write_signed(path, facts, executable)
 
 
 def _hash_of_program(compiled: jax.stages.Compiled) -> str:
@@ -193,13 +211,13 @@ def _hash_of_program(compiled: jax.stages.Compiled) -> str:
 
 
 def _load(
-    kept: Mapping[str, Any], executable: bytes, sharding: ShardingPlan, state: Any, batch: Any
+    facts: Mapping[str, Any], executable: bytes, sharding: ShardingPlan, state: Any, batch: Any
 ) -> Callable:
     devices = list(sharding.mesh.devices.flat)
     return serialize_executable.deserialize_and_load(
         executable,
         jax.tree.structure(((state, batch), {})),
-        jax.tree.structure((state, dict.fromkeys(kept["metrics"], 0))),
+        jax.tree.structure((state, dict.fromkeys(facts["metrics"], 0))),
         backend=devices[0].client,
         execution_devices=devices,
     )
@@ -208,20 +226,20 @@ def _load(
 def _fingerprint(
     growth: ResolvedGrowth, model_config: ModelConfig, sharding: ShardingPlan, state: Any
 ) -> dict[str, Any]:
-    """Returns JSON values, equal for runs with the same step.
+    """Returns JSON values by group, equal for runs with the same step.
 
     `model_config` has `auto` resolved, which may differ without cuDNN.
     """
     device = sharding.mesh.devices.flat[0]
     values = flatten(growth.config.model_copy(update={"model": model_config}))
-    is_scaled = growth.existing_slots and growth.existing_slots_lr_scale != 1
-    names = [
-        key.name
-        for section, keys in keys_by_section().items()
-        for key in keys
-        if (section and section[0] in _SECTIONS) or key.name in _KEYS
-        if key.name != "sharding_tolerance"  # changes no program
-    ]
+    slots = "none"
+    if growth.existing_slots and growth.existing_slots_lr_scale != 1:
+        slots = f"{growth.existing_slots} x {growth.existing_slots_lr_scale:g}"
+    names = []
+    for section, keys in keys_by_section().items():
+        determines_step = bool(section) and section[0] in _SECTIONS
+        names += [key.name for key in keys if determines_step or key.name in _KEYS]
+    names.remove("sharding_tolerance")  # changes no program
     flags = {
         name: " ".join(sorted(re.sub(_OTHER_FLAGS, "", os.environ.get(name, "")).split()))
         for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -231,11 +249,7 @@ def _fingerprint(
         "environment": flags,
         "versions": {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")},
         "sources of the step": {"hash": _hash_of_sources(_SOURCES)},
-        "pre-existing slots": {
-            "scaled": f"{growth.existing_slots} x {growth.existing_slots_lr_scale:g}"
-            if is_scaled
-            else "none"
-        },
+        "pre-existing slots": {"scaled": slots},
         "devices": {
             "kind": device.device_kind,
             "number": sharding.mesh.size,
@@ -248,6 +262,7 @@ def _fingerprint(
 
 
 def _describe(tree: Any) -> dict[str, str]:
+    """Returns dtype, shape and sharding of each array by its path."""
     return {
         jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)} {leaf.sharding.spec}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -255,14 +270,16 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    none = "nothing"
-    pairs = [(group, stored.get(group, {}), values) for group, values in current.items()]
-    return [
-        f"{group}, {name}: {old.get(name, none)} in the file, {new.get(name, none)} in this run"
-        for group, old, new in pairs
-        for name in sorted({*old, *new})
-        if old.get(name, none) != new.get(name, none)
-    ]
+    """Returns a line for each fact that differs between a file and this run."""
+    lines = []
+    for group, current_facts in current.items():
+        stored_facts = stored.get(group, {})
+        for name in sorted({*stored_facts, *current_facts}):
+            in_file = stored_facts.get(name, "nothing")
+            in_run = current_facts.get(name, "nothing")
+            if in_file != in_run:
+                lines.append(f"{group}, {name}: {in_file} in the file, {in_run} in this run")
+    return lines
 
 
 def _hash_of_sources(patterns: Iterable[str]) -> str:
@@ -290,7 +307,7 @@ def write_signed(path: str, facts: Mapping[str, Any], executable: bytes) -> str:
 def read_signed(path: str) -> tuple[dict[str, Any], bytes]:
     """Returns (facts, executable) of a verified file; else UserError."""
     try:
-        whole = parse_path(path, "compiled_trainstep_file").read_bytes()
+        file_bytes = parse_path(path, "compiled_trainstep_file").read_bytes()
     except OSError as error:
         reason = "no such file" if isinstance(error, FileNotFoundError) else error
         raise UserError(
@@ -298,9 +315,9 @@ def read_signed(path: str) -> tuple[dict[str, Any], bytes]:
             "same configuration and compile_topology, or remove the key."
         ) from error
     refused = f"compiled_trainstep_file={path} is rejected, and none of it was executed:"
-    if not whole.startswith(_FIRST_LINE):
+    if not file_bytes.startswith(_FIRST_LINE):
         raise UserError(f"{refused} it is not a file of this version's train_compile.py.")
-    signature, _, content = whole.removeprefix(_FIRST_LINE).partition(b"\n")
+    signature, _, content = file_bytes.removeprefix(_FIRST_LINE).partition(b"\n")
     if not hmac.compare_digest(_signature(content).encode(), signature):
         raise UserError(
             f"{refused} invalid signature for key {_key_file()}: the file is corrupted, was "

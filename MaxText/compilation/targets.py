@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from MaxText.errors import UserError, first_line
-from MaxText.hardware.chips import CHIPS, CPU, find_hardware
+from MaxText.hardware.chips import CHIPS, CPU, Hardware, find_hardware
 
 # Chips -> topology.
 _FLAT = {
@@ -80,51 +80,82 @@ _LIMITS = {
     "block_dim_limit_y": 65535,
     "block_dim_limit_z": 65535,
 }
-# Name -> name of the driver, compute capability, fields, bytes of memory, bytes per second.
+
+
+class _Gpu(NamedTuple):
+    driver_name: str
+    compute_capability: int  # the major version
+    fields: dict[str, Any]  # of GpuTargetConfigProto
+    memory: int  # bytes
+    bandwidth: int  # bytes per second
+
+
 _GPUS = {
-    "a100": ("NVIDIA A100-SXM4-80GB", 8, _AMPERE, 85_100_068_864, 2_039_040_000_000),
-    "h100": ("NVIDIA H100 80GB HBM3", 9, _HOPPER, 84_942_979_072, 3_352_320_000_000),
-    "h200": ("NVIDIA H200", 9, _HOPPER, 151_397_597_184, 4_800_000_000_000),
+    "a100": _Gpu(
+        driver_name="NVIDIA A100-SXM4-80GB",
+        compute_capability=8,
+        fields=_AMPERE,
+        memory=85_100_068_864,
+        bandwidth=2_039_040_000_000,
+    ),
+    "h100": _Gpu(
+        driver_name="NVIDIA H100 80GB HBM3",
+        compute_capability=9,
+        fields=_HOPPER,
+        memory=84_942_979_072,
+        bandwidth=3_352_320_000_000,
+    ),
+    "h200": _Gpu(
+        driver_name="NVIDIA H200",
+        compute_capability=9,
+        fields=_HOPPER,
+        memory=151_397_597_184,
+        bandwidth=4_800_000_000_000,
+    ),
 }
 
 
 def gpu_description(kind: str) -> str:
-    name, capability, fields, memory, bandwidth = _GPUS[kind]
-    fields = fields | _LIMITS | {"device_memory_size": memory, "memory_bandwidth": bandwidth}
+    """Returns the GpuTargetConfigProto, as text, of a GPU named a100, h100 or h200."""
+    gpu = _GPUS[kind]
+    fields = gpu.fields | _LIMITS
+    fields |= {"device_memory_size": gpu.memory, "memory_bandwidth": gpu.bandwidth}
     lines = "\n".join(f"  {field}: {value}" for field, value in fields.items())
     # CUDA library versions that the plug-in of JAX 0.10 is built for. Without a runtime version XLA
     # assumes that cuBLAS has no fp8.
     return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {capability} minor: 0 }}
+  cuda_compute_capability {{ major: {gpu.compute_capability} minor: 0 }}
 {lines}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "{name}"
+device_description_str: "{gpu.driver_name}"
 """
 
 
 class CompileTarget(NamedTuple):
-    """A machine to compile for; `num_devices` and `topology` are of one slice.
-
-    `platform` is JAX's name, `memory` in bytes per device, 0 if unknown.
-    """
+    """A machine to compile for."""
 
     name: str
-    platform: str
-    topology: str
-    num_devices: int
-    memory: int
-    options: dict[str, Any]
+    platform: str  # JAX's name: cpu, gpu or tpu
+    topology: str  # of one slice, as the plug-in names it; "" for CPU
+    num_devices: int  # of one slice
+    memory: int  # bytes per device; 0 if unknown
+    options: dict[str, Any]  # of jax.experimental.topologies.get_topology_desc
     num_slices: int = 1
 
 
 def find_target(name: str, num_slices: int = 1) -> CompileTarget:
     """Returns the machine named e.g. v5e-16, 2xv5p-8, h100-8, 8xH100 or cpu-4.
 
-    `num_slices` is compile_topology_num_slices; a name with several slices sets them itself.
+    Args:
+        name: as plan.py takes it.
+        num_slices: compile_topology_num_slices; a name with several slices sets them itself.
+
+    Raises:
+        UserError: the machine is unknown, or its slices contradict each other.
     """
     try:
         machine = find_hardware(name)
@@ -132,29 +163,10 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
         raise _unknown(name) from error
     chip = machine.chip
     number = machine.num_chips
-    count = machine.num_slices
     kind = chip.name.lower()
     platform = chip.platform
     if kind in _TOPOLOGIES:
-        if num_slices > 1 and count not in (1, num_slices):
-            raise UserError(
-                f"compile_topology={name} and compile_topology_num_slices={num_slices} name "
-                "different numbers of slices: set only one."
-            )
-        chips = number // count
-        slices = max(count, num_slices)
-        if chips not in _TOPOLOGIES[kind]:
-            raise _unknown(name)
-        # One device for a v4 chip's two cores.
-        options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
-        if chips == 1:
-            options["chips_per_host_bounds"] = (1, 1, 1)
-        sides = [int(side) for side in _TOPOLOGIES[kind][chips].split("x")]
-        if any(wrap := _wraparound(sides)):
-            options["wrap"] = wrap
-        name = f"{kind}-{chips * chip.cores}"
-        topology = f"{kind}:{_TOPOLOGIES[kind][chips]}"
-        return CompileTarget(name, platform, topology, chips, int(chip.memory), options, slices)
+        return _tpu_target(name, machine, num_slices)
     if chip is not CPU and kind not in _GPUS:
         raise _unknown(name)
     if num_slices > 1:
@@ -163,15 +175,60 @@ def find_target(name: str, num_slices: int = 1) -> CompileTarget:
             f"number of devices: compile_topology={kind}-{num_slices * number}"
         )
     if chip is CPU:
-        return CompileTarget(f"cpu-{number}", platform, "", number, 0, {})
+        return CompileTarget(
+            name=f"cpu-{number}",
+            platform=platform,
+            topology="",
+            num_devices=number,
+            memory=0,
+            options={},
+        )
     per_host = min(number, _GPUS_PER_HOST)
     if number % per_host:
         raise _unknown(name)
     topology = f"1x{number // per_host}x{per_host}"
-    return CompileTarget(f"{kind}-{number}", platform, topology, number, _GPUS[kind][3], {})
+    return CompileTarget(
+        name=f"{kind}-{number}",
+        platform=platform,
+        topology=topology,
+        num_devices=number,
+        memory=_GPUS[kind].memory,
+        options={},
+    )
 
 
-def names() -> list[str]:
+def _tpu_target(name: str, machine: Hardware, num_slices: int) -> CompileTarget:
+    """Returns the TPU slices that `name` stands for."""
+    chip = machine.chip
+    kind = chip.name.lower()
+    if num_slices > 1 and machine.num_slices not in (1, num_slices):
+        raise UserError(
+            f"compile_topology={name} and compile_topology_num_slices={num_slices} name "
+            "different numbers of slices: set only one."
+        )
+    chips = machine.num_chips // machine.num_slices
+    if chips not in _TOPOLOGIES[kind]:
+        raise _unknown(name)
+    # One device for a v4 chip's two cores.
+    options: dict[str, Any] = {"chip_config_name": "megacore"} if kind == "v4" else {}
+    if chips == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    wrap = _wraparound([int(side) for side in _TOPOLOGIES[kind][chips].split("x")])
+    if any(wrap):
+        options["wrap"] = wrap
+    return CompileTarget(
+        name=f"{kind}-{chips * chip.cores}",
+        platform=chip.platform,
+        topology=f"{kind}:{_TOPOLOGIES[kind][chips]}",
+        num_devices=chips,
+        memory=int(chip.memory),
+        options=options,
+        num_slices=max(machine.num_slices, num_slices),
+    )
+
+
+def tpu_names() -> list[str]:
+    """Returns the names of all TPU slices that can be compiled for."""
     return [
         f"{kind}-{chips * CHIPS[kind].cores}"
         for kind, shapes in _TOPOLOGIES.items()
@@ -219,15 +276,17 @@ def devices(target: CompileTarget) -> Sequence[Any]:
     try:
         if target.platform == "gpu":
             # "cuda" names the plug-in, "gpu" its devices.
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 target.name,
                 "cuda",
                 target_config=gpu_description(target.name.split("-")[0]),
                 topology=target.topology,
             )
         else:
-            slices = {"num_slices": target.num_slices} if target.num_slices > 1 else {}
-            found = topologies.get_topology_desc(target.topology, "tpu", **target.options, **slices)
+            options = dict(target.options)
+            if target.num_slices > 1:
+                options["num_slices"] = target.num_slices
+            topology = topologies.get_topology_desc(target.topology, "tpu", **options)
     except Exception as error:  # depends on the plug-in and on which part of it is missing
         extra, package = ("tpu", "libtpu") if target.platform == "tpu" else ("gpu", "CUDA plug-in")
         reason = first_line(error)
@@ -236,7 +295,7 @@ def devices(target: CompileTarget) -> Sequence[Any]:
             f"  What to do: install the {package} for jax {jax.__version__}: "
             f"pip install -c constraints.txt -e '.[{extra}]'. The device itself is not needed."
         ) from error
-    return found.devices
+    return topology.devices
 
 
 def _wraparound(sides: Sequence[int]) -> tuple[bool, bool, bool]:
@@ -254,7 +313,7 @@ def _unknown(name: str) -> UserError:
     gpus = ", ".join(f"{kind}-8" for kind in _GPUS)
     return UserError(
         f"compile_topology={name}: unknown machine\n"
-        f"  TPUs: {', '.join(names())}\n"
+        f"  TPUs: {', '.join(tpu_names())}\n"
         f"  GPUs, any number up to {_GPUS_PER_HOST} or a multiple of it: {gpus}\n"
         "  CPU: cpu-1, cpu-8"
     )

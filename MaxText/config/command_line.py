@@ -1,8 +1,7 @@
-"""Command lines of all programs: options, help, --show-config, --why.
+"""Command lines of all programs: --help, --show-config, --why, --from-maxtext, exit codes.
 
-A program declares options of its own, such as hardware= of plan.py, as a Section, whose class is
-also their help. They are typed like keys: name=value, --name=value, --name value, or --name alone
-for a switch.
+`parse` resolves the configuration of a program. Programs with options of their own, such as
+hardware= of plan.py, call `parse_with_options`; program_options.py declares and reads these.
 """
 
 import contextlib
@@ -11,146 +10,32 @@ import itertools
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn, TypeVar
 
 from MaxText import exit_codes, program_start
 from MaxText.config import config_files, import_modules, serialization, sources, values
-from MaxText.config.keys import Section
 from MaxText.config.loading import (
     LoadedConfig,
-    converted_value,
     format_accepted,
     load,
     review_file,
     unknown_key,
 )
-from MaxText.config.maxtext_keys import ALIASES, find_mapping, find_unsupported
-from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
+from MaxText.config.maxtext_keys import ALIASES, find_mapping
+from MaxText.config.problems import ConfigIssue, ConfigurationError
+from MaxText.config.program_options import ProgramArguments, describe, options_of, read_options
 from MaxText.config.schema import (
     Key,
     all_keys,
-    all_names,
     flatten,
     keys_by_section,
-    keys_of,
     split_entry,
 )
-from MaxText.config.sources import ARGUMENT, YAML_PATH, Source, print_notices
+from MaxText.config.sources import Source
 from MaxText.errors import UserError, storage_error_line, storage_failure
 
-
-class ProgramOptions(Section):
-    """Options of one program.
-
-    `from_` is typed from=. REQUIRED options have no default. RENAMED maps old names to new ones.
-    """
-
-    REQUIRED: ClassVar[tuple[str, ...]] = ()
-    RENAMED: ClassVar[Mapping[str, str]] = {}
-
-
-OptionsT = TypeVar("OptionsT", bound=ProgramOptions)
-
-
-class Words(NamedTuple):
-    """The rest of a command line, sorted by kind."""
-
-    given: tuple[str, ...]  # names of the program's own options
-    files: list[str]  # YAML files
-    keys: list[str]  # key=value of the configuration
-    others: list[str]
-    problems: list[ConfigIssue]
-
-    @property
-    def configuration(self) -> list[str]:
-        return [*self.files, *self.others, *self.keys]
-
-    def check(self) -> None:
-        if self.problems:
-            raise ConfigurationError(self.problems)
-
-
-def read_options(
-    kind: type[OptionsT],
-    arguments: Sequence[str],
-    *,
-    takes_keys: bool = True,
-    requires: bool = True,
-) -> tuple[OptionsT, Words]:
-    """Takes a program's own options out of a command line.
-
-    Those with a problem have their default. `takes_keys`: other key=value are those of a
-    configuration, which judges them. `requires`: a missing option is a problem.
-    """
-    options = {name.rstrip("_"): key for name, key in keys_of(kind).items()}
-    switches = [name for name, key in options.items() if key.annotation is bool]
-    words = Words((), [], [], [], [])
-    found: dict[str, Any] = {}
-    texts: dict[str, str] = {}
-    switches += sources.SWITCHES if takes_keys else ()
-    for argument in sources.without_dashes(arguments, switches):
-        match = ARGUMENT.fullmatch(argument)
-        name, text = match.groups() if match else ("", "")
-        if name in kind.RENAMED:
-            name, old = kind.RENAMED[name], name
-            print_notices([f"note: {old}= is now {name}="])
-        if name in options:
-            option = options[name]
-            earlier = found.get(options[name].name)
-            adds = option.parser is not None and option.parser.adds
-            if texts.setdefault(name, text) != text and not adds:
-                print_notices([f"note: {name} is given twice: {name}={text} wins"])
-            try:
-                value = converted_value(text if option.parser else values.from_text(text), option)
-                found[option.name] = earlier + value if adds and earlier else value
-            except ValueError as error:
-                nearest = nearest_fact(text, filter(None, option.choices))
-                facts = ("accepted", format_accepted(option)), nearest
-                place = f"command line, {name}={text}"
-                words.problems.append(ConfigIssue(f"{name}: {error}", (place,), facts))
-        elif problem := _unknown_option(name, argument, options, takes_keys):
-            words.problems.append(problem)
-        elif match:
-            words.keys.append(argument)
-        else:
-            (words.files if YAML_PATH.fullmatch(argument) else words.others).append(argument)
-    for name in kind.REQUIRED:
-        if requires and not texts.get(name):
-            fact = ("accepted", options[name].help)
-            words.problems.append(ConfigIssue(f"{name}= is missing", context=(fact,)))
-    given = tuple(name.rstrip("_") for name in found)
-    return kind(**found), words._replace(given=given)
-
-
-def _unknown_option(
-    name: str, argument: str, options: dict[str, Key], takes_keys: bool
-) -> ConfigIssue | None:
-    if not name and not argument.startswith("-"):
-        return None
-    if takes_keys and (name in (*all_names(), *ALIASES) or find_unsupported(name)):
-        return None
-    word = name or argument.lstrip("-")
-    close = close_matches(word, {**options, **dict.fromkeys(all_names() if takes_keys else ())})
-    if takes_keys and (not close or close[0] not in options):
-        return None
-    what = "neither an option of this program nor a key" if takes_keys else "no option"
-    fact = ("nearest" if close else "options", ", ".join(f"{one}=..." for one in close or options))
-    return ConfigIssue(f"{word}: {what}", (f"command line, {argument}",), (fact,))
-
-
-def describe(kind: type[ProgramOptions]) -> str:
-    lines = [(kind.__doc__ or "").strip(), ""]
-    for name, option in keys_of(kind).items():
-        choices = "|".join(str(choice) for choice in option.choices if choice)
-        value = choices if 0 < len(choices) < 16 else option.unit.upper() or "VALUE"
-        head = f"--{name}" if option.annotation is bool else f"{name.rstrip('_')}={value}"
-        lines += textwrap.wrap(
-            f"{head:<23} {option.help}", 98, initial_indent="  ", subsequent_indent=" " * 26
-        )
-    return "\n".join(lines)
-
+OptionsT = TypeVar("OptionsT")
 
 _OPTIONS = """
 options:
@@ -188,63 +73,94 @@ def parse(program: str, arguments: Sequence[str], usage: str, load: Load = load)
 
 def parse_with_options(
     program: str, arguments: Sequence[str], usage: str, kind: type[OptionsT]
-) -> tuple[LoadedConfig, OptionsT, Words]:
-    found: list[Any] = []
+) -> tuple[LoadedConfig, ProgramArguments[OptionsT]]:
+    """Resolves the command line of a program that has a configuration and options of its own.
+
+    Answers questions (--help, --why, ...) and exits, as `parse` does.
+
+    Args:
+      program: Name as typed, such as "plan.py", which selects its rules.
+      arguments: The command line without the program.
+      usage: Text for --help.
+      kind: Dataclass of the program's options.
+    """
+    program_arguments: ProgramArguments[OptionsT] | None = None
 
     def load_rest(words: Sequence[str], program: str | None = None) -> LoadedConfig:
-        found[:] = read_options(kind, words, requires=program is not None)
-        problems = list(found[1].problems)
+        nonlocal program_arguments
+        program_arguments = read_options(kind, words, requires=program is not None)
         try:
-            loaded = load(found[1].configuration, program)
+            loaded = load(program_arguments.configuration, program)
         except ConfigurationError as error:
-            raise ConfigurationError([*problems, *error.problems]) from None
-        found[1].check()
+            problems = [*program_arguments.problems, *error.problems]
+            raise ConfigurationError(problems) from None
+        program_arguments.check()
         return loaded
 
     _answer_about_option(arguments, kind)
-    if {"-h", "--help"} & set(arguments):
+    if _asks_for_help(arguments):
         usage = _with_options(usage, kind)
     loaded = parse(program, arguments, usage, load_rest)
-    return loaded, found[0], found[1]
+    assert program_arguments is not None  # `parse` calls `load_rest`
+    return loaded, program_arguments
 
 
-def answer_questions(
-    program: str, arguments: Sequence[str], usage: str, kind: type[ProgramOptions]
-) -> None:
-    if any(word in QUESTIONS for word in arguments):
+def answer_questions(program: str, arguments: Sequence[str], usage: str, kind: type) -> None:
+    """Answers --help, --why, ... and exits, in a program that reads its arguments itself.
+
+    Args:
+      program: Name as typed, such as "convert.py".
+      arguments: The command line without what is neither an option nor of the configuration.
+      usage: Text for --help.
+      kind: Dataclass of the program's options.
+    """
+    if any(argument in QUESTIONS for argument in arguments):
         parse_with_options(program, arguments, usage, kind)
 
 
-def answer_about_options(
-    arguments: Sequence[str], usage: str, *kinds: type[ProgramOptions]
-) -> None:
+def answer_about_options(arguments: Sequence[str], usage: str, *kinds: type) -> None:
+    """Answers --help and --help OPTION and exits, in a program without a configuration.
+
+    Args:
+      arguments: The command line without the program.
+      usage: Text for --help.
+      *kinds: Dataclasses of options; several if a program has subcommands.
+    """
     for kind in kinds:
         _answer_about_option(arguments, kind)
-    if {"-h", "--help"} & set(arguments):
+    if _asks_for_help(arguments):
         sys.stdout.write(_with_options(usage, *kinds) + "\n")
         raise SystemExit(0)
 
 
-def _with_options(usage: str, *kinds: type[ProgramOptions]) -> str:
-    described = [describe(kind) for kind in kinds if kind.model_fields]
-    return "\n\n".join([usage.strip(), *described])
+def _asks_for_help(arguments: Sequence[str]) -> bool:
+    return "-h" in arguments or "--help" in arguments
 
 
-def _answer_about_option(arguments: Sequence[str], kind: type[ProgramOptions]) -> None:
-    options = {name.rstrip("_"): option for name, option in keys_of(kind).items()}
-    for index, (word, name) in enumerate(itertools.pairwise(arguments)):
-        if word not in ("-h", "--help", "--why") or name not in options:
+def _with_options(usage: str, *kinds: type) -> str:
+    descriptions = [describe(kind) for kind in kinds if options_of(kind)]
+    return "\n\n".join([usage.strip(), *descriptions])
+
+
+def _answer_about_option(arguments: Sequence[str], kind: type) -> None:
+    """Answers --help OPTION and --why OPTION, and exits."""
+    options = {option.name: field for field, option in options_of(kind).items()}
+    for index, (question, name) in enumerate(itertools.pairwise(arguments)):
+        if question not in ("-h", "--help", "--why") or name not in options:
             continue
-        text = f"{name}\n  {options[name].help}\n"
-        if word == "--why":
-            rest = [*arguments[:index], *arguments[index + 2 :]]
-            given, words = read_options(kind, rest, requires=False)
-            if words.problems:
-                exit_with_error(ConfigurationError(words.problems))
-            value = values.to_yaml(getattr(given, options[name].name))
-            source = Source.COMMAND_LINE if name in words.given else Source.DEFAULT
-            text = f"{name}={value}\n  set by: {source.value}\n"
-        sys.stdout.write(text)
+        field = options[name]
+        answer = f"{name}\n  {options_of(kind)[field].help}\n"
+        if question == "--why":
+            other_arguments = [*arguments[:index], *arguments[index + 2 :]]
+            try:
+                parsed = read_options(kind, other_arguments, requires=False)
+                parsed.check()
+            except ConfigurationError as error:
+                exit_with_error(error)
+            value = values.to_yaml(getattr(parsed.options, field))
+            source = Source.COMMAND_LINE if name in parsed.given else Source.DEFAULT
+            answer = f"{name}={value}\n  set by: {source.value}\n"
+        sys.stdout.write(answer)
         raise SystemExit(0)
 
 
@@ -450,7 +366,7 @@ def _setting_line(setting: sources.Setting) -> str:
 
 def _problem_line(problem: ConfigIssue) -> str:
     shown = ("accepted", "closest", "nearest", "note", "try")
-    facts = (f"{label}: {text}" for label, text in problem.context if label in shown)
+    facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
     return "; ".join([problem.message, *facts])
 
 

@@ -177,9 +177,7 @@ class MaskingConfig(Section):
 
 TokenizerType = Literal["auto", "huggingface", "sentencepiece", "tiktoken", "byte"]
 _TRAINED = {"tokenizer_path": ""}
-OutputFormat = Literal[
-    "array_record", "bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"
-]
+OutputFormat = Literal["bin", "tfrecord", "parquet", "text_tfrecord", "text_array_record"]
 _OF_TOKENS = {"prepare_output_format": ["tfrecord", "parquet"]}
 _RECORDS = {"prepare_output_format": ["tfrecord", "parquet", "text_tfrecord", "text_array_record"]}
 
@@ -236,8 +234,8 @@ class PreparationConfig(Section):
     """Skip documents with fewer tokens (they are counted)."""
     prepare_num_workers: Natural = key(0, "Tokenizer processes; 0 is one per core.")
     prepare_output_format: OutputFormat = key("bin")
-    """bin (or array_record, an older name): a dataset for training. tfrecord, parquet: token
-    records in the format of other programs. text_tfrecord, text_array_record: text records."""
+    """bin: a dataset for training. tfrecord, parquet: token records in the format of other
+    programs. text_tfrecord, text_array_record: text records."""
     records: ExportedRecords = options(ExportedRecords, only_if=_RECORDS)
     prepare_separator_id: int = key(-1, ge=-1, only_if="add_eos")
     """Id between documents instead of the tokenizer's end of text; -1 uses that."""

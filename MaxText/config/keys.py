@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,14 +21,6 @@ class Unequal(NamedTuple):
     """A bound: a number other than the values."""
 
     ne: int
-
-
-class Parser(NamedTuple):
-    """Annotation of a value with the parser of its text."""
-
-    read: Callable[[str], Any]  # raises ValueError for an invalid text
-    accepts: str  # for messages
-    adds: bool = False  # whether it may be given several times, and gives a tuple
 
 
 class OtherThan(tuple[Any, ...]):

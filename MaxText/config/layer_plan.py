@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Self
 
+from MaxText.config.problems import ConfigIssue, InvalidCombinationError
 from MaxText.config.values import InvalidValueError, format_value, is_null
 
 _LONGEST_CYCLE = 128  # layers; the search takes time proportional to it
@@ -72,16 +73,25 @@ def letters(pattern: str, num_layers: int) -> str:
     """Returns the letter of each layer, by prefix(cycle)suffix or a cycle."""
     found = _PATTERN.fullmatch(pattern)
     if found is None:
-        raise ValueError(f"layer_pattern={pattern}: letters, with one repeated part in parentheses")
+        raise InvalidCombinationError(
+            ConfigIssue(
+                message=f"layer_pattern={pattern}: letters, with one repeated part in parentheses",
+                keys=("layer_pattern",),
+            )
+        )
     prefix, cycle, suffix = found.groups()
     if cycle is None:
         prefix, cycle, suffix = "", prefix, ""
     repeats, rest = divmod(num_layers - len(prefix) - len(suffix), len(cycle))
     if rest or repeats < 1:
         count = len(prefix) + len(suffix) + max(repeats, 1) * len(cycle)
-        raise ValueError(
-            f"layer_pattern={pattern}: {num_layers} layers (base_num_decoder_layers) are not "
-            f"repeats of its {len(cycle)} letters\nbase_num_decoder_layers={count}"
+        raise InvalidCombinationError(
+            ConfigIssue(
+                message=f"layer_pattern={pattern}: {num_layers} layers (base_num_decoder_layers) "
+                f"are not repeats of its {len(cycle)} letters",
+                remedies=(f"base_num_decoder_layers={count}",),
+                keys=("layer_pattern", "base_num_decoder_layers"),
+            )
         )
     return prefix + cycle * repeats + suffix
 

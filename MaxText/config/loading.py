@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import io
 import os
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -161,10 +160,10 @@ def _resolve(collected: CollectedSettings, program: str | None) -> LoadedConfig:
     idle = _find_unused_keys(winners)
     problems += _find_unused_decoder_block(origins, kept)
     config = unflatten({name: value for name, value in typed.items() if name not in wrong})
-    broken, of_rules = _check_rules(config, winners, program)
+    rule_issues = _check_rules(config, winners, program)
     # What rules miss may stand in a file that could not be read, or in a preset that is not there.
-    problems += [] if collected.is_incomplete else broken
-    idle |= {name: problem for name, problem in of_rules.items() if name not in idle}
+    problems += [] if collected.is_incomplete else rule_issues.broken
+    idle |= {name: issue for name, issue in rule_issues.unused.items() if name not in idle}
     if typed["strict_config"] is True:
         problems += idle.values()
     if problems:
@@ -232,8 +231,6 @@ def _typed(setting: Setting, key: Key) -> Any:
 
 def converted_value(value: Any, key: Key) -> Any:
     """Converts a value to a key's type, or raises values.InvalidValueError."""
-    if key.parser is not None and isinstance(value, str):
-        return key.parser.read(value)
     if key.entries:
         return _options(value, key)
     if key.name == "logical_axis_rules":
@@ -289,8 +286,6 @@ def format_accepted(key: Key) -> str:
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
-    if key.parser is not None:
-        return key.parser.accepts
     if key.entries:
         return f"{{entry: value}}, of {', '.join(key.entries)}"
     bounds = f", {key.bounds_text}" if key.bounds_text else ""
@@ -433,43 +428,62 @@ def _find_unused_decoder_block(
     return [ConfigIssue(what, (chosen.place, saved[-1].place), facts)]
 
 
-def _check_rules(
-    config: Config, winners: _Merged, program: str | None
-) -> tuple[list[ConfigIssue], dict[str, ConfigIssue]]:
-    last = winners.last
-    origins = winners.origins
+class _RuleIssues(NamedTuple):
+    broken: list[ConfigIssue]  # impossible combinations
+    unused: dict[str, ConfigIssue]  # keys without effect that the user set
+
+
+def _check_rules(config: Config, winners: _Merged, program: str | None) -> _RuleIssues:
+    """Returns the issues that rules find, with the places where their keys were set.
+
+    Args:
+      config: The configuration; keys with a problem have their default.
+      winners: Values and origins of the same keys.
+      program: Such as "train.py"; None checks only the rules of all programs.
+    """
     stem = Path(program).stem if program else None
-    problems = []
-    idle = {}
+    broken: list[ConfigIssue] = []
+    unused: dict[str, ConfigIssue] = {}
     for rule in RULES:
-        if winners.wrong.intersection(rule.keys) or (rule.programs and stem not in rule.programs):
+        if winners.wrong.intersection(rule.keys) or not rule.applies_to(stem):
             continue
         # A derived value is only as wrong as the key it comes from, which has a rule of its own.
-        if len(rule.keys) == 1 and origins[rule.keys[0]].source is Source.DERIVED:
+        only_key = rule.keys[0] if len(rule.keys) == 1 else None
+        if only_key and winners.origins[only_key].source is Source.DERIVED:
             continue
-        if message := rule.check(config):
-            words = dict.fromkeys(re.findall(r"\w+", message))
-            named = [word for word in words if word in rule.keys]
-            used = [name for name in named if name in last] or rule.keys
-            places = [last[name].place for name in used if name in last]
-            what, *remedies = message.splitlines()
-            facts = [("try", remedy) for remedy in remedies]
-            unset = [
-                f"{name}={origins[name].raw}"
-                for name in named or rule.keys
-                if origins[name].source is Source.DEFAULT
-            ]
-            facts.append(("default", ", ".join(unset)))
-            problem = ConfigIssue(what, tuple(places), facts)
-            # Of the values that a bundle, a preset or a base file sets, nothing is said.
-            # A message begins with the key that has no effect.
-            by_user = [name for name in named[:1] or rule.keys if winners.is_set_by_user(name)]
-            if not rule.finds_unused:
-                problems.append(problem)
-            elif by_user:
-                idle[by_user[0]] = dataclasses.replace(problem, location=(last[by_user[0]].place,))
-    for message in () if problems else broken_letters(config):
-        what, *remedies = message.splitlines()
-        facts = [("try", remedy) for remedy in remedies]
-        problems.append(ConfigIssue(what, (last["layer_kinds"].place,), facts))
-    return problems, idle
+        issue = rule.check(config)
+        if issue is None:
+            continue
+        located = _located(issue, rule.keys, winners)
+        if not rule.finds_unused:
+            broken.append(located)
+            continue
+        # Nothing is said of values that a bundle, a preset or a base file sets. The first key of
+        # the issue is the one without effect.
+        by_user = [name for name in issue.keys[:1] or rule.keys if winners.is_set_by_user(name)]
+        if by_user:
+            place = winners.last[by_user[0]].place
+            unused[by_user[0]] = dataclasses.replace(located, location=(place,))
+    if broken:
+        return _RuleIssues(broken, unused)
+    for issue in broken_letters(config):
+        place = winners.last["layer_kinds"].place
+        broken.append(dataclasses.replace(issue, location=(place,)))
+    return _RuleIssues(broken, unused)
+
+
+def _located(issue: ConfigIssue, rule_keys: tuple[str, ...], winners: _Merged) -> ConfigIssue:
+    """Returns an issue with the places of its keys, and the values of those that nothing set."""
+    last = winners.last
+    origins = winners.origins
+    set_keys = [name for name in issue.keys if name in last] or rule_keys
+    defaults = [
+        f"{name}={origins[name].raw}"
+        for name in issue.keys or rule_keys
+        if origins[name].source is Source.DEFAULT
+    ]
+    return dataclasses.replace(
+        issue,
+        location=tuple(last[name].place for name in set_keys if name in last),
+        context=(("default", ", ".join(defaults)),),
+    )

@@ -1,6 +1,6 @@
-"""Impossible combinations of the model's keys."""
+"""Impossible combinations of the model's keys, one small function each."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import get_args
 
 from MaxText.config.axis_rules import NETWORKS, size_key
@@ -11,209 +11,357 @@ from MaxText.config.layer_sections import (
     MoEConfig,
     NotElementwise,
 )
-from MaxText.config.registry import KINDS, registration, registrations
+from MaxText.config.model_sections import LayerConfig
+from MaxText.config.problems import ConfigIssue, InvalidCombinationError
+from MaxText.config.registry import KINDS, Registration, registration, registrations
 from MaxText.config.rule import rule
+from MaxText.config.schema import Config
+
+# ---- Sizes
 
 
-@rule()
-def _kv_heads(base_num_query_heads, base_num_kv_heads):
-    if base_num_query_heads % base_num_kv_heads:
-        return f"{base_num_query_heads=} is not a multiple of {base_num_kv_heads=}"
-
-
-@rule("base_emb_dim", "base_num_query_heads")
-def _head_dim(head_dim, dimensions):
-    emb = dimensions.emb_dim
-    heads = dimensions.num_query_heads
-    if head_dim == -1 and emb % heads:
-        return f"head_dim=-1 is emb_dim / query heads, but {emb} / {heads} is not an integer"
-
-
-@rule("head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
-def _rotary(rotary_pct, model, dimensions):
-    if model.position.position_embedding != "rotary" or dimensions.head_dim < 1:
+@rule("base_num_query_heads", "base_num_kv_heads")
+def _kv_heads_divide_query_heads(config: Config) -> ConfigIssue | None:
+    shape = config.model.shape
+    if shape.base_num_query_heads % shape.base_num_kv_heads == 0:
         return None
-    turned = int(dimensions.head_dim * rotary_pct)
-    if turned < 2 or turned % 2:
-        return (
-            f"rotary rotates pairs of dimensions, but head_dim {dimensions.head_dim} * rotary_pct "
-            f"{rotary_pct:g} gives {turned}, not an even number from 2"
-        )
+    return ConfigIssue(
+        message=f"base_num_query_heads={shape.base_num_query_heads} is not a multiple of "
+        f"base_num_kv_heads={shape.base_num_kv_heads}",
+        keys=("base_num_query_heads", "base_num_kv_heads"),
+    )
 
 
-@rule("position_embedding", "low_freq_factor", "high_freq_factor", "beta_slow", "beta_fast")
-def _rotary_bands(rope_type, model, **bands):
-    pairs = {
-        "llama3.1": ("low_freq_factor", "high_freq_factor"),
-        "yarn": ("beta_slow", "beta_fast"),
-    }
-    low, high = pairs.get(rope_type, ("", ""))
-    if low and model.position.position_embedding == "rotary" and bands[low] >= bands[high]:
-        return (
-            f"{low}={bands[low]:g} must be below {high}={bands[high]:g}: "
-            "frequencies between the two are interpolated"
-        )
+@rule("head_dim", "base_emb_dim", "base_num_query_heads")
+def _heads_divide_width(config: Config) -> ConfigIssue | None:
+    dimensions = config.model.shape.dimensions
+    emb_dim = dimensions.emb_dim
+    num_heads = dimensions.num_query_heads
+    if config.model.shape.head_dim != -1 or emb_dim % num_heads == 0:
+        return None
+    return ConfigIssue(
+        message=f"head_dim=-1 is emb_dim / query heads, but {emb_dim} / {num_heads} is not an "
+        "integer",
+        keys=("head_dim",),
+    )
 
 
-@rule()
-def _scale(global_parameter_scale):
-    if global_parameter_scale & (global_parameter_scale - 1):
-        return f"{global_parameter_scale=} is not a power of two (1, 2, 4, ...)"
+@rule("rotary_pct", "head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
+def _rotary_rotates_pairs(config: Config) -> ConfigIssue | None:
+    position = config.model.position
+    head_dim = config.model.shape.dimensions.head_dim
+    if position.position_embedding != "rotary" or head_dim < 1:
+        return None
+    num_rotated = int(head_dim * position.rotary_pct)
+    if num_rotated >= 2 and num_rotated % 2 == 0:
+        return None
+    return ConfigIssue(
+        message=f"rotary rotates pairs of dimensions, but head_dim {head_dim} * rotary_pct "
+        f"{position.rotary_pct:g} gives {num_rotated}, not an even number from 2",
+        keys=("head_dim", "rotary_pct"),
+    )
 
 
-@rule()
-def _learned_positions(trainable_position_size, max_target_length, model):
-    is_learned = model.position.position_embedding == "learned"
-    if is_learned and -1 != trainable_position_size < max_target_length:
-        return f"{trainable_position_size=} is less than {max_target_length=}"
+@rule(
+    "rope_type",
+    "position_embedding",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_slow",
+    "beta_fast",
+)
+def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
+    position = config.model.position
+    if position.rope_type == "llama3.1":
+        low_key, low = "low_freq_factor", position.low_freq_factor
+        high_key, high = "high_freq_factor", position.high_freq_factor
+    elif position.rope_type == "yarn":
+        low_key, low = "beta_slow", position.beta_slow
+        high_key, high = "beta_fast", position.beta_fast
+    else:
+        return None
+    if position.position_embedding != "rotary" or low < high:
+        return None
+    return ConfigIssue(
+        message=f"{low_key}={low:g} must be below {high_key}={high:g}: "
+        "frequencies between the two are interpolated",
+        keys=(low_key, high_key),
+    )
 
 
-@rule()
-def _activations(mlp_activations):
-    if not mlp_activations:
-        return "mlp_activations: the list is empty; name at least one, for example [gelu]"
+@rule("global_parameter_scale")
+def _scale_is_a_power_of_two(config: Config) -> ConfigIssue | None:
+    scale = config.model.shape.global_parameter_scale
+    if scale & (scale - 1) == 0:
+        return None
+    return ConfigIssue(
+        message=f"global_parameter_scale={scale} is not a power of two (1, 2, 4, ...)",
+        keys=("global_parameter_scale",),
+    )
 
 
-def undivided(what: str, number: int, length: int, stages: Iterable) -> str | None:
-    for one in (length, *(stage for _, stage in stages)):
-        if one % number:
-            whose = "max_target_length" if one == length else "sequence_length_stages"
-            return f"{what}={number} does not divide {one}, of {whose}"
+@rule("trainable_position_size", "max_target_length")
+def _learned_positions_suffice(config: Config) -> ConfigIssue | None:
+    position = config.model.position
+    num_positions = position.trainable_position_size
+    length = config.model.shape.max_target_length
+    if position.position_embedding != "learned" or num_positions == -1 or num_positions >= length:
+        return None
+    return ConfigIssue(
+        message=f"trainable_position_size={num_positions} is less than max_target_length={length}",
+        keys=("trainable_position_size", "max_target_length"),
+    )
 
 
-@rule()
-def _loss_chunks(num_vocab_tiling, max_target_length, sequence_length_stages):
-    sizes = num_vocab_tiling, max_target_length, sequence_length_stages
-    return undivided("num_vocab_tiling", *sizes)
+@rule("mlp_activations")
+def _mlp_has_an_activation(config: Config) -> ConfigIssue | None:
+    if config.model.feed_forward.mlp_activations:
+        return None
+    return ConfigIssue(
+        message="mlp_activations: the list is empty; name at least one, for example [gelu]",
+        keys=("mlp_activations",),
+    )
 
 
-@rule()
-def _zooms(zoom_dims):
-    for place, zoom in zoom_dims:
+def undivided_lengths(
+    name: str, divisor: int, config: Config, keys: Sequence[str] = ()
+) -> ConfigIssue | None:
+    """Returns the issue of a number that does not divide a sequence length of the run.
+
+    Args:
+      name: How the message calls the number.
+      divisor: The number.
+      config: The configuration with max_target_length and sequence_length_stages.
+      keys: The keys that set the number.
+    """
+    lengths = [("max_target_length", config.model.shape.max_target_length)]
+    for _, length in config.batch.sequence_length_stages:
+        # A stage of the full length is that key's.
+        is_full = length == config.model.shape.max_target_length
+        lengths.append(("max_target_length" if is_full else "sequence_length_stages", length))
+    for length_key, length in lengths:
+        if length % divisor:
+            return ConfigIssue(
+                message=f"{name}={divisor} does not divide {length}, of {length_key}",
+                keys=(*keys, length_key),
+            )
+    return None
+
+
+@rule("num_vocab_tiling", "max_target_length", "sequence_length_stages")
+def _loss_chunks_divide_sequences(config: Config) -> ConfigIssue | None:
+    num_chunks = config.model.objective.num_vocab_tiling
+    return undivided_lengths("num_vocab_tiling", num_chunks, config, ["num_vocab_tiling"])
+
+
+@rule("zoom_dims")
+def _zooms_have_roots(config: Config) -> ConfigIssue | None:
+    for place, zoom in config.model.pattention.zoom_dims:
         if -1 < zoom < 0:
-            what = f"zoom_dims.{place}={zoom:g} has no square root"
-            return f"{what}; use 0 or more, or -1 for zoom_dim"
+            return ConfigIssue(
+                message=f"zoom_dims.{place}={zoom:g} has no square root; use 0 or more, or -1 for "
+                "zoom_dim",
+                keys=("zoom_dims",),
+            )
+    return None
 
 
-@rule("base_emb_dim", "base_num_query_heads")
-def _heads_of_slots(head_dim, attention_projections, dimensions):
-    heads = dimensions.num_query_heads * dimensions.head_dim
-    if attention_projections != "dense" and head_dim != -1 and heads != dimensions.emb_dim:
-        return (
-            f"attention_projections=pattention: {dimensions.num_query_heads} query heads of "
-            f"{dimensions.head_dim} are {heads} dimensions, and the width is {dimensions.emb_dim}; "
-            "slots are as wide as the model\nhead_dim=-1 (emb_dim / query heads)"
-        )
+@rule("head_dim", "attention_projections", "base_emb_dim", "base_num_query_heads")
+def _heads_of_slots_fill_the_width(config: Config) -> ConfigIssue | None:
+    dimensions = config.model.shape.dimensions
+    head_dims = dimensions.num_query_heads * dimensions.head_dim
+    is_dense = config.model.attention.attention_projections == "dense"
+    if is_dense or config.model.shape.head_dim == -1 or head_dims == dimensions.emb_dim:
+        return None
+    return ConfigIssue(
+        message=f"attention_projections=pattention: {dimensions.num_query_heads} query heads of "
+        f"{dimensions.head_dim} are {head_dims} dimensions, and the width is {dimensions.emb_dim}; "
+        "slots are as wide as the model",
+        remedies=("head_dim=-1 (emb_dim / query heads)",),
+        keys=("attention_projections", "head_dim"),
+    )
 
 
-@rule("base_mlp_dim", "base_num_decoder_layers")
-def _mlp_dims(dynamic_mlp_dim, mlp_dim_multiple, model, dimensions):
-    own = model.feed_forward
-    if not dynamic_mlp_dim or own.feed_forward_type != "mlp":
+@rule("dynamic_mlp_dim", "mlp_dim_multiple", "base_mlp_dim", "base_num_decoder_layers")
+def _dynamic_widths_are_positive(config: Config) -> ConfigIssue | None:
+    feed_forward = config.model.feed_forward
+    dimensions = config.model.shape.dimensions
+    if not feed_forward.dynamic_mlp_dim or feed_forward.feed_forward_type != "mlp":
         return None
     if dimensions.num_layers < 2:
-        return "dynamic_mlp_dim=true moves width between layers, and there is only one"
-    if min(own.mlp_dims(dimensions)) < 1:
-        return (
-            f"dynamic_mlp_dim=true: half of base_mlp_dim ({dimensions.mlp_dim}), the width of the "
-            f"first layer, is rounded to 0 by {mlp_dim_multiple=}\n"
-            f"mlp_dim_multiple={max(dimensions.mlp_dim // 8, 1)}"
+        return ConfigIssue(
+            message="dynamic_mlp_dim=true moves width between layers, and there is only one",
+            keys=("dynamic_mlp_dim",),
         )
+    if min(feed_forward.mlp_dims(dimensions)) >= 1:
+        return None
+    return ConfigIssue(
+        message=f"dynamic_mlp_dim=true: half of base_mlp_dim ({dimensions.mlp_dim}), the width of "
+        f"the first layer, is rounded to 0 by mlp_dim_multiple={feed_forward.mlp_dim_multiple}",
+        remedies=(f"mlp_dim_multiple={max(dimensions.mlp_dim // 8, 1)}",),
+        keys=("dynamic_mlp_dim", "base_mlp_dim", "mlp_dim_multiple"),
+    )
 
 
-@rule("dense_conn", "connection_type")
-def _scan(scan_layers, model):
-    if scan_layers is True and model.scan_unsupported_reason is not None:
-        return f"scan_layers=true: {model.scan_unsupported_reason}\nscan_layers=auto"
+# ---- Layers: their kinds, parts and connections
 
 
-@rule()
-def _layer_pattern(layer_pattern, layer_kinds, base_num_decoder_layers, model, dimensions):
-    if not layer_pattern:
+@rule("scan_layers", "dense_conn", "connection_type")
+def _layers_can_be_scanned(config: Config) -> ConfigIssue | None:
+    model = config.model
+    reason = model.scan_unsupported_reason
+    if model.memory.scan_layers is not True or reason is None:
+        return None
+    is_auto = model.block.connection_type == "auto"
+    return ConfigIssue(
+        message=f"scan_layers=true: {reason}",
+        remedies=("scan_layers=auto",),
+        keys=("scan_layers", "dense_conn" if is_auto else "connection_type"),
+    )
+
+
+@rule("layer_pattern", "layer_kinds", "base_num_decoder_layers")
+def _layer_pattern_fits(config: Config) -> ConfigIssue | None:
+    model = config.model
+    if not model.block.layer_pattern:
         return None
     try:
-        found = letters(layer_pattern, dimensions.num_layers)
-    except ValueError as error:
-        return str(error)
-    known = [letter for letter, _ in layer_kinds]
-    if unknown := sorted(set(found) - set(known)):
-        return f"layer_pattern: layer_kinds has no letter {unknown[0]}, only {', '.join(known)}"
-    kinds = layer_kinds.as_dict()
+        used_letters = letters(model.block.layer_pattern, model.shape.dimensions.num_layers)
+    except InvalidCombinationError as error:
+        return error.issue
+    kinds = model.block.layer_kinds.as_dict()
+    if unknown := sorted(set(used_letters) - set(kinds)):
+        return ConfigIssue(
+            message=f"layer_pattern: layer_kinds has no letter {unknown[0]}, only "
+            f"{', '.join(kinds)}",
+            keys=("layer_pattern", "layer_kinds"),
+        )
     if model.attention.attention_types and any("mixer" in keys for keys in kinds.values()):
-        return "layer_pattern: attention_types also sets the mixers of layers; set one of them"
+        return ConfigIssue(
+            message="layer_pattern: attention_types also sets the mixers of layers; set one of "
+            "them",
+            keys=("layer_pattern",),
+        )
     for letter, keys in kinds.items():
         position = keys.get("position_embedding", "none")
         if position not in ("none", "rotary", model.position.position_embedding):
-            return (
-                f"layer_kinds: {letter}: position_embedding: a layer can only have rotary "
-                "positions, none, or those of the model"
+            return ConfigIssue(
+                message=f"layer_kinds: {letter}: position_embedding: a layer can only have rotary "
+                "positions, none, or those of the model",
+                keys=("layer_kinds",),
             )
+    return None
 
 
-@rule("mixer", "feed_forward_type", "connection_type", "head_type", "dense_streams")
-def _parts(model):
-    for layer in dict.fromkeys(model.layers):
-        config = layer.config
-        for kind, base, name in (
-            ("mixer", "Mixer", config.block.mixer),
-            ("feed_forward", "FeedForward", config.feed_forward.feed_forward_type),
-            ("position", "Position", config.position.position_embedding),
-            ("connection", "Connection", config.connection),
-            ("head", "Head", config.head.name),
+@rule(
+    "mixer",
+    "feed_forward_type",
+    "position_embedding",
+    "connection_type",
+    "head_type",
+    "dense_streams",
+)
+def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
+    for layer in dict.fromkeys(config.model.layers):
+        model = layer.config
+        for kind, base_class, name in (
+            ("mixer", "Mixer", model.block.mixer),
+            ("feed_forward", "FeedForward", model.feed_forward.feed_forward_type),
+            ("position", "Position", model.position.position_embedding),
+            ("connection", "Connection", model.connection),
+            ("head", "Head", model.head.name),
         ):
             registered = registration(kind, name)
-            if not registered.checks_itself:
-                continue
-            part = registered.load()
-            if not hasattr(part, "problem"):
-                return (
-                    f"{KINDS[kind]}={name}: {part.__name__} ({registered.place}) is not derived "
-                    f"from MaxText.layers.part.{base}"
-                )
-            if found := part.problem(part.config_of(layer), layer.dimensions):
-                return f"{KINDS[kind]}={name}: {found}"
-            mixes = config.dense_connections.mixes_attention_inputs
-            if kind == "mixer" and mixes and not part.has_separate_inputs:
-                return (
-                    f"mixer={name} has one input, and dense_conn=true makes several\n"
-                    "dense_streams=[r]"
-                )
+            if registered.checks_itself and (issue := _part_issue(registered, base_class, layer)):
+                return issue
+    return None
 
 
-@rule("dense_conn")
-def _dense_connection(connection_type, dense_conn):
-    if connection_type == "dense" and not dense_conn:
-        return "connection_type=dense needs dense_conn=true"
-    if dense_conn and connection_type not in ("auto", "dense"):
-        return f"dense_conn=true and {connection_type=!s} exclude each other"
+def _part_issue(
+    registered: Registration, base_class: str, layer: LayerConfig
+) -> ConfigIssue | None:
+    """Returns the issue of a registered part in a layer, or None.
+
+    Args:
+      registered: The part.
+      base_class: Name of the class in MaxText.layers.part from which it has to be derived.
+      layer: Keys and sizes of the layer.
+    """
+    part = registered.load()
+    key = KINDS[registered.kind]
+    if not hasattr(part, "problem"):
+        return ConfigIssue(
+            message=f"{key}={registered.name}: {part.__name__} ({registered.place}) is not derived "
+            f"from MaxText.layers.part.{base_class}",
+            keys=(key,),
+        )
+    # A part writes its remedies in further lines, so that it needs no import for them.
+    if text := part.problem(part.config_of(layer), layer.dimensions):
+        message, *remedies = text.splitlines()
+        return ConfigIssue(
+            message=f"{key}={registered.name}: {message}", remedies=tuple(remedies), keys=(key,)
+        )
+    mixes_inputs = layer.config.dense_connections.mixes_attention_inputs
+    if registered.kind == "mixer" and mixes_inputs and not part.has_separate_inputs:
+        return ConfigIssue(
+            message=f"mixer={registered.name} has one input, and dense_conn=true makes several",
+            remedies=("dense_streams=[r]",),
+            keys=("mixer", "dense_streams"),
+        )
+    return None
 
 
-@rule("mixer", programs="decode")
-def _no_decode_state(model):
-    for name in dict.fromkeys(model.mixers):
+@rule("connection_type", "dense_conn")
+def _dense_connections_are_chosen_once(config: Config) -> ConfigIssue | None:
+    connection_type = config.model.block.connection_type
+    is_dense = config.model.dense_connections.dense_conn
+    if connection_type == "dense" and not is_dense:
+        return ConfigIssue(
+            message="connection_type=dense needs dense_conn=true",
+            keys=("connection_type", "dense_conn"),
+        )
+    if is_dense and connection_type not in ("auto", "dense"):
+        return ConfigIssue(
+            message=f"dense_conn=true and connection_type={connection_type} exclude each other",
+            keys=("dense_conn", "connection_type"),
+        )
+    return None
+
+
+@rule("mixer", programs=("decode",))
+def _mixers_decode(config: Config) -> ConfigIssue | None:
+    for name in dict.fromkeys(config.model.mixers):
         registered = registration("mixer", name)
         if registered.checks_itself and not registered.load().decodes():
-            return (
-                f"mixer={name} has no decode state: give {registered.load().__name__} the methods "
-                f"prefill and decode_step ({registered.place})"
+            return ConfigIssue(
+                message=f"mixer={name} has no decode state: give {registered.load().__name__} the "
+                f"methods prefill and decode_step ({registered.place})",
+                keys=("mixer",),
             )
+    return None
 
 
-@rule("base_num_decoder_layers")
-def _attention_types(attention_types, dimensions):
+@rule("attention_types", "base_num_decoder_layers")
+def _attention_types_name_all_layers(config: Config) -> ConfigIssue | None:
+    attention_types = config.model.attention.attention_types
+    num_layers = config.model.shape.dimensions.num_layers
     if any(times < 1 or not pattern for pattern, times in attention_types):
-        return (
-            "attention_types: each entry is a pattern of one or more kinds and a count of 1 or more"
+        return ConfigIssue(
+            message="attention_types: each entry is a pattern of one or more kinds and a count of "
+            "1 or more",
+            keys=("attention_types",),
         )
-    given = sum(len(pattern) * times for pattern, times in attention_types)
-    num_layers = dimensions.num_layers
-    if attention_types and given != num_layers:
-        return (
-            f"attention_types names {given} layers, and base_num_decoder_layers gives {num_layers}"
-        )
+    num_named = sum(len(pattern) * times for pattern, times in attention_types)
+    if not attention_types or num_named == num_layers:
+        return None
+    return ConfigIssue(
+        message=f"attention_types names {num_named} layers, and base_num_decoder_layers gives "
+        f"{num_layers}",
+        keys=("attention_types", "base_num_decoder_layers"),
+    )
 
 
-# Key -> the mixers that read it, one of which has to be there.
+# Key of attention -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
     "linear_attention": ("linear_attention",),
@@ -225,215 +373,362 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 
 @rule(*_READ_BY, "attention_types", finds_unused=True)
-def _read_by_no_layer(model, **keys):
-    section = model.attention
-    mixers = set(model.mixers)
+def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
+    attention = config.model.attention
+    mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
     for name, readers in _READ_BY.items():
-        default = type(section).model_fields[name].default
-        if keys[name] != default and not with_bases.intersection(readers):
-            found = ", ".join(sorted(mixers))
-            return (
-                f"{name} is for layers with mixer {' or '.join(readers)}, and all layers have "
-                f"{found}"
+        default = type(attention).model_fields[name].default
+        if getattr(attention, name) != default and not with_bases.intersection(readers):
+            return ConfigIssue(
+                message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
+                f"have {', '.join(sorted(mixers))}",
+                keys=(name,),
             )
+    return None
 
 
 def _base_mixers(name: str) -> set[str]:
-    bases = getattr(registration("mixer", name).target, "__mro__", ())
-    mixers = [one for one in registrations() if one.kind == "mixer"]
-    return {one.name for one in mixers if any(map(one.is_of, bases))}
+    """Returns the registered mixers from whose classes a mixer is derived, itself included."""
+    classes = getattr(registration("mixer", name).target, "__mro__", ())
+    mixers = [registered for registered in registrations() if registered.kind == "mixer"]
+    return {mixer.name for mixer in mixers if any(map(mixer.is_of, classes))}
 
 
-@rule("attention_types")
-def _linear(position_embedding, model):
-    if "linear_attention" in model.mixers and position_embedding == "alibi":
-        return "position_embedding=alibi biases attention scores, and linear attention has none"
-
-
-@rule()
-def _axial(axial_pos_shape, position_embedding, max_target_length):
-    if position_embedding != "axial":
+@rule("position_embedding", "attention_types")
+def _linear_attention_has_no_scores(config: Config) -> ConfigIssue | None:
+    model = config.model
+    has_scores = "linear_attention" not in model.mixers
+    if has_scores or model.position.position_embedding != "alibi":
         return None
-    if len(axial_pos_shape) != 2 or min(axial_pos_shape) < 1:
-        near = max(int(max_target_length**0.5), 1)
-        return (
-            "axial_pos_shape: two numbers whose product is max_target_length or more\n"
-            f"axial_pos_shape=[{-(-max_target_length // near)}, {near}]"
-        )
-    rows, columns = axial_pos_shape
-    if rows * columns < max_target_length:
-        return (
-            f"axial_pos_shape: {rows} * {columns} are {rows * columns} positions, fewer "
-            f"than {max_target_length=}"
-        )
-
-
-@rule(finds_unused=True)
-def _no_block_norms(use_rezero, normalization_type):
-    if use_rezero and normalization_type.startswith("scale_norm"):
-        return (
-            f"use_rezero=true has no norms before branches, so normalization_type="
-            f"{normalization_type} has no effect on them"
-        )
-
-
-@rule()
-def _rezero(use_rezero, parallel_residual_shared_norm, model):
-    is_parallel = model.block.block_arrangement == "parallel"
-    if use_rezero and is_parallel and parallel_residual_shared_norm:
-        return "parallel_residual_shared_norm=true: use_rezero=true has no norm to share"
-
-
-@rule("dense_streams")
-def _inputs_of_parts(use_macaron, parallel_residual_shared_norm, static_sgu, model):
-    if not model.dense_connections.mixes_attention_inputs:
-        return None
-    if use_macaron:
-        what = "use_macaron=true puts a feed-forward before attention"
-    elif model.block.block_arrangement == "parallel" and parallel_residual_shared_norm:
-        what = "parallel_residual_shared_norm=true has one norm before attention"
-    elif static_sgu:
-        what = "static_sgu=true splits the one input of attention"
-    else:
-        return None
-    return (
-        f"{what}, but dense_conn=true gives queries, keys and values inputs of their own\n"
-        "dense_streams=[r]"
+    return ConfigIssue(
+        message="position_embedding=alibi biases attention scores, and linear attention has none",
+        keys=("position_embedding",),
     )
 
 
-@rule("decoder_block")
-def _macaron_slots(use_macaron, feed_forward_type):
-    if use_macaron and feed_forward_type == "pattention":
-        return (
-            "use_macaron=true: the first half is an MLP, and feed_forward_type=pattention has none"
+@rule("axial_pos_shape", "position_embedding", "max_target_length")
+def _axial_positions_suffice(config: Config) -> ConfigIssue | None:
+    shape = config.model.position.axial_pos_shape
+    length = config.model.shape.max_target_length
+    if config.model.position.position_embedding != "axial":
+        return None
+    if len(shape) != 2 or min(shape) < 1:
+        num_columns = max(int(length**0.5), 1)
+        num_rows = -(-length // num_columns)
+        return ConfigIssue(
+            message="axial_pos_shape: two numbers whose product is max_target_length or more",
+            remedies=(f"axial_pos_shape=[{num_rows}, {num_columns}]",),
+            keys=("axial_pos_shape", "max_target_length"),
         )
+    num_rows, num_columns = shape
+    if num_rows * num_columns >= length:
+        return None
+    return ConfigIssue(
+        message=f"axial_pos_shape: {num_rows} * {num_columns} are {num_rows * num_columns} "
+        f"positions, fewer than max_target_length={length}",
+        keys=("axial_pos_shape", "max_target_length"),
+    )
 
 
-@rule("attention_types", "moe_layers", "dense_first_layer_norms")
-def _shared(share_layer_params, dynamic_mlp_dim, model):
-    if not share_layer_params:
+@rule("use_rezero", "normalization_type", finds_unused=True)
+def _rezero_has_no_scale_norm(config: Config) -> ConfigIssue | None:
+    block = config.model.block
+    if not block.use_rezero or not block.normalization_type.startswith("scale_norm"):
+        return None
+    return ConfigIssue(
+        message="use_rezero=true has no norms before branches, so normalization_type="
+        f"{block.normalization_type} has no effect on them",
+        keys=("use_rezero", "normalization_type"),
+    )
+
+
+@rule("use_rezero", "parallel_residual_shared_norm")
+def _rezero_shares_no_norm(config: Config) -> ConfigIssue | None:
+    block = config.model.block
+    shares_norm = block.block_arrangement == "parallel" and block.parallel_residual_shared_norm
+    if not block.use_rezero or not shares_norm:
+        return None
+    return ConfigIssue(
+        message="parallel_residual_shared_norm=true: use_rezero=true has no norm to share",
+        keys=("parallel_residual_shared_norm", "use_rezero"),
+    )
+
+
+@rule("use_macaron", "parallel_residual_shared_norm", "static_sgu", "dense_streams")
+def _attention_can_have_several_inputs(config: Config) -> ConfigIssue | None:
+    model = config.model
+    block = model.block
+    if not model.dense_connections.mixes_attention_inputs:
+        return None
+    if block.use_macaron:
+        key = "use_macaron"
+        reason = "use_macaron=true puts a feed-forward before attention"
+    elif block.block_arrangement == "parallel" and block.parallel_residual_shared_norm:
+        key = "parallel_residual_shared_norm"
+        reason = "parallel_residual_shared_norm=true has one norm before attention"
+    elif model.attention.static_sgu:
+        key = "static_sgu"
+        reason = "static_sgu=true splits the one input of attention"
+    else:
+        return None
+    return ConfigIssue(
+        message=f"{reason}, but dense_conn=true gives queries, keys and values inputs of their own",
+        remedies=("dense_streams=[r]",),
+        keys=(key, "dense_streams"),
+    )
+
+
+@rule("use_macaron", "feed_forward_type", "decoder_block")
+def _macaron_is_an_mlp(config: Config) -> ConfigIssue | None:
+    model = config.model
+    if not model.block.use_macaron or model.feed_forward.feed_forward_type != "pattention":
+        return None
+    return ConfigIssue(
+        message="use_macaron=true: the first half is an MLP, and feed_forward_type=pattention has "
+        "none",
+        keys=("use_macaron", "feed_forward_type"),
+    )
+
+
+@rule(
+    "share_layer_params",
+    "dynamic_mlp_dim",
+    "attention_types",
+    "moe_layers",
+    "dense_first_layer_norms",
+)
+def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
+    model = config.model
+    if not model.block.share_layer_params:
         return None
     mixers = set(model.mixers)
     dense = model.dense_connections
-    if dynamic_mlp_dim:
-        return "share_layer_params=true: with dynamic_mlp_dim=true layers have different widths"
-    alike = mixers <= set(ATTENTION_MIXERS) and not model.attention.num_mem_kv
-    if len(mixers) > 1 and not alike:
-        found = ", ".join(sorted(mixers))
-        return f"share_layer_params=true: layers with mixers {found} have different parameters"
-    if len({layer.dimensions for layer in model.layers}) > 1:
-        return "share_layer_params=true: layer_kinds gives layers different sizes"
-    if len({layer.config.mixture_of_experts.num_experts for layer in model.layers}) > 1:
-        return "share_layer_params=true: moe_layers gives some layers experts and others none"
-    if dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
-        return "share_layer_params=true: dense_first_layer_norms=one gives layer 1 fewer norms"
-
-
-@rule("base_emb_dim")
-def _static_sgu(static_sgu, model, dimensions):
-    if not static_sgu:
+    # Attention mixers have the same parameters, except the learned keys of global attention.
+    same_params = mixers <= set(ATTENTION_MIXERS) and not model.attention.num_mem_kv
+    num_experts = {layer.config.mixture_of_experts.num_experts for layer in model.layers}
+    other_key = ""
+    if model.feed_forward.dynamic_mlp_dim:
+        reason = "with dynamic_mlp_dim=true layers have different widths"
+        other_key = "dynamic_mlp_dim"
+    elif len(mixers) > 1 and not same_params:
+        reason = f"layers with mixers {', '.join(sorted(mixers))} have different parameters"
+    elif len({layer.dimensions for layer in model.layers}) > 1:
+        reason = "layer_kinds gives layers different sizes"
+    elif len(num_experts) > 1:
+        reason = "moe_layers gives some layers experts and others none"
+        other_key = "moe_layers"
+    elif dense.mixes_attention_inputs and dense.dense_first_layer_norms == "one":
+        reason = "dense_first_layer_norms=one gives layer 1 fewer norms"
+        other_key = "dense_first_layer_norms"
+    else:
         return None
-    if dimensions.emb_dim % 2:
-        return f"static_sgu=true halves the width, and {dimensions.emb_dim} is not even"
-    if model.attention.attention_projections == "pattention":
-        return "static_sgu=true needs attention_projections=dense: slots are as wide as the model"
-    if not model.attention.causal:
-        return "static_sgu=true sums over earlier tokens, but causal=false"
+    return ConfigIssue(
+        message=f"share_layer_params=true: {reason}",
+        keys=("share_layer_params", other_key) if other_key else ("share_layer_params",),
+    )
 
 
-@rule("head_type", "head_qk", "mlm_training")
-def _head(causal, model):
-    if model.head.name == "head_qk" and not causal:
-        return "head_qk=true points back at earlier tokens, but causal=false"
-
-
-@rule(*MoEConfig.model_fields)
-def _experts(feed_forward_type, mlp_activations, config, dimensions):
-    section = config.model.mixture_of_experts
-    num_layers = dimensions.num_layers
-    if section.num_experts == 1:
+@rule("static_sgu", "base_emb_dim")
+def _static_sgu_splits_the_width(config: Config) -> ConfigIssue | None:
+    attention = config.model.attention
+    emb_dim = config.model.shape.dimensions.emb_dim
+    if not attention.static_sgu:
         return None
-    if section.num_experts_per_tok > section.num_experts:
-        return (
-            f"num_experts_per_tok={section.num_experts_per_tok} is more than there are experts "
-            f"({section.num_experts})"
+    if emb_dim % 2:
+        message = f"static_sgu=true halves the width, and {emb_dim} is not even"
+    elif attention.attention_projections == "pattention":
+        message = (
+            "static_sgu=true needs attention_projections=dense: slots are as wide as the model"
         )
-    beyond = [i for i in section.moe_layers or () if not 0 <= i < num_layers]
+    elif not attention.causal:
+        message = "static_sgu=true sums over earlier tokens, but causal=false"
+    else:
+        return None
+    return ConfigIssue(message=message, keys=("static_sgu",))
+
+
+@rule("causal", "head_type", "head_qk", "mlm_training")
+def _head_qk_is_causal(config: Config) -> ConfigIssue | None:
+    if config.model.head.name != "head_qk" or config.model.attention.causal:
+        return None
+    return ConfigIssue(
+        message="head_qk=true points back at earlier tokens, but causal=false",
+        keys=("head_qk", "causal"),
+    )
+
+
+# ---- Experts
+
+
+_EXPERT_KEYS = ("feed_forward_type", "mlp_activations", *MoEConfig.model_fields)
+
+
+@rule(*_EXPERT_KEYS)
+def _expert_keys_fit(config: Config) -> ConfigIssue | None:
+    if config.model.mixture_of_experts.num_experts == 1:
+        return None
+    return _routing_issue(config) or _expert_layers_issue(config)
+
+
+def _routing_issue(config: Config) -> ConfigIssue | None:
+    """Returns what is wrong with the way tokens reach experts, or None."""
+    experts = config.model.mixture_of_experts
+    num_layers = config.model.shape.dimensions.num_layers
+    if experts.num_experts_per_tok > experts.num_experts:
+        return ConfigIssue(
+            message=f"num_experts_per_tok={experts.num_experts_per_tok} is more than there are "
+            f"experts ({experts.num_experts})",
+            keys=("num_experts_per_tok",),
+        )
+    beyond = [layer for layer in experts.moe_layers or () if not 0 <= layer < num_layers]
     if beyond:
-        return f"moe_layers: layers are counted from 0 to {num_layers - 1}, so {beyond[0]} is none"
-    for name in ("capacity_factor", "eval_capacity_factor"):
-        if -1 < getattr(section, name) <= 0:
-            return f"{name}: use a number above 0, or -1 for as many tokens as come"
-    group = section.moe_group_size
-    length = config.model.shape.max_target_length
-    stages = config.batch.sequence_length_stages
-    if group != -1 and (found := undivided("moe_group_size", group, length, stages)):
-        return found
-    if section.moe_layers == ():
-        return "moe_layers: the list is empty, so no layer has experts\nnum_experts=1"
-    if section.moe_activations is None:
-        for name in set(mlp_activations) & set(get_args(NotElementwise)):
-            return (
-                f"mlp_activations: {name} is not elementwise, as experts require\n"
-                "moe_activations=[gelu]"
-            )
-    if feed_forward_type == "pattention":
-        return "num_experts: experts are MLPs; with feed_forward_type=pattention there is none"
-
-
-@rule(*(size_key("expert", network) for network in NETWORKS))
-def _expert_axis(num_experts, capacity_factor, model, **sizes):
-    # What -1 fills is known where the devices are.
-    devices = 1
-    for name, size in sizes.items():
-        # Without experts the axis splits the batch alone.
-        if size in (0, 1) or num_experts == 1:
-            continue
-        devices *= max(size, 1)
-        if num_experts % devices:
-            return f"{name}={size} does not divide {num_experts=}"
-        if capacity_factor < 0 or model.mixture_of_experts.eval_capacity_factor < 0:
-            return (
-                f"{name}: experts on several devices need capacity_factor and "
-                "eval_capacity_factor above 0\ncapacity_factor=1.25 eval_capacity_factor=2"
-            )
-
-
-@rule()
-def _dense_weights(dense_dynamic, dense_static, model):
-    if model.dense_connections.dense_conn and not (dense_dynamic or dense_static):
-        return (
-            "dense_dynamic=false and dense_static=false: sums need weights; set one of them to true"
+        return ConfigIssue(
+            message=f"moe_layers: layers are counted from 0 to {num_layers - 1}, so {beyond[0]} is "
+            "none",
+            keys=("moe_layers",),
         )
-
-
-@rule()
-def _dense_streams(dense_streams, mudd_postnorm, model):
-    if not model.dense_connections.dense_conn:
+    for name in ("capacity_factor", "eval_capacity_factor"):
+        if -1 < getattr(experts, name) <= 0:
+            return ConfigIssue(
+                message=f"{name}: use a number above 0, or -1 for as many tokens as come",
+                keys=(name,),
+            )
+    group_size = experts.moe_group_size
+    issue = undivided_lengths("moe_group_size", group_size, config) if group_size != -1 else None
+    if issue is None:
         return None
-    if not dense_streams:
-        return "dense_streams: the list is empty; name at least one of q, k, v, r"
-    if len(set(dense_streams)) != len(dense_streams):
-        return f"dense_streams: {', '.join(dense_streams)} names a stream twice"
-    if mudd_postnorm == "residual" and "r" not in dense_streams:
-        return "mudd_postnorm=residual: dense_streams has no stream r to normalize"
+    return ConfigIssue(message=issue.message, keys=("moe_group_size",))
 
 
-@rule("dense_sparsity", "base_num_decoder_layers")
-def _dense_places(dense_target_layers, dense_selection, dense_period, model, dimensions):
-    dense = model.dense_connections
-    num_layers = dimensions.num_layers
+def _expert_layers_issue(config: Config) -> ConfigIssue | None:
+    """Returns why no layer, or none of its feed-forwards, can have experts, or None."""
+    experts = config.model.mixture_of_experts
+    feed_forward = config.model.feed_forward
+    if experts.moe_layers == ():
+        return ConfigIssue(
+            message="moe_layers: the list is empty, so no layer has experts",
+            remedies=("num_experts=1",),
+            keys=("moe_layers", "num_experts"),
+        )
+    if experts.moe_activations is None:
+        for name in set(feed_forward.mlp_activations) & set(get_args(NotElementwise)):
+            return ConfigIssue(
+                message=f"mlp_activations: {name} is not elementwise, as experts require",
+                remedies=("moe_activations=[gelu]",),
+                keys=("mlp_activations", "moe_activations"),
+            )
+    if feed_forward.feed_forward_type == "pattention":
+        return ConfigIssue(
+            message="num_experts: experts are MLPs; with feed_forward_type=pattention there is "
+            "none",
+            keys=("num_experts", "feed_forward_type"),
+        )
+    return None
+
+
+_EXPERT_AXIS_SIZES = tuple(size_key("expert", network) for network in NETWORKS)
+
+
+@rule("num_experts", "capacity_factor", *_EXPERT_AXIS_SIZES)
+def _experts_fill_the_expert_axis(config: Config) -> ConfigIssue | None:
+    experts = config.model.mixture_of_experts
+    if experts.num_experts == 1:
+        return None  # the axis splits the batch alone
+    num_devices = 1
+    for name in _EXPERT_AXIS_SIZES:
+        size = getattr(config.mesh, name)
+        if size in (0, 1):
+            continue
+        # What -1 fills is known where the devices are.
+        num_devices *= max(size, 1)
+        if experts.num_experts % num_devices:
+            return ConfigIssue(
+                message=f"{name}={size} does not divide num_experts={experts.num_experts}",
+                keys=(name, "num_experts"),
+            )
+        if experts.capacity_factor < 0 or experts.eval_capacity_factor < 0:
+            return ConfigIssue(
+                message=f"{name}: experts on several devices need capacity_factor and "
+                "eval_capacity_factor above 0",
+                remedies=("capacity_factor=1.25 eval_capacity_factor=2",),
+                keys=(name, "capacity_factor"),
+            )
+    return None
+
+
+# ---- Dense connections
+
+
+@rule("dense_dynamic", "dense_static")
+def _dense_sums_have_weights(config: Config) -> ConfigIssue | None:
+    dense = config.model.dense_connections
+    if not dense.dense_conn or dense.dense_dynamic or dense.dense_static:
+        return None
+    return ConfigIssue(
+        message="dense_dynamic=false and dense_static=false: sums need weights; set one of them to "
+        "true",
+        keys=("dense_dynamic", "dense_static"),
+    )
+
+
+@rule("dense_streams", "mudd_postnorm")
+def _dense_streams_are_distinct(config: Config) -> ConfigIssue | None:
+    dense = config.model.dense_connections
+    streams = dense.dense_streams
     if not dense.dense_conn:
         return None
-    if dense_period > num_layers:
-        return f"{dense_period=} is more than there are layers ({num_layers})"
-    beyond = [layer for layer in dense_target_layers or () if not 1 <= layer <= num_layers]
-    if beyond or dense_target_layers == ():
-        what = f"{beyond[0]} is none of them" if beyond else "the list is empty"
-        return f"dense_target_layers: layers are counted from 1 to {num_layers}; {what}"
-    beyond = [source for source in dense_selection.outputs if not 0 <= source <= num_layers]
-    if dense.dense_sparsity == "list" and (beyond or not dense_selection.outputs):
-        what = f"{beyond[0]} is neither" if beyond else "the list is empty"
-        return f"dense_selection.outputs: 0 is the embedding, 1 to {num_layers} are outputs; {what}"
+    if not streams:
+        return ConfigIssue(
+            message="dense_streams: the list is empty; name at least one of q, k, v, r",
+            keys=("dense_streams",),
+        )
+    if len(set(streams)) != len(streams):
+        return ConfigIssue(
+            message=f"dense_streams: {', '.join(streams)} names a stream twice",
+            keys=("dense_streams",),
+        )
+    if dense.mudd_postnorm == "residual" and "r" not in streams:
+        return ConfigIssue(
+            message="mudd_postnorm=residual: dense_streams has no stream r to normalize",
+            keys=("mudd_postnorm", "dense_streams"),
+        )
+    return None
+
+
+@rule(
+    "dense_target_layers",
+    "dense_selection",
+    "dense_period",
+    "dense_sparsity",
+    "base_num_decoder_layers",
+)
+def _dense_layers_exist(config: Config) -> ConfigIssue | None:
+    dense = config.model.dense_connections
+    num_layers = config.model.shape.dimensions.num_layers
+    if not dense.dense_conn:
+        return None
+    if dense.dense_period > num_layers:
+        return ConfigIssue(
+            message=f"dense_period={dense.dense_period} is more than there are layers "
+            f"({num_layers})",
+            keys=("dense_period",),
+        )
+    targets = dense.dense_target_layers
+    beyond = [layer for layer in targets or () if not 1 <= layer <= num_layers]
+    if beyond or targets == ():
+        reason = f"{beyond[0]} is none of them" if beyond else "the list is empty"
+        return ConfigIssue(
+            message=f"dense_target_layers: layers are counted from 1 to {num_layers}; {reason}",
+            keys=("dense_target_layers",),
+        )
+    outputs = dense.dense_selection.outputs
+    beyond = [source for source in outputs if not 0 <= source <= num_layers]
+    if dense.dense_sparsity == "list" and (beyond or not outputs):
+        reason = f"{beyond[0]} is neither" if beyond else "the list is empty"
+        return ConfigIssue(
+            message="dense_selection.outputs: 0 is the embedding, 1 to "
+            f"{num_layers} are outputs; {reason}",
+            keys=("dense_selection",),
+        )
+    return None

@@ -29,6 +29,7 @@ from MaxText.config.layer_sections import (
     PattentionConfig,
     PositionConfig,
 )
+from MaxText.config.problems import ConfigIssue, InvalidCombinationError
 from MaxText.config.registry import Name, ObjectiveParts, Parts, lookup, registration
 
 RematPolicy = Literal[
@@ -287,6 +288,12 @@ class PipelineConfig(Section):
         return num_stages if given == -1 else given
 
 
+def _stages_error(message: str, keys: tuple[str, ...] = ()) -> InvalidCombinationError:
+    """Returns the error of layers that cannot be split into stages; the remedy is one stage."""
+    issue = ConfigIssue(message=message, remedies=(NO_STAGES,), keys=(*keys, *_STAGES))
+    return InvalidCombinationError(issue)
+
+
 class ModelConfig(Section):
     shape: ShapeConfig = ShapeConfig()
     embedding: EmbeddingConfig = EmbeddingConfig()
@@ -405,37 +412,50 @@ class ModelConfig(Section):
         )
 
     def pipeline_schedule(self, num_stages: int) -> PipelineSchedule:
-        asked = self.pipeline
+        """Returns how layers are split into stages, with every -1 of the section filled in.
+
+        Args:
+          num_stages: Groups of devices, the size of the mesh axis `stage`.
+
+        Raises:
+          InvalidCombinationError: the layers cannot be split so.
+        """
+        pipeline = self.pipeline
         num_layers = self.shape.dimensions.num_layers
-        if unlike := self._unfit_for_stages():
-            raise ValueError(f"{unlike}\n{NO_STAGES}")
+        if reason := self._unfit_for_stages():
+            raise _stages_error(reason)
         period = self.layer_plan.cycle
-        per_stage = asked.num_layers_per_pipeline_stage
-        repeats = asked.num_pipeline_repeats
+        per_stage = pipeline.num_layers_per_pipeline_stage
+        repeats = pipeline.num_pipeline_repeats
         if per_stage == -1:
             per_stage = period if repeats == -1 else max(num_layers // (num_stages * repeats), 1)
         if repeats == -1:
             repeats = max(num_layers // (num_stages * per_stage), 1)
         if num_stages * repeats * per_stage != num_layers:
-            raise ValueError(
+            raise _stages_error(
                 f"{num_layers} layers are not {num_stages} stages x {repeats} repeats "
-                f"(num_pipeline_repeats) x {per_stage} layers (num_layers_per_pipeline_stage)\n"
-                + NO_STAGES
+                f"(num_pipeline_repeats) x {per_stage} layers (num_layers_per_pipeline_stage)",
+                keys=("num_pipeline_repeats", "num_layers_per_pipeline_stage"),
             )
         if per_stage % period:
-            raise ValueError(
+            raise _stages_error(
                 f"a stage's {per_stage} layers (num_layers_per_pipeline_stage) are not a "
-                f"multiple of the cycle of {period} layers: all stages run the same program\n"
-                + NO_STAGES
+                f"multiple of the cycle of {period} layers: all stages run the same program",
+                keys=("num_layers_per_pipeline_stage",),
             )
-        microbatches = asked.microbatches(num_stages)
+        microbatches = pipeline.microbatches(num_stages)
         if repeats > 1 and microbatches < num_stages:
-            raise ValueError(
-                f"num_pipeline_microbatches={microbatches} is less than the {num_stages} stages: "
-                f"a microbatch would return to the first stage too early "
-                f"(num_pipeline_repeats={repeats})\n"
-                f"num_pipeline_microbatches={num_stages}, or more\nnum_pipeline_repeats=1"
+            issue = ConfigIssue(
+                message=f"num_pipeline_microbatches={microbatches} is less than the {num_stages} "
+                "stages: a microbatch would return to the first stage too early "
+                f"(num_pipeline_repeats={repeats})",
+                remedies=(
+                    f"num_pipeline_microbatches={num_stages}, or more",
+                    "num_pipeline_repeats=1",
+                ),
+                keys=("num_pipeline_microbatches", "num_pipeline_repeats"),
             )
+            raise InvalidCombinationError(issue)
         return PipelineSchedule(num_stages, repeats, per_stage, microbatches)
 
     def _unfit_for_stages(self) -> str:

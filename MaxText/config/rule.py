@@ -1,58 +1,65 @@
-"""Rules about combinations of keys, one small function each.
+"""Rules about combinations of keys: the record of a rule, and the decorator that registers one.
+
+A rule is a function of the whole configuration. It returns the issue that it found, or None. The
+rules themselves are in model_rules.py and rules.py; loading.py applies them and adds to each issue
+where its keys were set.
 
 A rule is skipped if one of its keys already has a problem. Rules that need the number of devices
 are checked where it is known.
 """
 
-import functools
-import inspect
-import operator
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
 
-from MaxText.config.schema import Config, all_keys
+from MaxText.config.problems import ConfigIssue
+from MaxText.config.schema import Config
 
-_OBJECTS = {"config": "", "model": "model", "dimensions": "model.shape.dimensions"}
-_Check = TypeVar("_Check", bound=Callable[..., str | None])
-
-RULES: list["ConfigCheck"] = []
+RuleFunction = Callable[[Config], ConfigIssue | None]
 
 
-class ConfigCheck(NamedTuple):
-    """An impossible combination of keys, or one with an unused key."""
+@dataclasses.dataclass(frozen=True)
+class ConfigRule:
+    """A check for an impossible combination of keys, or for a key without effect.
 
-    keys: tuple[str, ...]  # the keys to blame; messages name the place each was set
-    # gets arguments by name; gives what is wrong, or None. Further lines of the message say what to
-    # try instead.
-    function: Callable[..., str | None]
-    arguments: tuple[str, ...]  # names of keys, or of _OBJECTS
-    programs: tuple[str, ...]  # scripts (without .py) for which the rule holds; empty is all
-    # whether it finds a key that does nothing, which is an error under strict_config only
-    finds_unused: bool
-
-    def check(self, config: Config) -> str | None:
-        return self.function(**{name: _getter(name)(config) for name in self.arguments})
-
-
-@functools.cache
-def _getter(name: str) -> Callable[[Config], Any]:
-    path = _OBJECTS[name] if name in _OBJECTS else ".".join((*all_keys()[name].section, name))
-    return operator.attrgetter(path) if path else lambda config: config
-
-
-def rule(*more: str, programs: str = "", finds_unused: bool = False) -> Callable[[_Check], _Check]:
-    """Registers a function of keys to check, or of names of _OBJECTS.
-
-    `more` are other keys to blame; a function that takes **keys gets their values as well.
+    Attributes:
+      keys: The keys that the rule reads and blames. Their order is that of the places shown for an
+        issue that names no keys of its own.
+      check: Returns the issue of a configuration, or None.
+      programs: Scripts (without .py) for which the rule holds; empty is all.
+      finds_unused: Whether the issue is a key without effect, which is an error under
+        strict_config=true only.
     """
 
-    def register(function: _Check) -> _Check:
-        parameters = inspect.signature(function).parameters.values()
-        arguments = tuple(one.name for one in parameters if one.kind is not one.VAR_KEYWORD)
-        keys = (*(name for name in arguments if name not in _OBJECTS), *more)
-        if len(arguments) < len(parameters):
-            arguments += more
-        RULES.append(ConfigCheck(keys, function, arguments, tuple(programs.split()), finds_unused))
+    keys: tuple[str, ...]
+    check: RuleFunction
+    programs: tuple[str, ...] = ()
+    finds_unused: bool = False
+
+    def applies_to(self, program: str | None) -> bool:
+        """Returns whether the rule holds for a program, by its name without .py.
+
+        None stands for what all programs share: the rules without `programs`.
+        """
+        return not self.programs or program in self.programs
+
+
+# Every rule, in the order in which issues are reported.
+RULES: list[ConfigRule] = []
+
+
+def rule(
+    *keys: str, programs: tuple[str, ...] = (), finds_unused: bool = False
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Registers a function as a rule about `keys`; a decorator.
+
+    Args:
+      keys: As ConfigRule.keys.
+      programs: As ConfigRule.programs.
+      finds_unused: As ConfigRule.finds_unused.
+    """
+
+    def register(function: RuleFunction) -> RuleFunction:
+        RULES.append(ConfigRule(keys, function, programs, finds_unused))
         return function
 
     return register

@@ -1,15 +1,18 @@
-"""Impossible combinations of keys, besides those of the model."""
+"""Impossible combinations of keys, besides those of the model, one small function each."""
 
+import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from MaxText.config.axis_rules import MESH_AXES, NETWORKS, default_rules, size_key
 from MaxText.config.data_sections import SAMPLINGS, mix_part
-from MaxText.config.model_rules import undivided
+from MaxText.config.model_rules import undivided_lengths
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
+from MaxText.config.problems import ConfigIssue, InvalidCombinationError
 from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
+from MaxText.config.training_sections import MeshConfig
 
 __all__ = ["RULES", "broken_letters"]
 
@@ -17,429 +20,693 @@ _STAGES = tuple(size_key("stage", network) for network in NETWORKS)
 _CONTEXT = tuple(size_key("context", network) for network in NETWORKS)
 
 
-def broken_letters(config: Config) -> Iterator[str]:
-    """Yields messages of rules broken by single letters of layer_pattern."""
-    for letter, keys in config.model.block.layer_kinds:
-        own = {name.partition(".")[0] for name, _ in keys}
-        of_layer = config.model_copy(update={"model": config.model.layer(dict(keys)).config})
-        for one in RULES:
-            concerns = own.intersection(one.keys) and not (one.finds_unused or one.programs)
-            if concerns and (message := one.check(of_layer)):
-                yield f"layer_kinds: {letter}: {message}"
+def broken_letters(config: Config) -> Iterator[ConfigIssue]:
+    """Yields the issues of rules broken by single letters of layer_pattern.
+
+    A letter of layer_kinds gives its layers other values of some keys. The rules about these keys
+    are checked with the letter's values in place of the model's.
+    """
+    for letter, letter_keys in config.model.block.layer_kinds:
+        changed_keys = {name.partition(".")[0] for name, _ in letter_keys}
+        model = config.model.layer(dict(letter_keys)).config
+        letter_config = config.model_copy(update={"model": model})
+        for combination in RULES:
+            concerns_all = not (combination.finds_unused or combination.programs)
+            if not concerns_all or not changed_keys.intersection(combination.keys):
+                continue
+            if issue := combination.check(letter_config):
+                message = f"layer_kinds: {letter}: {issue.message}"
+                yield dataclasses.replace(issue, message=message, keys=("layer_kinds",))
 
 
-# ---- Devices
+# ---- Axis rules
 
 
-@rule()
-def _whole_set_of_axis_rules(override_logical_axis_rules, logical_axis_rules):
-    if not override_logical_axis_rules:
+@rule("override_logical_axis_rules", "logical_axis_rules")
+def _axis_rules_are_complete(config: Config) -> ConfigIssue | None:
+    if not config.mesh.override_logical_axis_rules:
         return None
-    given = {name for name, _ in logical_axis_rules}
+    ruled_names = {name for name, _ in config.mesh.logical_axis_rules}
     names = dict.fromkeys(name for name, _ in default_rules())
-    if missing := [name for name in names if name not in given]:
-        return (
-            "override_logical_axis_rules=true replaces all of logical_axis_rules, and there is no "
-            f"rule for {', '.join(missing)}\n"
-            "override_logical_axis_rules=false, which keeps the default rules of these names\n"
-            "[NAME, []] in logical_axis_rules for each name that no mesh axis splits"
-        )
-
-
-# ---- Batches and lengths
-
-
-@rule()
-def _length(steps, learning_rate_schedule_steps):
-    if steps == -1:
-        return "steps=-1 and learning_rate_schedule_steps=-1 refer to each other; set one of them"
-
-
-@rule()
-def _schedule(warmup_steps_fraction, warmup_steps, wsd_decay_steps_fraction, config):
-    length = config.schedule.learning_rate_schedule_steps
-    warmup = config.schedule.num_warmup_steps
-    if config.schedule.lr_schedule_type != "wsd" or length == -1:
+    missing = [name for name in names if name not in ruled_names]
+    if not missing:
         return None
-    if warmup + int(length * wsd_decay_steps_fraction) > length:
-        given = f"{warmup_steps_fraction=:g}" if warmup_steps == -1 else f"{warmup_steps=}"
-        return (
-            f"{given} and {wsd_decay_steps_fraction=:g} are more than the {length} steps of the "
-            "schedule together"
-        )
+    return ConfigIssue(
+        message="override_logical_axis_rules=true replaces all of logical_axis_rules, and there is "
+        f"no rule for {', '.join(missing)}",
+        remedies=(
+            "override_logical_axis_rules=false, which keeps the default rules of these names",
+            "[NAME, []] in logical_axis_rules for each name that no mesh axis splits",
+        ),
+        keys=("override_logical_axis_rules", "logical_axis_rules"),
+    )
 
 
-@rule("warmup_steps", finds_unused=True)
-def _endless_warmup(steps, learning_rate_schedule_steps, config):
-    length = learning_rate_schedule_steps
-    warmup = config.schedule.num_warmup_steps
-    if 0 < length < warmup and config.schedule.lr_schedule_type != "wsd":
-        name = "steps" if steps == length else "learning_rate_schedule_steps"
-        return f"{name}={length} ends within the warm-up of {warmup} steps"
+# ---- Steps, batches and lengths
 
 
-@rule()
-def _rampup(
-    per_device_batch_size, per_device_batch_size_start, per_device_batch_size_increment, config
-):
-    count = (per_device_batch_size - per_device_batch_size_start) / per_device_batch_size_increment
-    is_whole = 1 - 1e-6 <= count < math.inf and abs(count - round(count)) <= 1e-6
-    if config.batch.enable_rampup_batch_size and not is_whole:
-        return (
-            f"{per_device_batch_size_start=:g} plus a number of increments of "
-            f"{per_device_batch_size_increment:g} does not make {per_device_batch_size=:g}"
-        )
+@rule("steps", "learning_rate_schedule_steps")
+def _length_is_set(config: Config) -> ConfigIssue | None:
+    # -1 of one is the other, so that both are -1 only if both were set to it.
+    if config.run.steps != -1:
+        return None
+    return ConfigIssue(
+        message="steps=-1 and learning_rate_schedule_steps=-1 refer to each other; set one of them",
+        keys=("steps", "learning_rate_schedule_steps"),
+    )
 
 
-@rule()
-def _length_stages(sequence_length_stages, max_target_length, mlm_training):
-    steps = [step for step, _ in sequence_length_stages]
+@rule("warmup_steps_fraction", "warmup_steps", "wsd_decay_steps_fraction")
+def _wsd_phases_fit(config: Config) -> ConfigIssue | None:
+    schedule = config.schedule
+    length = schedule.learning_rate_schedule_steps
+    decay_fraction = schedule.wsd_decay_steps_fraction
+    if schedule.lr_schedule_type != "wsd" or length == -1:
+        return None
+    if schedule.num_warmup_steps + int(length * decay_fraction) <= length:
+        return None
+    if schedule.warmup_steps == -1:
+        warmup_key = "warmup_steps_fraction"
+        warmup = f"warmup_steps_fraction={schedule.warmup_steps_fraction:g}"
+    else:
+        warmup_key = "warmup_steps"
+        warmup = f"warmup_steps={schedule.warmup_steps}"
+    return ConfigIssue(
+        message=f"{warmup} and wsd_decay_steps_fraction={decay_fraction:g} are more than the "
+        f"{length} steps of the schedule together",
+        keys=(warmup_key, "wsd_decay_steps_fraction"),
+    )
+
+
+@rule("steps", "learning_rate_schedule_steps", "warmup_steps", finds_unused=True)
+def _warmup_ends(config: Config) -> ConfigIssue | None:
+    schedule = config.schedule
+    length = schedule.learning_rate_schedule_steps
+    warmup = schedule.num_warmup_steps
+    if not 0 < length < warmup or schedule.lr_schedule_type == "wsd":
+        return None
+    is_whole_run = config.run.steps == length
+    name = "steps" if is_whole_run else "learning_rate_schedule_steps"
+    return ConfigIssue(
+        message=f"{name}={length} ends within the warm-up of {warmup} steps",
+        keys=("steps",) if is_whole_run else ("learning_rate_schedule_steps", "steps"),
+    )
+
+
+@rule("per_device_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment")
+def _ramp_reaches_the_batch_size(config: Config) -> ConfigIssue | None:
+    batch = config.batch
+    start = batch.per_device_batch_size_start
+    increment = batch.per_device_batch_size_increment
+    num_increments = (batch.per_device_batch_size - start) / increment
+    is_finite = 1 - 1e-6 <= num_increments < math.inf
+    is_whole = is_finite and abs(num_increments - round(num_increments)) <= 1e-6
+    if not batch.enable_rampup_batch_size or is_whole:
+        return None
+    return ConfigIssue(
+        message=f"per_device_batch_size_start={start:g} plus a number of increments of "
+        f"{increment:g} does not make per_device_batch_size={batch.per_device_batch_size:g}",
+        keys=("per_device_batch_size_start", "per_device_batch_size"),
+    )
+
+
+@rule("sequence_length_stages", "max_target_length", "mlm_training")
+def _length_stages_are_ordered(config: Config) -> ConfigIssue | None:
+    stages = config.batch.sequence_length_stages
+    max_length = config.model.shape.max_target_length
+    steps = [step for step, _ in stages]
     if steps and (steps[0] != 0 or steps != sorted(set(steps))):
-        return f"sequence_length_stages: the first steps {steps} must begin with 0 and increase"
-    for _, length in sequence_length_stages:
-        if length < 1 or max_target_length % length:
-            return (
-                f"sequence_length_stages: {length} does not divide max_target_length="
-                f"{max_target_length}, and each sequence is split into that length"
-            )
-    if steps and mlm_training:
-        return "sequence_length_stages does not work with mlm_training=true: CLS begins a sequence"
-
-
-@rule(*_CONTEXT)
-def _parts_of_sequences(max_target_length, sequence_length_stages, **sizes):
-    # What -1 fills is known where the devices are.
-    parts = math.prod(max(size, 1) for size in sizes.values())
-    names = " * ".join(name for name, size in sizes.items() if size > 1)
-    return undivided(names, parts, max_target_length, sequence_length_stages)
-
-
-@rule(*_CONTEXT, "dropout_rates", "dropout_rate")
-def _ring(context_parallel_strategy, model, **keys):
-    splits = any(keys[name] not in (0, 1) for name in _CONTEXT)
-    if splits and context_parallel_strategy == "ring" and model.dropout.rate("attention"):
-        return (
-            "context_parallel_strategy=ring recomputes probabilities in the backward pass and does "
-            "not support attention dropout\n"
-            "context_parallel_strategy=all_gather\ndropout_rates.attention=0"
+        return ConfigIssue(
+            message=f"sequence_length_stages: the first steps {steps} must begin with 0 and "
+            "increase",
+            keys=("sequence_length_stages",),
         )
+    for _, length in stages:
+        if length < 1 or max_length % length:
+            return ConfigIssue(
+                message=f"sequence_length_stages: {length} does not divide max_target_length="
+                f"{max_length}, and each sequence is split into that length",
+                keys=("sequence_length_stages", "max_target_length"),
+            )
+    if steps and config.masking.mlm_training:
+        return ConfigIssue(
+            message="sequence_length_stages does not work with mlm_training=true: CLS begins a "
+            "sequence",
+            keys=("sequence_length_stages", "mlm_training"),
+        )
+    return None
+
+
+@rule("max_target_length", "sequence_length_stages", *_CONTEXT)
+def _context_axis_divides_sequences(config: Config) -> ConfigIssue | None:
+    # What -1 fills is known where the devices are.
+    sizes = {name: getattr(config.mesh, name) for name in _CONTEXT}
+    splitting = [name for name, size in sizes.items() if size > 1]
+    num_chunks = math.prod(max(size, 1) for size in sizes.values())
+    return undivided_lengths(" * ".join(splitting), num_chunks, config, splitting)
+
+
+@rule("context_parallel_strategy", *_CONTEXT, "dropout_rates", "dropout_rate")
+def _ring_has_no_dropout(config: Config) -> ConfigIssue | None:
+    splits = any(getattr(config.mesh, name) not in (0, 1) for name in _CONTEXT)
+    is_ring = config.model.attention.context_parallel_strategy == "ring"
+    if not splits or not is_ring or not config.model.dropout.rate("attention"):
+        return None
+    return ConfigIssue(
+        message="context_parallel_strategy=ring recomputes probabilities in the backward pass and "
+        "does not support attention dropout",
+        remedies=("context_parallel_strategy=all_gather", "dropout_rates.attention=0"),
+        keys=("context_parallel_strategy", "dropout_rates"),
+    )
 
 
 # ---- Data
 
 
-@rule()
-def _tokenizer_fits(tokenizer_vocab_size, vocab_size, config):
+@rule("tokenizer_vocab_size", "vocab_size")
+def _tokenizer_fits_the_model(config: Config) -> ConfigIssue | None:
     preparation = config.preparation
+    vocab_size = config.model.shape.vocab_size
     reads_text = config.data.dataset_type != "synthetic" and preparation.prepare_source
-    if reads_text and not preparation.tokenizer_path and tokenizer_vocab_size > vocab_size:
-        return f"{tokenizer_vocab_size=} is larger than {vocab_size=}"
-
-
-@rule()
-def _one_data_set(grain_train_files, data_mixture_weights, dataset_path):
-    for name, other in (("grain_train_files", grain_train_files), ("dataset_path", dataset_path)):
-        if data_mixture_weights and other:
-            return f"{name} and data_mixture_weights both name what to train on; set one of them"
-
-
-@rule()
-def _cache_is_writable(data_cache_dir):
-    if data_cache_dir.startswith(("http://", "https://", "hf://")):
-        return f"{data_cache_dir=} is read-only\na local folder, or a bucket (gs://)"
-
-
-@rule()
-def _mixture(data_mixture_weights, num_epoch):
-    for part in data_mixture_weights:
-        location, stitch, sampling, weight = mix_part(part)
-        if sampling not in SAMPLINGS:
-            known = ", ".join(SAMPLINGS)
-            return (
-                f"data_mixture_weights: sampling {sampling!r} of {location} is not one of {known}"
-            )
-        if stitch < 1:
-            return f"data_mixture_weights: {location} has stitch {stitch}, which must be 1 or more"
-        if weight <= 0:
-            return f"data_mixture_weights: {location} has weight {weight:g}, which must be above 0"
-    named = [mix_part(part)[:3] for part in data_mixture_weights]
-    if twice := [part[0] for part in named if named.count(part) > 1]:
-        return f"data_mixture_weights: {twice[0]} is named twice; give it one weight"
-    if len(data_mixture_weights) > 1 and num_epoch != -1:
-        return (
-            f"{num_epoch=}: a mixture repeats its sources without end, as their lengths "
-            "differ\nleave num_epoch=-1 and set steps"
-        )
-
-
-@rule(programs="train compare inspect_data")
-def _needs_dataset(dataset_path, grain_train_files, data_mixture_weights, dataset_type):
-    if dataset_type == "grain" and not (dataset_path or grain_train_files or data_mixture_weights):
-        return (
-            "dataset_path: no dataset is set\n"
-            "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)\n"
-            "dataset_path=FOLDER, which prepare_data.py wrote, or token records as they are\n"
-            "grain_train_files=PATTERN, records of text or tokens\n"
-            "dataset_type=synthetic (random tokens, to measure speed)"
-        )
-
-
-@rule(programs="train")
-def _evaluates_on_something(eval_interval, grain_eval_files, grain_train_files, config):
-    if config.data.dataset_type != "grain" or eval_interval == -1:
+    trains_tokenizer = reads_text and not preparation.tokenizer_path
+    if not trains_tokenizer or preparation.tokenizer_vocab_size <= vocab_size:
         return None
-    if grain_train_files and not (grain_eval_files or config.data.dataset_path):
-        return (
-            "eval_interval asks for evaluation, and grain_train_files names no records for it\n"
-            "grain_eval_files=PATTERN\neval_interval=-1 (no evaluation)"
+    return ConfigIssue(
+        message=f"tokenizer_vocab_size={preparation.tokenizer_vocab_size} is larger than "
+        f"vocab_size={vocab_size}",
+        keys=("tokenizer_vocab_size", "vocab_size"),
+    )
+
+
+@rule("grain_train_files", "data_mixture_weights", "dataset_path")
+def _data_is_named_once(config: Config) -> ConfigIssue | None:
+    if not config.data.data_mixture_weights:
+        return None
+    for name in ("grain_train_files", "dataset_path"):
+        if getattr(config.data, name):
+            return ConfigIssue(
+                message=f"{name} and data_mixture_weights both name what to train on; set one of "
+                "them",
+                keys=(name, "data_mixture_weights"),
+            )
+    return None
+
+
+@rule("data_cache_dir")
+def _cache_is_writable(config: Config) -> ConfigIssue | None:
+    folder = config.data.data_cache_dir
+    if not folder.startswith(("http://", "https://", "hf://")):
+        return None
+    return ConfigIssue(
+        message=f"data_cache_dir={folder!r} is read-only",
+        remedies=("a local folder, or a bucket (gs://)",),
+        keys=("data_cache_dir",),
+    )
+
+
+@rule("data_mixture_weights", "num_epoch")
+def _mixture_is_sound(config: Config) -> ConfigIssue | None:
+    data = config.data
+    parts = [mix_part(part) for part in data.data_mixture_weights]
+    for location, stitch, sampling, weight in parts:
+        if sampling not in SAMPLINGS:
+            reason = f"sampling {sampling!r} of {location} is not one of {', '.join(SAMPLINGS)}"
+        elif stitch < 1:
+            reason = f"{location} has stitch {stitch}, which must be 1 or more"
+        elif weight <= 0:
+            reason = f"{location} has weight {weight:g}, which must be above 0"
+        else:
+            continue
+        return ConfigIssue(
+            message=f"data_mixture_weights: {reason}", keys=("data_mixture_weights",)
         )
+    sources = [part[:3] for part in parts]  # without weights
+    if repeated := [source for source in sources if sources.count(source) > 1]:
+        return ConfigIssue(
+            message=f"data_mixture_weights: {repeated[0][0]} is named twice; give it one weight",
+            keys=("data_mixture_weights",),
+        )
+    if len(parts) > 1 and data.num_epoch != -1:
+        return ConfigIssue(
+            message=f"num_epoch={data.num_epoch}: a mixture repeats its sources without end, as "
+            "their lengths differ",
+            remedies=("leave num_epoch=-1 and set steps",),
+            keys=("num_epoch",),
+        )
+    return None
 
 
-@rule()
-def _strided(records, prepare_output_format):
+@rule(
+    "dataset_path",
+    "grain_train_files",
+    "data_mixture_weights",
+    "dataset_type",
+    programs=("train", "compare", "inspect_data"),
+)
+def _data_is_named(config: Config) -> ConfigIssue | None:
+    data = config.data
+    is_named = data.dataset_path or data.grain_train_files or data.data_mixture_weights
+    if data.dataset_type != "grain" or is_named:
+        return None
+    return ConfigIssue(
+        message="dataset_path: no dataset is set",
+        remedies=(
+            "python MaxText/train.py configs/quickstart.yml (a small run, to try the program)",
+            "dataset_path=FOLDER, which prepare_data.py wrote, or token records as they are",
+            "grain_train_files=PATTERN, records of text or tokens",
+            "dataset_type=synthetic (random tokens, to measure speed)",
+        ),
+        keys=("dataset_path", "grain_train_files", "dataset_type"),
+    )
+
+
+@rule("eval_interval", "grain_eval_files", "grain_train_files", programs=("train",))
+def _evaluation_has_data(config: Config) -> ConfigIssue | None:
+    data = config.data
+    if data.dataset_type != "grain" or config.evaluation.eval_interval == -1:
+        return None
+    if not data.grain_train_files or data.grain_eval_files or data.dataset_path:
+        return None
+    return ConfigIssue(
+        message="eval_interval asks for evaluation, and grain_train_files names no records for it",
+        remedies=("grain_eval_files=PATTERN", "eval_interval=-1 (no evaluation)"),
+        keys=("eval_interval", "grain_train_files", "grain_eval_files"),
+    )
+
+
+@rule("records", "prepare_output_format")
+def _strided_windows_overlap(config: Config) -> ConfigIssue | None:
+    records = config.preparation.records
+    output_format = config.preparation.prepare_output_format
     if records.content != "strided":
         return None
-    if prepare_output_format != "parquet":
-        return (
-            f"records.content=strided has labels, which prepare_output_format="
-            f"{prepare_output_format} cannot store\nprepare_output_format=parquet"
+    if output_format != "parquet":
+        return ConfigIssue(
+            message="records.content=strided has labels, which prepare_output_format="
+            f"{output_format} cannot store",
+            remedies=("prepare_output_format=parquet",),
+            keys=("records", "prepare_output_format"),
         )
     for name in ("min_length", "stride"):
-        if (number := getattr(records, name)) > records.max_length:
-            return (
-                f"records.{name}={number} above records.max_length={records.max_length} would "
-                "leave tokens out"
+        length = getattr(records, name)
+        if length > records.max_length:
+            return ConfigIssue(
+                message=f"records.{name}={length} above records.max_length={records.max_length} "
+                "would leave tokens out",
+                keys=("records",),
             )
+    return None
 
 
-@rule()
-def _causal(causal, mlm_training):
-    if not causal and not mlm_training:
-        return (
-            "causal=false lets each token attend to the one that it predicts\n"
-            "mlm_training=true (predict hidden tokens instead)"
+@rule("causal", "mlm_training")
+def _mask_fits_the_objective(config: Config) -> ConfigIssue | None:
+    is_causal = config.model.attention.causal
+    is_masked = config.masking.mlm_training
+    if not is_causal and not is_masked:
+        return ConfigIssue(
+            message="causal=false lets each token attend to the one that it predicts",
+            remedies=("mlm_training=true (predict hidden tokens instead)",),
+            keys=("causal", "mlm_training"),
         )
-    if causal and mlm_training:
-        return "mlm_training=true predicts from both sides, but causal=true masks later tokens"
+    if is_causal and is_masked:
+        return ConfigIssue(
+            message="mlm_training=true predicts from both sides, but causal=true masks later "
+            "tokens",
+            keys=("mlm_training", "causal"),
+        )
+    return None
 
 
-@rule()
-def _masked_shares(mlm, mlm_training):
-    if mlm_training and mlm.same_token_prob + mlm.random_token_prob > 1 + 1e-9:
-        return f"{mlm.same_token_prob=:g} and {mlm.random_token_prob=:g} are more than 1 together"
+@rule("mlm", "mlm_training")
+def _masked_shares_fit(config: Config) -> ConfigIssue | None:
+    mlm = config.masking.mlm
+    if not config.masking.mlm_training or mlm.same_token_prob + mlm.random_token_prob <= 1 + 1e-9:
+        return None
+    return ConfigIssue(
+        message=f"mlm.same_token_prob={mlm.same_token_prob:g} and mlm.random_token_prob="
+        f"{mlm.random_token_prob:g} are more than 1 together",
+        keys=("mlm",),
+    )
 
 
 # ---- Scores
 
 
-@rule("eval_steps", "eval_tasks", "harness", programs="eval")
-def _something_to_score(dataset_path, grain_eval_files, data_mixture_weights, dataset_type, config):
+@rule(
+    "dataset_path",
+    "grain_eval_files",
+    "data_mixture_weights",
+    "dataset_type",
+    "eval_steps",
+    "eval_tasks",
+    "harness",
+    programs=("eval",),
+)
+def _something_is_scored(config: Config) -> ConfigIssue | None:
+    data = config.data
     if config.scoring.eval_tasks or config.scoring.harness.tasks:
         return None
-    if dataset_type == "synthetic":
-        if config.evaluation.eval_steps == -1:
-            return "dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)"
-    elif not (grain_eval_files or dataset_path or data_mixture_weights):
-        return (
-            "no data or tasks to evaluate on are set\n"
-            "load_parameters_path=RUN without config file: what the run was trained on\n"
-            "dataset_path=FOLDER, whose eval_split is read\n"
-            "grain_eval_files=PATTERN, records of text or tokens\n"
-            "eval_tasks=[lambada] task_files.lambada=FILE, or harness.tasks=[...]"
+    if data.dataset_type == "synthetic":
+        if config.evaluation.eval_steps != -1:
+            return None
+        return ConfigIssue(
+            message="dataset_type=synthetic never ends, so eval.py needs eval_steps (batches)",
+            keys=("dataset_type", "eval_steps"),
         )
-
-
-@rule(programs="eval")
-def _stride(eval_stride, max_target_length, mlm_training, use_truncation, megatron):
-    if eval_stride > max_target_length:
-        return (
-            f"{eval_stride=} is above {max_target_length=}: the tokens between two windows would "
-            f"not be scored\neval_stride={max_target_length} or less"
-        )
-    if eval_stride == -1:
+    if data.grain_eval_files or data.dataset_path or data.data_mixture_weights:
         return None
-    if mlm_training:
-        what = "slides a window over the text of a causal model"
+    return ConfigIssue(
+        message="no data or tasks to evaluate on are set",
+        remedies=(
+            "load_parameters_path=RUN without config file: what the run was trained on",
+            "dataset_path=FOLDER, whose eval_split is read",
+            "grain_eval_files=PATTERN, records of text or tokens",
+            "eval_tasks=[lambada] task_files.lambada=FILE, or harness.tasks=[...]",
+        ),
+        keys=("dataset_path", "grain_eval_files", "eval_tasks", "harness"),
+    )
+
+
+@rule(
+    "eval_stride",
+    "max_target_length",
+    "mlm_training",
+    "use_truncation",
+    "megatron",
+    programs=("eval",),
+)
+def _stride_scores_each_token(config: Config) -> ConfigIssue | None:
+    stride = config.scoring.eval_stride
+    length = config.model.shape.max_target_length
+    if stride > length:
+        return ConfigIssue(
+            message=f"eval_stride={stride} is above max_target_length={length}: the tokens between "
+            "two windows would not be scored",
+            remedies=(f"eval_stride={length} or less",),
+            keys=("eval_stride", "max_target_length"),
+        )
+    if stride == -1:
+        return None
+    if config.masking.mlm_training:
+        requirement = "slides a window over the text of a causal model"
+        key = "mlm_training"
         remedy = "mlm_training=false"
-    elif use_truncation:
-        what = "scores every token"
+    elif config.data.use_truncation:
+        requirement = "scores every token"
+        key = "use_truncation"
         remedy = "use_truncation=false"
-    elif megatron.order != "stored":
-        what = "reads documents in stored order"
+    elif config.data.megatron.order != "stored":
+        requirement = "reads documents in stored order"
+        key = "megatron"
         remedy = "megatron.order=stored"
     else:
         return None
-    return f"eval_stride {what}, which needs {remedy}\n{remedy}\neval_stride=-1"
+    return ConfigIssue(
+        message=f"eval_stride {requirement}, which needs {remedy}",
+        remedies=(remedy, "eval_stride=-1"),
+        keys=("eval_stride", key),
+    )
 
 
-@rule("mlm_training", programs="eval")
-def _causal_tasks(causal, eval_tasks, harness):
-    if not causal and (eval_tasks or harness.tasks):
-        return (
-            "eval_tasks and harness.tasks need a causal model; masked models are scored on data "
-            "sets\neval_tasks=[] harness.tasks=[]"
-        )
+@rule("causal", "eval_tasks", "harness", "mlm_training", programs=("eval",))
+def _tasks_have_a_causal_model(config: Config) -> ConfigIssue | None:
+    scoring = config.scoring
+    has_tasks = scoring.eval_tasks or scoring.harness.tasks
+    if config.model.attention.causal or not has_tasks:
+        return None
+    return ConfigIssue(
+        message="eval_tasks and harness.tasks need a causal model; masked models are scored on "
+        "data sets",
+        remedies=("eval_tasks=[] harness.tasks=[]",),
+        keys=("eval_tasks", "harness", "causal"),
+    )
 
 
-@rule()
-def _task_files(eval_tasks, task_files):
-    for task in eval_tasks:
-        if not getattr(task_files, task):
-            return f"eval_tasks names {task}, and task_files.{task} names no file of it"
+@rule("eval_tasks", "task_files")
+def _tasks_have_files(config: Config) -> ConfigIssue | None:
+    for task in config.scoring.eval_tasks:
+        if not getattr(config.scoring.task_files, task):
+            return ConfigIssue(
+                message=f"eval_tasks names {task}, and task_files.{task} names no file of it",
+                keys=("eval_tasks", "task_files"),
+            )
+    return None
 
 
 # ---- Checkpoints and growth (docs/how-to/train_and_grow_tokenformer.md)
 
 
-@rule()
-def _one_start(load_parameters_path, load_full_state_path):
-    if load_parameters_path and load_full_state_path:
-        return "load_parameters_path and load_full_state_path exclude each other; set one of them"
+@rule("load_parameters_path", "load_full_state_path")
+def _start_is_named_once(config: Config) -> ConfigIssue | None:
+    checkpoint = config.checkpoint
+    if not checkpoint.load_parameters_path or not checkpoint.load_full_state_path:
+        return None
+    return ConfigIssue(
+        message="load_parameters_path and load_full_state_path exclude each other; set one of them",
+        keys=("load_parameters_path", "load_full_state_path"),
+    )
 
 
-@rule()
-def _moments(growth, opt_type):
-    if growth.opt_state == "warmed" and opt_type not in ("adamw", "muon"):
-        return (
-            "growth.opt_state=warmed needs Adam's second moments, which opt_type="
-            f"{opt_type} does not have\ngrowth.opt_state=reused\ngrowth.opt_state=zeroed"
-        )
+@rule("growth", "opt_type")
+def _warmed_moments_exist(config: Config) -> ConfigIssue | None:
+    opt_type = config.optimizer.opt_type
+    if config.checkpoint.growth.opt_state != "warmed" or opt_type in ("adamw", "muon"):
+        return None
+    return ConfigIssue(
+        message="growth.opt_state=warmed needs Adam's second moments, which opt_type="
+        f"{opt_type} does not have",
+        remedies=("growth.opt_state=reused", "growth.opt_state=zeroed"),
+        keys=("growth", "opt_type"),
+    )
 
 
 # ---- Devices
 
 
-@rule()
-def _two_searches_of_a_mesh(auto_layout, auto_layout_and_mesh_shape):
-    if auto_layout and auto_layout_and_mesh_shape:
-        return (
-            "auto_layout=true keeps the sizes of the mesh and auto_layout_and_mesh_shape=true "
-            "chooses them: set only one"
-        )
+@rule("auto_layout", "auto_layout_and_mesh_shape")
+def _mesh_is_searched_once(config: Config) -> ConfigIssue | None:
+    if not config.mesh.auto_layout or not config.mesh.auto_layout_and_mesh_shape:
+        return None
+    return ConfigIssue(
+        message="auto_layout=true keeps the sizes of the mesh and auto_layout_and_mesh_shape=true "
+        "chooses them: set only one",
+        keys=("auto_layout", "auto_layout_and_mesh_shape"),
+    )
 
 
-def _one_fills(**sizes):
-    wildcards = [name for name, size in sizes.items() if size == -1]
-    if len(wildcards) > 1:
-        things = "devices" if wildcards[0].startswith("ici") else "slices"
-        return f"only one of {' and '.join(wildcards)} can be -1 (fill the remaining {things})"
+def _several_wildcards(mesh: MeshConfig, names: Iterable[str], filled: str) -> ConfigIssue | None:
+    """Returns the issue of several mesh axes of size -1, each of which would fill the rest."""
+    wildcards = [name for name in names if getattr(mesh, name) == -1]
+    if len(wildcards) < 2:
+        return None
+    return ConfigIssue(
+        message=f"only one of {' and '.join(wildcards)} can be -1 (fill the remaining {filled})",
+        keys=tuple(wildcards),
+    )
 
 
-for network in NETWORKS:
-    rule(*(size_key(axis, network) for axis in MESH_AXES))(_one_fills)
+_ICI_SIZES = tuple(size_key(axis, "ici") for axis in MESH_AXES)
+_DCN_SIZES = tuple(size_key(axis, "dcn") for axis in MESH_AXES)
+
+
+@rule(*_ICI_SIZES)
+def _one_axis_fills_a_slice(config: Config) -> ConfigIssue | None:
+    return _several_wildcards(config.mesh, _ICI_SIZES, "devices")
+
+
+@rule(*_DCN_SIZES)
+def _one_axis_fills_all_slices(config: Config) -> ConfigIssue | None:
+    return _several_wildcards(config.mesh, _DCN_SIZES, "slices")
 
 
 @rule(*_STAGES, *PipelineConfig.model_fields, "base_num_decoder_layers", "attention_types")
-def _stages(config):
+def _layers_fill_the_stages(config: Config) -> ConfigIssue | None:
+    if config.mesh.num_stages == 1:
+        return None
     try:
-        if config.mesh.num_stages > 1:
-            config.model.pipeline_schedule(config.mesh.num_stages)
-    except ValueError as error:
-        return str(error)
+        config.model.pipeline_schedule(config.mesh.num_stages)
+    except InvalidCombinationError as error:
+        return error.issue
+    return None
 
 
-@rule(*_STAGES, programs="decode eval")
-def _no_stages(config):
-    if config.mesh.num_stages > 1:
-        return (
-            "inference runs one batch after another, so pipeline stages would wait for each other\n"
-            f"{NO_STAGES} ici_fsdp_parallelism=-1"
-        )
+@rule(*_STAGES, programs=("decode", "eval"))
+def _inference_has_no_stages(config: Config) -> ConfigIssue | None:
+    if config.mesh.num_stages == 1:
+        return None
+    return ConfigIssue(
+        message="inference runs one batch after another, so pipeline stages would wait for each "
+        "other",
+        remedies=(f"{NO_STAGES} ici_fsdp_parallelism=-1",),
+        keys=_STAGES,
+    )
 
 
-@rule(*_STAGES, programs="train")
-def _stages_and_sample(sample_tokens, config):
-    if config.mesh.num_stages > 1 and sample_tokens:
-        return (
-            "sample_tokens: a mesh with pipeline stages cannot generate text\n"
-            "sample_tokens=0, and decode.py after the run"
-        )
+@rule("sample_tokens", *_STAGES, programs=("train",))
+def _stages_generate_no_sample(config: Config) -> ConfigIssue | None:
+    if config.mesh.num_stages == 1 or not config.decoding.sample_tokens:
+        return None
+    return ConfigIssue(
+        message="sample_tokens: a mesh with pipeline stages cannot generate text",
+        remedies=("sample_tokens=0, and decode.py after the run",),
+        keys=("sample_tokens",),
+    )
 
 
-@rule(programs="train_compile")
-def _target_named(compile_topology):
-    if not compile_topology:
-        return (
-            "compile_topology: no target machine is set\n"
-            "compile_topology=v5p-8, or another one of docs/how-to/compile_ahead_of_time.md"
-        )
+@rule("compile_topology", programs=("train_compile",))
+def _target_is_named(config: Config) -> ConfigIssue | None:
+    if config.run.compile_topology:
+        return None
+    return ConfigIssue(
+        message="compile_topology: no target machine is set",
+        remedies=(
+            "compile_topology=v5p-8, or another one of docs/how-to/compile_ahead_of_time.md",
+        ),
+        keys=("compile_topology",),
+    )
 
 
 # ---- Text
 
 
-@rule()
-def _strategy(decode_sampling_strategy, decode_sampling_top_k, decode_sampling_nucleus_p):
-    if decode_sampling_strategy == "topk" and not decode_sampling_top_k:
-        return "decode_sampling_strategy=topk needs decode_sampling_top_k, the number of tokens"
-    if decode_sampling_strategy == "nucleus" and decode_sampling_nucleus_p == 1:
-        return (
-            "decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
-            "probability to keep"
+@rule("decode_sampling_strategy", "decode_sampling_top_k", "decode_sampling_nucleus_p")
+def _strategy_has_its_setting(config: Config) -> ConfigIssue | None:
+    decoding = config.decoding
+    strategy = decoding.decode_sampling_strategy
+    if strategy == "topk" and not decoding.decode_sampling_top_k:
+        return ConfigIssue(
+            message="decode_sampling_strategy=topk needs decode_sampling_top_k, the number of "
+            "tokens",
+            keys=("decode_sampling_strategy", "decode_sampling_top_k"),
         )
+    if strategy == "nucleus" and decoding.decode_sampling_nucleus_p == 1:
+        return ConfigIssue(
+            message="decode_sampling_strategy=nucleus needs decode_sampling_nucleus_p below 1, the "
+            "probability to keep",
+            keys=("decode_sampling_strategy", "decode_sampling_nucleus_p"),
+        )
+    return None
 
 
-@rule("mlm_training", programs="decode")
-def _generates(causal):
-    if not causal:
-        return (
-            "causal=false (which mlm_training=true implies): a bidirectional model cannot generate "
-            "text token by token"
-        )
+@rule("causal", "mlm_training", programs=("decode",))
+def _causal_models_generate(config: Config) -> ConfigIssue | None:
+    if config.model.attention.causal:
+        return None
+    return ConfigIssue(
+        message="causal=false (which mlm_training=true implies): a bidirectional model cannot "
+        "generate text token by token",
+        keys=("causal", "mlm_training"),
+    )
 
 
 # ---- The run
 
 
-@rule(finds_unused=True)
-def _profile(profiler, profiler_window, steps):
-    if profiler and 0 < steps <= profiler_window.skip:
-        return (
-            f"the profiler waits {profiler_window.skip} steps (profiler_window.skip), but the run "
-            f"has {steps=}"
+@rule("profiler", "profiler_window", "steps", finds_unused=True)
+def _profile_begins_within_the_run(config: Config) -> ConfigIssue | None:
+    steps = config.run.steps
+    skipped = config.monitoring.profiler_window.skip
+    if not config.monitoring.profiler or not 0 < steps <= skipped:
+        return None
+    return ConfigIssue(
+        message=f"the profiler waits {skipped} steps (profiler_window.skip), but the run has "
+        f"steps={steps}",
+        keys=("profiler", "steps", "profiler_window"),
+    )
+
+
+@rule("prepare", finds_unused=True)
+def _beam_options_have_beam(config: Config) -> ConfigIssue | None:
+    prepare = config.preparation.prepare
+    if not prepare.beam_options or prepare.runner == "beam":
+        return None
+    return ConfigIssue(
+        message=f"prepare.beam_options: has no effect with prepare.runner={prepare.runner}",
+        keys=("prepare",),
+    )
+
+
+@rule("run_name", "base_output_directory")
+def _run_name_is_a_folder(config: Config) -> ConfigIssue | None:
+    name = config.run.run_name
+    root = config.run.base_output_directory
+    if root.endswith(":/"):
+        return ConfigIssue(
+            message=f"run_name={root}/{name} is a bucket without a folder in it",
+            keys=("run_name",),
         )
-
-
-@rule(finds_unused=True)
-def _beam_options(prepare):
-    if prepare.beam_options and prepare.runner != "beam":
-        return f"prepare.beam_options: has no effect with prepare.runner={prepare.runner}"
-
-
-@rule()
-def _run_name(run_name, base_output_directory):
-    if base_output_directory.endswith(":/"):
-        return f"run_name={base_output_directory}/{run_name} is a bucket without a folder in it"
-    if any(part in ("", ".", "..") for part in run_name.rstrip("/").split("/")):
-        return (
-            f"run_name={run_name!r} is not the name of a folder\n"
-            "a name, or names with / between, below base_output_directory\n"
-            "a whole path, /folder/run or gs://bucket/run"
-        )
+    if all(part not in ("", ".", "..") for part in name.rstrip("/").split("/")):
+        return None
+    return ConfigIssue(
+        message=f"run_name={name!r} is not the name of a folder",
+        remedies=(
+            "a name, or names with / between, below base_output_directory",
+            "a whole path, /folder/run or gs://bucket/run",
+        ),
+        keys=("run_name", "base_output_directory"),
+    )
 
 
 # ---- Patterns of parameters
 
 
-def _compiles(**keys):
-    for name, items in keys.items():
-        for item in items:
-            pattern = item if isinstance(item, str) else item[0]
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                return f"{name}: {pattern!r} is not a valid regular expression: {error}"
+def _unreadable_pattern(key: str, patterns: Iterable[str]) -> ConfigIssue | None:
+    """Returns the issue of the first pattern of a key that is no regular expression."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            return ConfigIssue(
+                message=f"{key}: {pattern!r} is not a valid regular expression: {error}",
+                keys=(key,),
+            )
+    return None
 
 
-def _no_negative_factor(**keys):
-    for name, items in keys.items():
-        for pattern, number in items:
-            if number < 0:
-                return f"{name}: {number:g} for {pattern!r} is negative"
+def _negative_number(key: str, numbers: Iterable[tuple[str, float]]) -> ConfigIssue | None:
+    """Returns the issue of the first pair [pattern, number] of a key with a negative number."""
+    for pattern, number in numbers:
+        if number < 0:
+            return ConfigIssue(
+                message=f"{key}: {number:g} for {pattern!r} is negative", keys=(key,)
+            )
+    return None
 
 
-for name in ("weight_decay_overrides", "learning_rate_overrides"):
-    rule(name)(_compiles)
-    rule(name)(_no_negative_factor)
-for name in ("adamw_mask", "trainable_parameters_mask", "quantization_rules"):
-    rule(name)(_compiles)
+@rule("weight_decay_overrides")
+def _weight_decay_patterns_compile(config: Config) -> ConfigIssue | None:
+    overrides = config.optimizer.weight_decay_overrides
+    return _unreadable_pattern("weight_decay_overrides", [pattern for pattern, _ in overrides])
+
+
+@rule("weight_decay_overrides")
+def _weight_decays_are_positive(config: Config) -> ConfigIssue | None:
+    return _negative_number("weight_decay_overrides", config.optimizer.weight_decay_overrides)
+
+
+@rule("learning_rate_overrides")
+def _learning_rate_patterns_compile(config: Config) -> ConfigIssue | None:
+    overrides = config.optimizer.learning_rate_overrides
+    return _unreadable_pattern("learning_rate_overrides", [pattern for pattern, _ in overrides])
+
+
+@rule("learning_rate_overrides")
+def _learning_rates_are_positive(config: Config) -> ConfigIssue | None:
+    return _negative_number("learning_rate_overrides", config.optimizer.learning_rate_overrides)
+
+
+@rule("adamw_mask")
+def _decay_mask_compiles(config: Config) -> ConfigIssue | None:
+    return _unreadable_pattern("adamw_mask", config.optimizer.adamw_mask)
+
+
+@rule("trainable_parameters_mask")
+def _trainable_mask_compiles(config: Config) -> ConfigIssue | None:
+    mask = config.optimizer.trainable_parameters_mask
+    return _unreadable_pattern("trainable_parameters_mask", mask)
+
+
+@rule("quantization_rules")
+def _quantization_patterns_compile(config: Config) -> ConfigIssue | None:
+    quantization_rules = config.model.numerics.quantization_rules
+    return _unreadable_pattern("quantization_rules", [pattern for pattern, _ in quantization_rules])

@@ -12,7 +12,6 @@ from MaxText.config import data_sections, model_sections, training_sections, val
 from MaxText.config.keys import (
     Options,
     OtherThan,
-    Parser,
     Section,
     condition_values,
     field_docstrings,
@@ -65,7 +64,6 @@ class Key:
     # other keys -> the values under which this one has an effect; one per group must hold
     conditions: tuple[dict[str, Any], ...]
     entries: dict[str, "Key"]  # of a key with Options
-    parser: Parser | None = None
 
     @property
     def help(self) -> str:
@@ -146,7 +144,6 @@ def _key(
         }
         if isinstance(annotation, type) and issubclass(annotation, Options)
         else {},
-        parser=next((one for one in field.metadata if isinstance(one, Parser)), None),
     )
 
 

@@ -32,6 +32,9 @@ class RunConfig(Section):
     import_modules: tuple[str, ...] = key(())
     """Modules, or paths of .py files, that register parts of your own. Imported before anything
     else is read (docs/tutorials/add_an_architecture.md)."""
+    hooks: tuple[str, ...] = key(())
+    """Functions of import_modules that training calls every n steps
+    (docs/how-to/add_a_hook.md)."""
     steps: CountOrAuto = key(150_001, unit="steps")
     """Training steps; -1 is learning_rate_schedule_steps."""
     hardware: Literal["auto", "cpu", "gpu", "tpu"] = key("auto")

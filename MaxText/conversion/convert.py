@@ -4,7 +4,7 @@ import collections
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import flatbuffers  # noqa: F401 (jax serializes programs with it, and does not ask for it)
 import jax
@@ -47,28 +47,39 @@ def convert(request: ConvertArgs, log: Log) -> None:
     imported_run.require_absent(request.target)
     if request.target_kind == "run":
         check_checkpoint_path(request.target.absolute(), "to")
-    weights, keys, record = _open(request, log)
+    source = _open(request, log)
+    weights = source.weights
     sizes = collections.Counter()
     for name, param in weights.model.parameters.items():
         sizes[weights.formats[name].name] += param.size
     formats = ", ".join(f"{count:,} {kind}" for kind, count in sizes.items())
-    log(f"Reading {weights.place}: {weights.model.num_parameters:,} parameters ({formats})")
+    log(f"Reading {weights.description}: {weights.model.num_parameters:,} parameters ({formats})")
     if isinstance(weights, MaxTextWeights):
         log(f"query_scaling={weights.query_scaling}: {_SCALINGS[weights.query_scaling]}")
     if request.target_kind == "stablehlo":
         _to_program(request, weights, log)
     elif request.target_kind == "hf":
-        _to_folder(request, weights, record, log)
+        _to_folder(request, source, log)
     else:
-        _to_run(request, weights, keys, record, log)
+        _to_run(request, source, log)
 
 
-def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any], dict[str, Any]]:
-    """Returns weights, model keys of a run, and a record of the import."""
+class _Source(NamedTuple):
+    """What is converted."""
+
+    weights: WeightSource
+    keys: Mapping[str, Any]  # model keys for the config.yml of an imported run
+    # What the weights alone do not say and an export needs, kept in the metadata of an imported
+    # run: config.json and generation_config.json, formats of tensors that were widened, the path.
+    record: Mapping[str, Any]
+
+
+def _open(request: ConvertArgs, log: Log) -> _Source:
+    """Opens the source without reading its weights; UserError if that is impossible."""
     if request.source_kind == "hf":
         folder = resolve_hf_path(request.source, "from")
-        given = {name: values.from_text(text) for name, text in request.keys.items()}
-        weights = HFWeights(folder, given)
+        config = {name: values.from_text(text) for name, text in request.keys.items()}
+        weights = HFWeights(folder, config)
         for note in weights.notes:
             log(note)
         if request.verify:
@@ -76,15 +87,15 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
         tokenizer_copy.check_ids(folder, weights.config.model.shape.vocab_size)
         generation = read_json(folder / GENERATION_CONFIG) or None
         record = {"config": weights.config_json, "generation_config": generation}
-        return weights, weights.keys, record | {"formats": weights.widened}
+        return _Source(weights, weights.keys, record | {"formats": weights.widened})
     if request.source_kind == "run":
-        given = load(request.arguments).config if request.config_file else None
-        if given is None:
+        config = load(request.arguments).config if request.config_file else None
+        if config is None:
             import_modules.collect(request.arguments)
-        weights = RunWeights(request.source, given)
+        weights = RunWeights(request.source, config)
         for warning in import_modules.changes(weights.metadata):
             log(warning)
-        return weights, {}, weights.metadata.get("hugging_face") or {}
+        return _Source(weights, {}, weights.metadata.get("hugging_face") or {})
     if not request.arguments:
         raise UserError(
             f"{OTHER_PROGRAMS[request.source_kind]} checkpoints have no model configuration. Add "
@@ -97,38 +108,35 @@ def _open(request: ConvertArgs, log: Log) -> tuple[WeightSource, dict[str, Any],
     keys = hf_config.model_keys(flatten(loaded.config), {"decoder_block", *chosen})
     record = {"path": request.source}
     if request.source_kind == "fattorib":
-        return FattoribCheckpoint(request.source, loaded.config), keys, record
+        return _Source(FattoribCheckpoint(request.source, loaded.config), keys, record)
     weights = MaxTextWeights(request.source, loaded.config, request.query_scaling)
-    return weights, keys, record | {"query_scaling": weights.query_scaling}
+    return _Source(weights, keys, record | {"query_scaling": weights.query_scaling})
 
 
-def _to_run(
-    request: ConvertArgs,
-    weights: WeightSource,
-    keys: Mapping[str, Any],
-    record: Mapping[str, Any],
-    log: Log,
-) -> None:
-    for narrow in sorted(set(record.get("formats", {}).values())):
-        log(f"{narrow} becomes float32, which is exact")
+def _to_run(request: ConvertArgs, source: _Source, log: Log) -> None:
+    """Writes a run folder with the parameters, and the tokenizer of a Hugging Face folder."""
+    weights = source.weights
+    for narrow_format in sorted(set(source.record.get("formats", {}).values())):
+        log(f"{narrow_format} becomes float32, which is exact")
     is_folder = isinstance(weights, HFWeights)
-    metadata = {"hugging_face" if is_folder else request.source_kind: record}
-    comment = [f"Model of {weights.place}, imported by convert.py."]
+    metadata = {"hugging_face" if is_folder else request.source_kind: source.record}
+    comment = [f"Model of {weights.description}, imported by convert.py."]
     copied = []
     with imported_run.atomic_target(request.target) as partial:
-        imported_run.write_run(partial, weights, keys, comment, metadata)
+        imported_run.write_run(partial, weights, source.keys, comment, metadata)
         if is_folder:
             tokenizer = partial / tokenizer_copy.RUN_FOLDER_NAME
             copied = tokenizer_copy.copy_files(weights.folder, tokenizer)
             if request.verify:
-                place = str(weights.folder)
-                hf_export.verify(RunWeights(str(partial)), weights.folder, place, log)
+                imported = RunWeights(str(partial))
+                hf_export.verify(imported, weights.folder, str(weights.folder), log)
     imported_run.log_next_command(request.target, copied, log)
 
 
-def _to_folder(
-    request: ConvertArgs, weights: WeightSource, record: Mapping[str, Any], log: Log
-) -> None:
+def _to_folder(request: ConvertArgs, source: _Source, log: Log) -> None:
+    """Writes a Hugging Face folder with the weights and the tokenizer."""
+    weights = source.weights
+    record = source.record
     folded, zoom_note = hf_export.fold_zoom_into_values(weights)
     imported_as = hf_config.lookup_family(record.get("config") or {})
     family = hf_config.find_family(folded.config, request.family, imported_as)
@@ -146,10 +154,16 @@ def _to_folder(
         if tokenizer is not None:
             copied, token_ids = tokenizer_copy.export_tokenizer(tokenizer, partial)
         files = hf_export.write_folder(
-            partial, folded, family, record, request.dtype, request.max_shard_size, token_ids
+            partial,
+            folded,
+            family,
+            record,
+            dtype=request.dtype,
+            max_shard_bytes=request.max_shard_size,
+            token_ids=token_ids,
         )
         if request.verify:
-            hf_export.verify(weights, partial, str(request.target), log, request.dtype)
+            hf_export.verify(weights, partial, str(request.target), log, dtype=request.dtype)
     log(f"Wrote {request.target} as {family.architecture}: {', '.join([*files, *copied])}")
     if not copied:
         dataset_path = weights.config.data.dataset_path
@@ -175,6 +189,10 @@ def _to_folder(
 
 
 def _tokenizer(request: ConvertArgs, weights: WeightSource) -> Path | None:
+    """Returns the folder of the tokenizer to export; None if there is none.
+
+    It is the one that the user names, that of the run, or that of its dataset.
+    """
     if request.tokenizer:
         folder = local_path(request.tokenizer)
         if not is_file(folder / TOKENIZER_NAME):
@@ -186,7 +204,7 @@ def _tokenizer(request: ConvertArgs, weights: WeightSource) -> Path | None:
     folders = [run / tokenizer_copy.RUN_FOLDER_NAME]
     if weights.config.data.dataset_path:
         folders.append(local_path(weights.config.data.dataset_path))
-    return next((one for one in folders if is_file(one / TOKENIZER_NAME)), None)
+    return next((candidate for candidate in folders if is_file(candidate / TOKENIZER_NAME)), None)
 
 
 def _to_program(request: ConvertArgs, weights: WeightSource, log: Log) -> None:

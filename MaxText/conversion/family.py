@@ -55,22 +55,27 @@ class WeightMapping:
 
     @property
     def param_names(self) -> tuple[str, ...]:
+        """The parameters in the tensor, in the order of J."""
         return tuple(self.params.split())
 
     @property
     def in_layers(self) -> bool:
+        """Whether there is such a tensor in each layer."""
         return "{layer" in self.hf_name
 
     @property
     def in_experts(self) -> bool:
+        """Whether there is such a tensor for each expert."""
         return "{expert}" in self.hf_name
 
     @functools.cached_property
     def _groups(self) -> list[str]:
+        """Letters of each dimension of the tensor, such as ["NJH", "D"]."""
         return [group.strip("()").replace(" ", "") for group in _DIMENSION.findall(self.hf_axes)]
 
     @functools.cached_property
     def _letters(self) -> str:
+        """Letters of all dimensions of the tensor, such as "NJHD"."""
         return "".join(self._groups)
 
     @functools.cached_property
@@ -80,6 +85,7 @@ class WeightMapping:
         return [self._letters.index(letter) for letter in axes]
 
     def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
+        """Returns the size of each letter for parameters of `shape`."""
         return dict(zip(self.param_axes.split(), shape, strict=True), J=len(self.param_names))
 
     def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -105,6 +111,7 @@ row = WeightMapping
 
 
 def numbered(name: str, num_layers: int, layer: int, expert: int = 0) -> str:
+    """Returns a name with numbers for placeholders: "h.{layer+1}" is "h.3" in layer 2."""
     numbers = {"layer": layer, "num_layers": num_layers, "expert": expert}
     return _NUMBER.sub(lambda match: str(numbers[match[1]] + int(match[2] or 0)), name)
 
@@ -124,8 +131,20 @@ def norm(hf_name: str, params: str, suffixes: Sequence[str] = _SUFFIXES) -> Rows
 def projection(
     hf_name: str, params: str, hf_axes: str, param_axes: str, suffixes: Sequence[str] = _SUFFIXES
 ) -> Rows:
+    """Returns the rows of a projection: its kernels, and their biases.
+
+    The axes of the bias are the outputs of the kernel: those of the tensor's dimension that holds
+    the last axis of the parameter.
+
+    Args:
+      hf_name: Of the tensors, without suffix.
+      params: Projections in the tensor, separated by spaces, without `/kernel`.
+      hf_axes: Pattern of the kernel's tensor.
+      param_axes: Pattern of the kernel.
+      suffixes: Of the kernel's tensor and of the bias's.
+    """
     last = param_axes[-1]
-    outputs = next(found for found in _DIMENSION.findall(hf_axes) if last in found)
+    outputs = next(dimension for dimension in _DIMENSION.findall(hf_axes) if last in dimension)
     letters = [letter for letter in param_axes.split() if letter in outputs]
     kernels = " ".join(f"{name}/kernel" for name in params.split())
     return (
@@ -140,7 +159,10 @@ ATTENTION = "layers/self_attention/"
 def attention(prefix: str, names: str, kv: str = "N") -> Rows:
     """Returns the rows of a torch.nn.Linear per projection.
 
-    `names` follow `prefix`, in this order; `kv` is the layout letter of key and value heads.
+    Args:
+      prefix: Of all tensor names.
+      names: What follows it, of query, key, value and output, separated by spaces.
+      kv: The letter of key and value heads: N, or K for grouped-query attention.
     """
     query, key, value, out = (prefix + name for name in names.split())
     return (
@@ -211,32 +233,46 @@ def mapped(
 ) -> ConfigMapping:
     """Returns a setting common to both sides.
 
-    Names are separated by spaces; the first Hugging Face name is the one written.
+    Args:
+      hf_names: Separated by spaces; the first is the one written.
+      keys: Our keys, separated by spaces.
+      default: Like the other arguments, see ConfigMapping.
     """
     return ConfigMapping(
-        tuple(hf_names.split()), tuple(keys.split()), default, values, implied=implied
+        hf_names=tuple(hf_names.split()),
+        keys=tuple(keys.split()),
+        default=default,
+        values=values,
+        implied=implied,
     )
 
 
 def supported(hf_name: str, *values: Any, hint: str = "") -> ConfigMapping:
     """Returns a setting without a key here: supported values, default first."""
     pairs = tuple((value, None) for value in values)
-    return ConfigMapping((hf_name,), (), values[0], pairs, is_written=False, hint=hint)
+    return ConfigMapping(
+        hf_names=(hf_name,), default=values[0], values=pairs, is_written=False, hint=hint
+    )
 
 
 def constant(hf_name: str, *values: Any, default: Any = REQUIRED, hint: str = "") -> ConfigMapping:
     """Returns a setting of a fixed part; its first value is written."""
     pairs = tuple((value, None) for value in values)
-    return ConfigMapping((hf_name,), (), default, pairs, hint=hint)
+    return ConfigMapping(hf_names=(hf_name,), default=default, values=pairs, hint=hint)
 
 
 def family_default(key: str, value: Computed) -> ConfigMapping:
-    return ConfigMapping((key,), (key,), value, is_written=False, is_computed=True)
+    """Returns a setting that config.json does not have: our key follows from others."""
+    return ConfigMapping(
+        hf_names=(key,), keys=(key,), default=value, is_written=False, is_computed=True
+    )
 
 
 def write_only(hf_name: str, key: str, value: Computed, unset: Any = REQUIRED) -> ConfigMapping:
     """Returns a setting derived from others but written nevertheless."""
-    return ConfigMapping((hf_name,), (key,), value, is_computed=True, unset=unset)
+    return ConfigMapping(
+        hf_names=(hf_name,), keys=(key,), default=value, is_computed=True, unset=unset
+    )
 
 
 # Activations with another name here; others are kinds of tanh GELU.
@@ -244,7 +280,12 @@ _ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "sw
 
 
 def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns `values`; of equivalent names the first is written."""
+    """Returns `values` of an activation.
+
+    Args:
+      names: Hugging Face names, separated by spaces; of equivalent ones the first is written.
+      gate: The activation of the gate, "linear", if there is one.
+    """
     return tuple((name, (_ACTIVATIONS.get(name, "gelu"), *gate)) for name in names.split())
 
 
@@ -252,10 +293,12 @@ copy_of = operator.itemgetter  # a default: the value of another config.json key
 
 
 def scaled_by(factor: int, name: str) -> Computed:
+    """Returns a default: a multiple of another config.json key."""
     return lambda config: factor * config[name]
 
 
 def divided_by(name: str, divisor: str) -> Computed:
+    """Returns a default: the quotient of two other config.json keys."""
     return lambda config: config[name] // config[divisor]
 
 
@@ -270,7 +313,7 @@ class Family:
     rows: Rows
     prefix: str = ""  # common to all tensor names but the head; absent in files of the bare model
     head: str = "lm_head.weight"  # optional in files of tied models
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other choices
+    choices: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # unlike decoder_block's
     ignored: tuple[str, ...] = ()  # suffixes of tensors that are not weights
     in_transformers: bool = True  # whether transformers has the class
     # config.json's auto_map, for classes in Python files next to it. A family with neither is
@@ -281,9 +324,9 @@ class Family:
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
         """Keys without a setting, with their values."""
-        decided = {name for setting in self.settings for name in setting.keys}
-        every = {**_choices(self.decoder_block), **self.own}
-        return {name: value for name, value in every.items() if name not in decided}
+        mapped_keys = {name for setting in self.settings for name in setting.keys}
+        choices = {**_choices(self.decoder_block), **self.choices}
+        return {name: value for name, value in choices.items() if name not in mapped_keys}
 
     @property
     def in_layer(self) -> str:
@@ -337,7 +380,7 @@ def _choices(decoder_block: str) -> dict[str, Any]:
     text = (DECODER_BLOCKS / f"{decoder_block}.yml").read_text(encoding="utf-8")
     values = with_entries(flatten(unflatten(yaml.safe_load(text))))
     sections = [key for key in all_keys().values() if key.section[-1] in _SECTIONS]
-    keys = [one for key in sections for one in (key.entries.values() or [key])]
+    keys = [key_or_entry for key in sections for key_or_entry in (key.entries.values() or [key])]
     chosen = {key.name: values[key.name] for key in keys if key.name not in _WITHOUT_EFFECT}
     # No family scales the logits of a tied head, and only Mixtral has experts.
     return chosen | {"normalize_embedding_logits": False, "num_experts": 1}

@@ -91,8 +91,8 @@ def resolve_hf_path(path: str, key: str) -> Path:
             )
         return folder
     if not name or folder.exists() or name.count("/") > 1 or name[0] in "./~":
-        what = f"{folder} is not a folder" if name else "there is no path"
-        raise UserError(f"{key}={path}: {what} (seen from {Path.cwd()}). Check the path.")
+        problem = f"{folder} is not a folder" if name else "there is no path"
+        raise UserError(f"{key}={path}: {problem} (seen from {Path.cwd()}). Check the path.")
     # Imported late: it takes a third of a second.
     import huggingface_hub
 
@@ -190,16 +190,17 @@ def without_wrappers(
     Raises:
         UserError: two tensors have the same name without wrappers.
     """
-    words = {word for name in expected for word in name.split(".")}
+    expected_words = {word for name in expected for word in name.split(".")}
     removed: set[str] = set()
     bare_names: dict[str, str] = {}  # by file name
     for name in file_names:
         path = name.split(".")
-        removed.update(f"{word}." for word in path if word in _WRAPPERS - words)
-        bare_names[name] = ".".join(word for word in path if word not in _WRAPPERS - words)
+        removed.update(f"{word}." for word in path if word in _WRAPPERS - expected_words)
+        bare_names[name] = ".".join(word for word in path if word not in _WRAPPERS - expected_words)
     prefixes = collections.Counter(_prefix(name, expected) for name in bare_names.values())
     del prefixes[None]  # of names that are not expected after any prefix
-    if prefixes and (prefix := max(prefixes, key=lambda one: prefixes[one])):
+    prefix = max(prefixes, key=lambda candidate: prefixes[candidate], default=None)
+    if prefix:
         removed.add(prefix)
         bare_names = {name: bare.removeprefix(prefix) for name, bare in bare_names.items()}
     by_bare_name: dict[str, str] = {}
@@ -251,27 +252,29 @@ class TensorFiles:
         return [self.folder / shard for shard in shards]
 
     def _describe(self, file: Path) -> dict[str, TensorInfo]:
+        """Returns the tensors of a file by name."""
         handle = self._open(file)
-        found = {}
+        infos = {}
         for name in handle.keys():  # noqa: SIM118 (safe_open is not a mapping)
             if file.suffix == ".safetensors":
                 part = handle.get_slice(name)
                 kind = str(part.get_dtype())
-                found[name] = TensorInfo(tuple(part.get_shape()), _FORMATS.get(kind, kind), file)
+                infos[name] = TensorInfo(tuple(part.get_shape()), _FORMATS.get(kind, kind), file)
             else:
                 tensor = handle[name]
                 kind = tensor.dtype if str(tensor.layout) == "torch.strided" else tensor.layout
                 kind = str(kind).removeprefix("torch.")
-                found[name] = TensorInfo(tuple(tensor.shape), kind, file)
-        return found
+                infos[name] = TensorInfo(tuple(tensor.shape), kind, file)
+        return infos
 
     def read(self, name: str) -> np.ndarray:
-        found = self.found[name]
-        handle = self._open(found.file)
-        if found.file.suffix == ".safetensors":
+        """Returns a tensor by its name in the files."""
+        info = self.found[name]
+        handle = self._open(info.file)
+        if info.file.suffix == ".safetensors":
             return handle.get_tensor(name)
         tensor = handle[name].detach().contiguous()
-        if found.dtype == "bfloat16":
+        if info.dtype == "bfloat16":
             import torch  # pyright: ignore[reportMissingImports]
 
             return tensor.view(torch.int16).numpy().view(np.dtype("bfloat16"))
@@ -279,6 +282,7 @@ class TensorFiles:
 
 
 def _open(file: Path) -> Any:
+    """Opens a file of tensors; UserError if it is incomplete or cannot be read."""
     try:
         file.open("rb").close()  # safetensors reports "no such file" without read permission
     except OSError as error:
@@ -297,7 +301,8 @@ def _open(file: Path) -> Any:
         ) from error
 
 
-def _open_torch(file: Path) -> Any:
+def _open_torch(file: Path) -> Mapping[str, Any]:
+    """Opens a file of PyTorch's own format; returns its tensors by name."""
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -27,52 +27,68 @@ _SIZES = {  # sizes after global_parameter_scale, which config.json cannot expre
 
 
 def lookup_family(config: Mapping[str, Any]) -> Family | None:
+    """Returns the family named in a config.json; None if unknown."""
     model_type = config.get("model_type")
     architectures = config.get("architectures")
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     # Classes outside transformers may have any model_type, or none.
-    alone = (family for family in FAMILIES.values() if not family.in_transformers)
-    return next((family for family in alone if architectures == [family.architecture]), None)
+    own_classes = (family for family in FAMILIES.values() if not family.in_transformers)
+    return next((family for family in own_classes if architectures == [family.architecture]), None)
 
 
-def resolve_family(config: Mapping[str, Any], where: str) -> Family:
-    """Returns the family named in a config.json; UserError if unknown."""
+def resolve_family(config: Mapping[str, Any], source: str) -> Family:
+    """Returns the family named in a config.json.
+
+    Args:
+      source: Where config.json is from, for messages.
+
+    Raises:
+      UserError: If it is unknown.
+    """
     if family := lookup_family(config):
         return family
-    alone = " or ".join(f'["{f.architecture}"]' for f in FAMILIES.values() if not f.in_transformers)
+    own_architectures = " or ".join(
+        f'["{family.architecture}"]' for family in FAMILIES.values() if not family.in_transformers
+    )
     raise UserError(
-        f"{where}: config.json has model_type={config.get('model_type')}. Known here: "
-        f'{", ".join(FAMILIES)}. Only with "architectures": {alone} it needs none.'
+        f"{source}: config.json has model_type={config.get('model_type')}. Known here: "
+        f'{", ".join(FAMILIES)}. Only with "architectures": {own_architectures} it needs none.'
     )
 
 
 def config_from_hf(
-    family: Family, config: Mapping[str, Any], where: str, given: Mapping[str, Any]
+    family: Family, config: Mapping[str, Any], source: str, user_keys: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns our keys for the model of a config.json.
 
-    `given` are keys set by the user; they may shorten the length below a window.
+    Args:
+      source: Where config.json is from, for messages.
+      user_keys: Keys set by the user; they may shorten the length below a window.
+
+    Raises:
+      UserError: With all values that cannot be imported.
     """
-    config = _flattened(config, where)
-    shorter = str(given.get("max_target_length", ""))
-    if shorter.isdecimal():
-        config[REQUESTED_LENGTH] = int(shorter)
+    config = _flattened(config, source)
+    requested_length = str(user_keys.get("max_target_length", ""))
+    if requested_length.isdecimal():
+        config[REQUESTED_LENGTH] = int(requested_length)
     problems: list[str] = []
     keys = {
         "decoder_block": family.decoder_block,
         **family.parts,
-        **_registered_part_keys(config, where),
+        **_registered_part_keys(config, source),
     }
     for setting in family.settings:
         if not _is_relevant(setting, keys):
             continue
-        found = [config[x] for x in setting.hf_names if x in config and config[x] != setting.unset]
-        value = found[-1] if found else evaluate(setting.default, config)
+        hf_values = [config[hf_name] for hf_name in setting.hf_names if hf_name in config]
+        hf_values = [hf_value for hf_value in hf_values if hf_value != setting.unset]
+        value = hf_values[-1] if hf_values else evaluate(setting.default, config)
         converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
         problem = _problem(setting, value, converted, config)
         # Omits defaults computed from a value already reported as wrong.
-        if problem and not (problems and callable(setting.default) and not found):
+        if problem and not (problems and callable(setting.default) and not hf_values):
             problems.append(problem)
         if converted is not REQUIRED:
             # Later defaults may depend on this one.
@@ -81,39 +97,50 @@ def config_from_hf(
                 keys |= dict.fromkeys(setting.keys, converted)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise UserError(f"{where}: config.json ({family.model_type}) cannot be imported:\n{lines}")
-    keys |= given
+        raise UserError(f"{source}: config.json ({family.model_type}) cannot be imported:\n{lines}")
+    keys |= user_keys
     return drop_unused_keys(keys, keys)
 
 
-def _registered_part_keys(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
     """Returns keys of the model and of parts stored in a config.json.
 
     Refuses others: `import_modules`, for example, would run code that the user did not name.
     """
-    own = config.get(_MAXTEXT_OBJECT, {})
-    if not isinstance(own, Mapping):
-        raise UserError(f"{where}: config.json: {_MAXTEXT_OBJECT}={own} is not a JSON object.")
-    for name in own:
+    part_keys = config.get(_MAXTEXT_OBJECT, {})
+    if not isinstance(part_keys, Mapping):
+        raise UserError(
+            f"{source}: config.json: {_MAXTEXT_OBJECT}={part_keys} is not a JSON object."
+        )
+    for name in part_keys:
         if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
             raise UserError(
-                f"{where}: config.json: {_MAXTEXT_OBJECT}.{name} is not a key of a registered part."
+                f"{source}: config.json: {_MAXTEXT_OBJECT}.{name} is not a key of a registered "
+                "part."
             )
-    return own
+    return part_keys
 
 
 def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping[str, Any]) -> str:
+    """Returns why a value of a config.json cannot be imported; empty if it can.
+
+    Args:
+      value: The value in config.json, or its default.
+      converted: The value of our keys; REQUIRED if there is none.
+    """
     name = setting.name
     if value is REQUIRED:
         return f"{name} is missing"
     if converted is REQUIRED:
-        known = [
+        supported_values = [
             "null" if hf_value is None else str(hf_value) for hf_value, _ in setting.values or ()
         ]
-        only = f": only {' or '.join(known)} can be" if known else " cannot be"
+        only = " cannot be"
+        if supported_values:
+            only = f": only {' or '.join(supported_values)} can be"
         return f"{name}={value}{only} imported. {setting.hint}".rstrip()
-    taken_as_it_is = setting.values is None and setting.read is None
-    for key in [all_keys()[name] for name in setting.keys] if taken_as_it_is else ():
+    is_converted = setting.values is not None or setting.read is not None
+    for key in () if is_converted else [all_keys()[key_name] for key_name in setting.keys]:
         try:
             number = typed_values.convert(value, key.annotation)
         except typed_values.InvalidValueError as error:
@@ -123,17 +150,18 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
             return f"{name}={number} is not >= 1"
         if key.violates_bounds(number):
             return f"{name}={number} is not {key.bounds_text}"
-    wanted = evaluate(setting.default, config) if setting.is_computed else REQUIRED
-    if wanted not in (value, REQUIRED):
-        return f"{name}={value} contradicts the other keys, which give {wanted}"
+    computed_value = evaluate(setting.default, config) if setting.is_computed else REQUIRED
+    if computed_value not in (value, REQUIRED):
+        return f"{name}={value} contradicts the other keys, which give {computed_value}"
     return ""
 
 
-def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _flattened(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Returns a config.json without nulls, with the entries of its rotary object as keys."""
     plain = {name: value for name, value in config.items() if value is not None}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(config.get(name) or {}, Mapping):
-            raise UserError(f"{where}: config.json: {name}={config[name]} is not a JSON object.")
+            raise UserError(f"{source}: config.json: {name}={config[name]} is not a JSON object.")
     # With both, transformers uses the older name alone (PreTrainedConfig.__post_init__).
     nested = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if "type" in nested:
@@ -141,7 +169,7 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in nested.items():
         if isinstance(value, Mapping):
             raise UserError(
-                f"{where}: config.json has rotary parameters that differ by layer ({name}), which "
+                f"{source}: config.json has rotary parameters that differ by layer ({name}), which "
                 "is not supported."
             )
         if value is not None:
@@ -153,14 +181,17 @@ def _flattened(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _is_relevant(setting: ConfigMapping, values: Mapping[str, Any]) -> bool:
+    """Returns whether any key of a setting has an effect in a configuration."""
     schema = all_keys()
     return not setting.keys or any(_has_effect(schema[name], values) for name in setting.keys)
 
 
 def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Drops disabled keys from `names`, refused by a configuration.
+    """Returns `names` without keys that other keys disable: a configuration refuses those.
 
-    `values` holds all known keys of the configuration; absent ones have their default.
+    Args:
+      values: All known keys of the configuration; absent ones have their default.
+      names: The keys to look at, with their values.
     """
     schema = all_keys()
 
@@ -169,49 +200,73 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
         if name not in schema:
             return True
         key = schema[name]
-        own = key.entries.get(entry)  # a configuration refuses unknown ones
-        return _has_effect(key, values) and (own is None or _has_effect(own, values))
+        entry_key = key.entries.get(entry)  # a configuration refuses unknown ones
+        return _has_effect(key, values) and (entry_key is None or _has_effect(entry_key, values))
 
     return {name: value for name, value in names.items() if is_read(name)}
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
-    known = [key.name for key in all_keys().values() if key.section[0] == "model"]
-    names = [name for name in known if chosen is None or name in chosen]
+    """Returns the keys of the section `model` that have an effect.
+
+    Args:
+      values: All keys of a configuration.
+      chosen: Names to return; None for all.
+    """
+    model_key_names = [key.name for key in all_keys().values() if key.section[0] == "model"]
+    names = [name for name in model_key_names if chosen is None or name in chosen]
     return drop_unused_keys(values, {name: values[name] for name in names})
 
 
 def _has_effect(key: Key, values: Mapping[str, Any]) -> bool:
+    """Returns whether all conditions of a key hold in a configuration."""
     schema = all_keys()
-    return all(
-        any(values.get(other, schema[other].default) in wanted for other, wanted in group.items())
-        for group in key.conditions
-    )
+
+    def holds(condition: Mapping[str, Collection[Any]]) -> bool:
+        return any(
+            values.get(name, schema[name].default) in effective_values
+            for name, effective_values in condition.items()
+        )
+
+    return all(holds(condition) for condition in key.conditions)
 
 
-def find_family(config: Config, asked: str, imported_as: Family | None = None) -> Family:
-    """Returns the `asked` family, the import's, or the first fit; UserError."""
-    if asked and asked not in FAMILIES:
-        raise UserError(f"family={asked} has no table. Known here: {', '.join(FAMILIES)}.")
+def find_family(config: Config, requested: str, imported_as: Family | None = None) -> Family:
+    """Returns the family to export a model as.
+
+    Args:
+      requested: The `model_type` that the user asks for; empty for the first that fits.
+      imported_as: The family that the model was imported as, preferred if it fits.
+
+    Raises:
+      UserError: If no family fits, with the differences from the nearest one.
+    """
+    if requested and requested not in FAMILIES:
+        raise UserError(f"family={requested} has no table. Known here: {', '.join(FAMILIES)}.")
     by_preference = sorted(FAMILIES.values(), key=lambda family: family is not imported_as)
-    candidates = [FAMILIES[asked]] if asked else by_preference
+    candidates = [FAMILIES[requested]] if requested else by_preference
     mismatches = {family.model_type: _mismatches(family, config) for family in candidates}
     nearest = min(mismatches, key=lambda name: len(mismatches[name]))
-    if not (lines := mismatches[nearest]):
+    lines = mismatches[nearest]
+    if not lines:
         return FAMILIES[nearest]
-    what = f"no family matches this model. The nearest is {nearest}, but for:"
-    if asked:
-        what = f"family={asked} differs from this model:"
+    first_line = f"no family matches this model. The nearest is {nearest}, but for:"
+    if requested:
+        first_line = f"family={requested} differs from this model:"
         if any(line.startswith("zoom_dims.") for line in lines):
             lines.append("No weights make up for its zoom: export the model before it grew.")
-    raise UserError("\n  ".join([what, *lines]))
+    raise UserError("\n  ".join([first_line, *lines]))
 
 
 def _chosen_parts(config: Config) -> list[Registration]:
-    sections = [layer.config for layer in config.model.layers]
-    chosen = {("mixer", one.block.mixer) for one in sections}
-    chosen |= {("feed_forward", one.feed_forward.feed_forward_type) for one in sections}
-    return [registration(*one) for one in sorted(chosen)]
+    """Returns the mixers and feed-forward parts of the layers."""
+    layer_configs = [layer.config for layer in config.model.layers]
+    chosen = {("mixer", layer_config.block.mixer) for layer_config in layer_configs}
+    chosen |= {
+        ("feed_forward", layer_config.feed_forward.feed_forward_type)
+        for layer_config in layer_configs
+    }
+    return [registration(kind, name) for kind, name in sorted(chosen)]
 
 
 def _names_tensors(part: Registration) -> bool:
@@ -225,12 +280,12 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     """
     parts = _chosen_parts(config)
     block = config.model.block
-    own = [part for part in parts if _names_tensors(part)]
-    others = [part for part in parts if part not in own]
-    if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in others):
+    naming_parts = [part for part in parts if _names_tensors(part)]
+    other_parts = [part for part in parts if part not in naming_parts]
+    if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in other_parts):
         return {}
-    names = {KINDS[part.kind] for part in own}
-    names.update(*(part.keys.model_fields for part in own if part.keys))
+    names = {KINDS[part.kind] for part in naming_parts}
+    names.update(*(part.keys.model_fields for part in naming_parts if part.keys))
     of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
@@ -238,18 +293,22 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
 
 
 def absent_in_transformers(family: Family, config: Config) -> str:
-    own = [part.name for part in _chosen_parts(config) if _names_tensors(part)]
-    return " and ".join(own) or ("" if family.in_transformers else family.architecture)
+    """Returns the parts or the class that transformers does not have; empty if it has all."""
+    naming_parts = [part.name for part in _chosen_parts(config) if _names_tensors(part)]
+    if naming_parts:
+        return " and ".join(naming_parts)
+    return "" if family.in_transformers else family.architecture
 
 
 def _mismatches(family: Family, config: Config) -> list[str]:
+    """Describes keys of a model with values that the family does not have."""
     values = model_config_values(config)
-    own = part_keys(family, config)
+    own_keys = part_keys(family, config)
     read_there = drop_unused_keys(values | family.parts, family.parts)
-    found = [
-        f"{name}={_shown(values[name])}, not {_shown(wanted)}"
-        for name, wanted in drop_unused_keys(values, read_there).items()
-        if values[name] != wanted and name not in own
+    differences = [
+        f"{name}={_shown(values[name])}, not {_shown(family_value)}"
+        for name, family_value in drop_unused_keys(values, read_there).items()
+        if values[name] != family_value and name not in own_keys
     ]
     written = _written(family, values)
     for setting in family.settings:
@@ -257,21 +316,24 @@ def _mismatches(family: Family, config: Config) -> list[str]:
             continue
         name = setting.keys[0]
         value = values[setting.keys[0]]
-        wanted = evaluate(setting.default, written) if setting.is_computed else REQUIRED
-        if any(values[other] != value for other in setting.keys):
-            found.append(" and ".join(f"{one}={values[one]}" for one in setting.keys))
+        computed_value = evaluate(setting.default, written) if setting.is_computed else REQUIRED
+        if any(values[key] != value for key in setting.keys):
+            differences.append(" and ".join(f"{key}={values[key]}" for key in setting.keys))
         # REQUIRED if a size it depends on does not fit, which is already reported.
-        elif wanted not in (value, REQUIRED):
-            found.append(f"{name}={value}, not {wanted}")
+        elif computed_value not in (value, REQUIRED):
+            differences.append(f"{name}={value}, not {computed_value}")
         elif setting.is_written and written[setting.name] is REQUIRED:
-            found.append(f"{name}={_shown(value)}")
-    return found
+            differences.append(f"{name}={_shown(value)}")
+    return differences
 
 
 def _written(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns config.json values by setting, REQUIRED where it has no value."""
-    settings = (one for one in family.settings if one.is_written and _is_relevant(one, values))
-    return {setting.name: setting.to_hf_value(values) for setting in settings}
+    return {
+        setting.name: setting.to_hf_value(values)
+        for setting in family.settings
+        if setting.is_written and _is_relevant(setting, values)
+    }
 
 
 def _shown(value: Any) -> str:
@@ -292,16 +354,16 @@ def model_config_values(config: Config) -> dict[str, Any]:
         values["max_target_length"] = values["trainable_position_size"]
     # Slot numbers without -1, and zooms if different, else -1.
     values["zoom_dim"] = 0.0
-    for place in get_args(SlotPlace):
-        number = pattention.num_slots(place, dimensions.emb_dim)
-        zoom = pattention.zoom(place, dimensions.emb_dim)
-        values[f"{place}_slot_num"] = number
-        values[f"zoom_dims.{place}"] = -1.0 if zoom == number else zoom
+    for slots_place in get_args(SlotPlace):
+        num_slots = pattention.num_slots(slots_place, dimensions.emb_dim)
+        zoom = pattention.zoom(slots_place, dimensions.emb_dim)
+        values[f"{slots_place}_slot_num"] = num_slots
+        values[f"zoom_dims.{slots_place}"] = -1.0 if zoom == num_slots else zoom
     # slot_num is the query/key/value count, which other places default to.
     values |= {"slot_num": values["qkv_slot_num"], "qkv_slot_num": -1}
     experts = model.mixture_of_experts
     mlp_activations = model.feed_forward.mlp_activations
-    has_experts = all(one.config.mixture_of_experts.num_experts > 1 for one in model.layers)
+    has_experts = all(layer.config.mixture_of_experts.num_experts > 1 for layer in model.layers)
     equivalent = (  # key, default, whether its value means the same
         # dense_conn distinguishes the two.
         ("connection_type", "auto", model.block.connection_type in ("residual", "dense")),
@@ -315,6 +377,7 @@ def model_config_values(config: Config) -> dict[str, Any]:
 
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
+    """Returns the config.json of a model that fits the family (`find_family`)."""
     values = model_config_values(config)
     result: dict[str, Any] = {"architectures": [family.architecture]}
     if family.has_model_type:
@@ -323,12 +386,13 @@ def to_config_json(family: Family, config: Config) -> dict[str, Any]:
         result["auto_map"] = dict(family.auto_map)
     for setting, value in _written(family, values).items():
         *objects, name = setting.split(".")
-        place = result.setdefault(objects[0], {}) if objects else result
-        place[name] = value
+        target_object = result.setdefault(objects[0], {}) if objects else result
+        target_object[name] = value
     if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
         del result[_ROPE_SCALING]  # the default, also in versions that lack this value
-    if own := part_keys(family, config):
-        result[_MAXTEXT_OBJECT] = own
+    own_keys = part_keys(family, config)
+    if own_keys:
+        result[_MAXTEXT_OBJECT] = own_keys
     return result
 
 

@@ -27,11 +27,12 @@ from MaxText.conversion.family import Family
 from MaxText.conversion.hf_checkpoint import CONFIG, GENERATION_CONFIG, SAFETENSORS
 from MaxText.conversion.hf_import import TensorMap
 from MaxText.conversion.tokenizer_copy import write_json
-from MaxText.conversion.weight_source import WeightSource, abstract_model, unflatten
+from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.errors import UserError
 from MaxText.layers.batch import Batch
 from MaxText.layers.feed_forward.pattention import slot_place, slots_by_place
 from MaxText.storage.atomic import apply_umask
+from MaxText.training.backend_defaults import abstract_model
 
 # Relative to the largest logit. Both use float32, in another order; measured: 2e-6 for GPT-2 sizes.
 LOGITS_TOLERANCE = 1e-4
@@ -48,14 +49,21 @@ def write_folder(
     weights: WeightSource,
     family: Family,
     record: Mapping[str, Any],
+    *,
     dtype: str = "",
     max_shard_bytes: int = 10**9,
     token_ids: Mapping[str, int] = {},
 ) -> list[str]:
     """Writes tensors and configurations; returns the names of the files.
 
-    `record` is that of an import, `dtype` of all tensors ("": the stored formats), `token_ids` are
-    of the tokenizer. Raises UserError if float16 overflows.
+    Args:
+      record: That of the import, if the model was imported.
+      dtype: Of all tensors; empty for the stored formats.
+      max_shard_bytes: Larger results are split into several files.
+      token_ids: Of the tokenizer, by name in config.json.
+
+    Raises:
+      UserError: If float16 overflows.
     """
     tensor_map = TensorMap(family, weights.model)
     narrowed = record.get("formats") or {}
@@ -71,15 +79,15 @@ def write_folder(
         for names, group in tensor_map.groups.items():
             arrays = [weights.read(name) for name in names]
             for tensor in group:
-                whole = tensor.row.join([array[tensor.index] for array in arrays])
-                yield tensor.name, _cast(tensor.name, whole, specs[tensor.name].dtype)
+                joined = tensor.row.join([array[tensor.index] for array in arrays])
+                yield tensor.name, _cast(tensor.name, joined, specs[tensor.name].dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.
-    named = _TOKEN_IDS if family.has_model_type else token_ids
-    ids = {name: token_ids.get(name) for name in named}
+    id_names = _TOKEN_IDS if family.has_model_type else token_ids
+    ids = {name: token_ids.get(name) for name in id_names}
     config = hf_config.to_config_json(family, weights.config)
     config |= {"torch_dtype": sizes.most_common(1)[0][0], **ids}
-    config |= _kept(family, record.get("config") or {}, is_cast=bool(dtype))
+    config |= _imported_keys(family, record.get("config") or {}, is_cast=bool(dtype))
     write_json(folder / CONFIG, config)
     names = [CONFIG]
     generation = record.get("generation_config")
@@ -94,6 +102,7 @@ def write_folder(
 
 
 def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Casts a tensor; UserError if float16 overflows."""
     with np.errstate(over="ignore"):
         cast = array.astype(dtype, copy=False)
     if dtype == np.float16 and np.isinf(cast).any() and not np.isinf(array).any():
@@ -104,8 +113,8 @@ def _cast(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return cast
 
 
-def _kept(family: Family, config: Mapping[str, Any], is_cast: bool) -> dict[str, Any]:
-    """Returns keys of an imported config.json, without those of tables."""
+def _imported_keys(family: Family, config: Mapping[str, Any], is_cast: bool) -> dict[str, Any]:
+    """Returns keys of an imported config.json to write again: those that no table determines."""
     if hf_config.lookup_family(config) is not family:
         return {}
     determined = hf_config.table_names(family)
@@ -121,25 +130,28 @@ def write_safetensors(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> list[str]:
-    """Writes `tensors` in the order of `specs`; returns the file names.
+    """Writes tensors; returns the file names.
 
-    Writes several files and an index if they exceed `max_shard_bytes`.
+    Args:
+      specs: Shape and dtype of each tensor, in the order of the files.
+      tensors: Names and values, in any order. A file is written when it has all of its tensors.
+      max_shard_bytes: Writes several files and an index if the tensors exceed it.
     """
     # The factory groups tensors that share memory; no storage id means none do.
     split = split_state_dict_into_shards_factory(
-        {name: one.size * one.dtype.itemsize for name, one in specs.items()},
+        {name: spec.size * spec.dtype.itemsize for name, spec in specs.items()},
         get_storage_size=lambda size: size,
         get_storage_id=lambda size: None,
         filename_pattern=SAFETENSORS.replace(".", "{suffix}."),
         max_shard_size=max_shard_bytes,
     )
-    waiting: dict[str, dict[str, np.ndarray]] = {}  # by file
+    unwritten: dict[str, dict[str, np.ndarray]] = {}  # by file
     for name, tensor in tensors:
         file = split.tensor_to_filename[name]
-        waiting.setdefault(file, {})[name] = np.ascontiguousarray(tensor)
-        if len(waiting[file]) == len(split.filename_to_tensors[file]):
+        unwritten.setdefault(file, {})[name] = np.ascontiguousarray(tensor)
+        if len(unwritten[file]) == len(split.filename_to_tensors[file]):
             # transformers refuses files without a format.
-            save_file(waiting.pop(file), folder / file, {"format": "pt"})
+            save_file(unwritten.pop(file), folder / file, {"format": "pt"})
             apply_umask(folder / file)  # safetensors leaves it readable by the owner only
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -148,7 +160,9 @@ def write_safetensors(
 
 
 _LAST = ("gelu_l2_norm", "l2_norm")  # normalize_type that applies sqrt(zoom) last
-_NO_ZOOM = {"zoom_dim": 0.0} | {f"zoom_dims.{place}": -1.0 for place in get_args(SlotPlace)}
+_NO_ZOOM = {"zoom_dim": 0.0} | {
+    f"zoom_dims.{slots_place}": -1.0 for slots_place in get_args(SlotPlace)
+}
 
 
 class FoldedWeights(WeightSource):
@@ -176,24 +190,29 @@ def fold_zoom_into_values(weights: WeightSource) -> tuple[WeightSource, str]:
     pattention = config.model.pattention
     emb_dim = config.model.shape.dimensions.emb_dim
     factors = {}
-    for name in weights.model.parameters if pattention.normalize_type in _LAST else ():
-        place = slot_place(name)
-        if place and name.endswith("values/kernel"):
-            ratio = pattention.zoom(place, emb_dim) / pattention.num_slots(place, emb_dim)
-            factors |= {name: math.sqrt(ratio)} if ratio != 1 else {}
+    if pattention.normalize_type not in _LAST:
+        return weights, ""
+    for name in weights.model.parameters:
+        slots_place = slot_place(name)
+        if slots_place and name.endswith("values/kernel"):
+            num_slots = pattention.num_slots(slots_place, emb_dim)
+            ratio = pattention.zoom(slots_place, emb_dim) / num_slots
+            if ratio != 1:
+                factors[name] = math.sqrt(ratio)
     if not factors:
         return weights, ""
-    words = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
-    without = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
-    return FoldedWeights(weights, without, factors), (
+    factors_by_place = slots_by_place({name: f"{factor:.4g}" for name, factor in factors.items()})
+    config_without_zoom = schema.unflatten(schema.flatten(config) | _NO_ZOOM)
+    return FoldedWeights(weights, config_without_zoom, factors), (
         "The layout has no zoom: value slots are multiplied by sqrt(zoom / slots), which keeps "
-        f"the function: {words}"
+        f"the function: {factors_by_place}"
     )
 
 
 def check_verifiable(family: Family, config: Config) -> None:
     """Refuses an impossible verification before any work is done."""
-    if absent := hf_config.absent_in_transformers(family, config):
+    absent = hf_config.absent_in_transformers(family, config)
+    if absent:
         raise UserError(
             f"--verify compares with transformers, which has no {absent}. Remove --verify."
         )
@@ -207,11 +226,22 @@ def check_verifiable(family: Family, config: Config) -> None:
 
 
 def verify(
-    weights: WeightSource, folder: Path, shown: str, log: Callable[[str], None], dtype: str = ""
+    weights: WeightSource,
+    folder: Path,
+    shown_folder: str,
+    log: Callable[[str], None],
+    dtype: str = "",
 ) -> None:
-    """Compares logits and loss of random tokens; UserError if they differ.
+    """Compares logits and loss of random tokens with those of transformers.
 
-    With `dtype`, our tensors are rounded to it like the exported ones.
+    Args:
+      folder: A Hugging Face folder with the same weights.
+      shown_folder: Its name in messages.
+      log: Gets a line with the differences.
+      dtype: Our tensors are rounded to it, like the exported ones; empty if they were not.
+
+    Raises:
+      UserError: If they differ.
     """
     config = weights.config.model
     length = min(_LENGTH, config.shape.max_target_length)
@@ -230,28 +260,30 @@ def verify(
     is_close = difference <= LOGITS_TOLERANCE * max(1.0, largest)
     if not (is_close and abs(our_loss - their_loss) <= LOSS_TOLERANCE * their_loss):
         raise UserError(
-            f"{shown} gives different results in transformers: {line}. Nothing was written. "
+            f"{shown_folder} gives different results in transformers: {line}. Nothing was written. "
             "Please report this with the folder's config.json."
         )
     log(f"Verified: {line}")
 
 
 def _our_logits(weights: WeightSource, tokens: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns the logits [B, T, V] of this program's model, on CPU in float32."""
     exact = {"dtype": "float32", "matmul_precision": "highest"}
-    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact))
+    model = abstract_model(schema.unflatten(schema.flatten(weights.config) | exact).model)
     formats = {name: dtype or weights.formats[name] for name in model.parameters}
     params = unflatten({name: weights.read(name).astype(kind) for name, kind in formats.items()})
 
     @jax.jit
-    def run(params, tokens_BT):
+    def compute_logits(params, tokens_BT):
         decoder = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), params))
         return decoder(Batch(tokens_BT, tokens_BT, jnp.ones(tokens_BT.shape)))
 
     with jax.default_device(jax.devices("cpu")[0]):
-        return np.asarray(run(params, tokens))
+        return np.asarray(compute_logits(params, tokens))
 
 
 def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Returns the logits [B, T, V] of transformers' model, on CPU in float32."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -263,6 +295,7 @@ def _their_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """Returns the mean cross-entropy of the next tokens."""
     scores = logits[:, :-1].astype(np.float64)
     chosen = np.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
     return float((np.logaddexp.reduce(scores, axis=-1) - chosen).mean())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from etils import epath
 from flax import serialization, traverse_util
 
 from MaxText.checkpointing.compatibility import ArraySpec
@@ -33,28 +34,34 @@ from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.interface import read_json
 from MaxText.layers.assembly.block_variants import mixer_class
 from MaxText.layers.assembly.model import Model
+from MaxText.layers.part import Part
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.storage.paths import parse_path
 
 
 class MappedTensor(NamedTuple):
+    """A tensor of a model in another program's format."""
+
     name: str  # with layer numbers filled in
     row: WeightMapping
     param_names: tuple[str, ...]  # parameters that it is part of
     index: tuple[int, ...]  # into them: layer and expert, if they hold several
     part: tuple[int, ...]  # shape of what it holds of each
-    legacy_names: tuple[str, ...] = ()
+    legacy_names: tuple[str, ...] = ()  # alternative names in published files
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in the file."""
         return self.row.hf_shape(self.part)
 
 
 class TensorMap:
     """A family's rows, with the sizes of one model.
 
-    `groups` maps parameters to the tensors they share, layer by layer; converting one needs all of
-    the other. `sources` maps a parameter to its tensors: one, or one per layer and expert.
+    Attributes:
+      groups: Maps parameters to the tensors they share, layer by layer; converting one needs all of
+        the other.
+      sources: Maps a parameter to its tensors: one, or one per layer and expert.
     """
 
     def __init__(self, family: Family, model: Model, rows: Sequence[WeightMapping] | None = None):
@@ -63,8 +70,9 @@ class TensorMap:
         self.model = model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
         self._num_layers = model.config.shape.dimensions.num_layers
-        for row, layer in self._declared() if rows is None else ():
-            self._add(row, layer, self._stored(row, layer))
+        if rows is None:
+            for row, layer in self._declared():
+                self._add(row, layer, self._stored(row, layer))
         declared = {(tensor.param_names[0], tensor.index) for tensor in self.tensors}
         for row in family.rows if rows is None else rows:
             for layer in range(self._num_layers) if row.in_layers else (0,):
@@ -72,7 +80,8 @@ class TensorMap:
                 if stored[0] not in declared and all(self._fits(row, name) for name, _ in stored):
                     self._add(row, layer, stored)
         self.sources = {name: group for names, group in self.groups.items() for name in names}
-        if unknown := sorted(set(model.parameters) - set(self.sources)):
+        unknown = sorted(set(model.parameters) - set(self.sources))
+        if unknown:
             raise UserError(
                 f"the format {family.model_type} has no tensors for {', '.join(unknown)}.\n"
                 "  What to do: map them in the part's hugging_face_names, or keep the checkpoint "
@@ -81,71 +90,117 @@ class TensorMap:
         assert sum(map(len, self.groups)) == len(self.sources), "the table has arrays twice"
 
     def _declared(self) -> Iterator[tuple[WeightMapping, int]]:
-        for layer, one in enumerate(self.model.config.layers):
-            feed_forward = lookup("feed_forward", one.config.feed_forward.feed_forward_type)
-            for folder, part in (("self_attention", mixer_class(one)), ("mlp", feed_forward)):
-                for param, hf_name in part.hugging_face_names.items() if part else ():
-                    name = f"{folder}/{param}"
-                    if spec := self.model.parameters.get(self.model.stored(layer, name)[0]):
-                        hf_name = self.family.in_layer + hf_name
-                        yield WeightMapping(hf_name, f"layers/{name}", *_linear(spec)), layer
+        """Yields rows that parts of the layers declare (`hugging_face_names`), with the layer."""
+        for layer, layer_config in enumerate(self.model.config.layers):
+            feed_forward_type = layer_config.config.feed_forward.feed_forward_type
+            hf_names = _declared_names("self_attention", mixer_class(layer_config))
+            hf_names |= _declared_names("mlp", lookup("feed_forward", feed_forward_type))
+            for name, hf_name in hf_names.items():
+                stored_name, _ = self.model.stored(layer, name)
+                spec = self.model.parameters.get(stored_name)
+                if spec is not None:
+                    hf_axes, param_axes = _linear(spec)
+                    row = WeightMapping(
+                        self.family.in_layer + hf_name, f"layers/{name}", hf_axes, param_axes
+                    )
+                    yield row, layer
 
     def _stored(self, row: WeightMapping, layer: int) -> list[tuple[str, tuple[int, ...]]]:
         """Returns the stored arrays of a row in a layer, and the index in each."""
         stored = []
-        for name in row.param_names:
-            found = numbered(name, self._num_layers, layer)
-            folder, _, within = found.partition("/")
-            found, index = self.model.stored(layer, within) if folder == "layers" else (found, None)
-            stored.append((found, () if index is None else (index,)))
+        for template in row.param_names:
+            name = numbered(template, self._num_layers, layer)
+            index = None
+            folder, _, within = name.partition("/")
+            if folder == "layers":
+                name, index = self.model.stored(layer, within)
+            stored.append((name, () if index is None else (index,)))
         return stored
 
     def _fits(self, row: WeightMapping, name: str) -> bool:
+        """Returns whether a row's pattern is for arrays of the rank of a parameter."""
         num_dims = len(row.param_axes.split())
         return name in self.model.parameters and len(self._part(row, name)) == num_dims
 
     def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
+        """Returns the shape of what one tensor holds of a parameter: one layer, one expert."""
         param = self.model.parameters[name]
-        return param.shape[("layers" in param.logical_axes) + row.in_experts :]
+        shape = param.shape
+        if "layers" in param.logical_axes:
+            shape = shape[1:]
+        return shape[1:] if row.in_experts else shape
 
     def _add(
         self, row: WeightMapping, layer: int, stored: Sequence[tuple[str, tuple[int, ...]]]
     ) -> None:
+        """Adds the tensors of a row in a layer: one, or one for each expert.
+
+        Args:
+          stored: Of `_stored`.
+        """
         names = tuple(name for name, _ in stored)
-        outer = stored[0][1]
+        _, layer_index = stored[0]
         tensors = self.groups.setdefault(names, [])
         part = self._part(row, names[0])
         num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
         for expert in range(num_experts):
             hf_name, *legacy_names = (
-                numbered(one, self._num_layers, layer, expert)
-                for one in (row.hf_name, *row.legacy_names)
+                numbered(template, self._num_layers, layer, expert)
+                for template in (row.hf_name, *row.legacy_names)
             )
-            index = (*outer, expert) if row.in_experts else outer
-            tensors.append(MappedTensor(hf_name, row, names, index, part, tuple(legacy_names)))
+            tensors.append(
+                MappedTensor(
+                    name=hf_name,
+                    row=row,
+                    param_names=names,
+                    index=(*layer_index, expert) if row.in_experts else layer_index,
+                    part=part,
+                    legacy_names=tuple(legacy_names),
+                )
+            )
 
     @property
     def tensors(self) -> list[MappedTensor]:
+        """All tensors of the model."""
         return [tensor for group in self.groups.values() for tensor in group]
 
     def formats(self, stored: Mapping[str, str]) -> dict[str, np.dtype]:
-        """Returns the formats of parameters, from those of tensors by name."""
+        """Returns the formats of parameters.
+
+        Args:
+          stored: The formats of tensors, by name.
+        """
         return {
             name: common_format(stored[tensor.name] for tensor in self.sources[name])
             for name in self.model.parameters
         }
 
     def array(self, name: str, dtype: np.dtype, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """Assembles a parameter from tensors read one at a time by name."""
+        """Assembles a parameter.
+
+        Args:
+          name: Of the parameter.
+          dtype: Of the result.
+          read: Reads a tensor by name; called for one at a time.
+        """
         array = np.empty(self.model.parameters[name].shape, dtype)
-        for one in self.sources[name]:
-            parts = one.row.split(read(one.name), one.part)
-            array[one.index] = parts[one.param_names.index(name)]
+        for tensor in self.sources[name]:
+            parts = tensor.row.split(read(tensor.name), tensor.part)
+            array[tensor.index] = parts[tensor.param_names.index(name)]
         return array
 
 
+def _declared_names(folder: str, part: type[Part] | None) -> dict[str, str]:
+    """Returns `hugging_face_names` of a part of a layer, by "folder/parameter"."""
+    hf_names = part.hugging_face_names if part else {}
+    return {f"{folder}/{param}": hf_name for param, hf_name in hf_names.items()}
+
+
 def _linear(spec: ParamSpec) -> tuple[str, str]:
-    """Returns patterns of torch.nn.Linear, [outputs, inputs], for matrices."""
+    """Returns the patterns of the tensor and of the parameter for a declared name.
+
+    A matrix is stored as torch.nn.Linear does, [outputs, inputs]; anything else as it is.
+    """
     names = [name for name in spec.logical_axes if name != "layers"]
     letters = "ABCDEFGHIKLM"[: len(names)]
     matrix = letters.replace("", " ")
@@ -162,34 +217,47 @@ _TIED = "tie_word_embeddings"
 
 
 class HFWeights(WeightSource):
-    """Weights of a Hugging Face checkpoint; `keys` is its model configuration."""
+    """Weights of a Hugging Face checkpoint.
 
-    def __init__(self, folder: Path, given: Mapping[str, Any] | None = None):
-        """Reads config.json and tensor shapes. `given` keys override config.json."""
+    Attributes:
+      keys: Its model configuration, by key.
+      notes: Lines for the user on how the folder was read.
+    """
+
+    def __init__(self, folder: Path, user_keys: Mapping[str, Any] | None = None):
+        """Reads config.json and tensor shapes; UserError if they do not fit.
+
+        Args:
+          user_keys: Keys that override config.json.
+        """
         self.folder = folder
-        self.notes: list[str] = []  # on how the folder was read, for the user
+        self.notes: list[str] = []
         self.config_json = read_json(folder / CONFIG)
         self.family = resolve_family(self.config_json, str(folder))
-        self.place = f"{folder} ({self.family.architecture})"
-        self._build_model(given or {})
+        self.description = f"{folder} ({self.family.architecture})"
+        self._build_model(user_keys or {})
         self.files = TensorFiles(folder, self.config_json)
         self._names = self._match()
-        if warning := self._warning_of_tied_head():
+        warning = self._warning_of_tied_head()
+        if warning:
             self.config_json = {**self.config_json, _TIED: False}
-            self._build_model(given or {})
+            self._build_model(user_keys or {})
             self._names = self._match()
             self.notes.append(warning)
-        self._stored = {x: self.files.found[name].dtype for x, name in self._names.items()}
-        self.formats = self.map.formats(self._stored)
+        self._stored_formats = {
+            name: self.files.found[file_name].dtype for name, file_name in self._names.items()
+        }
+        self.formats = self.map.formats(self._stored_formats)
 
-    def _build_model(self, given: Mapping[str, Any]) -> None:
-        keys = config_from_hf(self.family, self.config_json, str(self.folder), given)
+    def _build_model(self, user_keys: Mapping[str, Any]) -> None:
+        """Sets the configuration and the model of config.json, and their tensors."""
+        keys = config_from_hf(self.family, self.config_json, str(self.folder), user_keys)
         try:
             super().__init__(load_config(**keys))
         except ConfigurationError as error:
             raise UserError(f"{self.folder}: the model of its {CONFIG} has {error}") from error
         resolved = with_entries(flatten(self.config))
-        self.keys = {name: resolved[name] for name in (ALIASES.get(one, one) for one in keys)}
+        self.keys = {name: resolved[name] for name in (ALIASES.get(key, key) for key in keys)}
         self.map = TensorMap(self.family, self.model)
 
     def _match(self) -> dict[str, str]:
@@ -207,12 +275,14 @@ class HFWeights(WeightSource):
         # Of a tied model, transformers takes whichever of the two is there.
         alternatives[self._table] = (*alternatives[self._table], *heads)
         names = {
-            name: next((one for one in possible if one in file_names), name)
-            for name, possible in alternatives.items()
+            name: next((candidate for candidate in candidates if candidate in file_names), name)
+            for name, candidates in alternatives.items()
         }
-        extra = file_names.keys() - names.values()
-        self._head = next((file_names[name] for name in heads if name in extra), None)
-        ignored = {name for name in extra if name in heads or name.endswith(self.family.ignored)}
+        extra_names = file_names.keys() - names.values()
+        self._head = next((file_names[name] for name in heads if name in extra_names), None)
+        ignored = {
+            name for name in extra_names if name in heads or name.endswith(self.family.ignored)
+        }
         check_arrays(
             {
                 name: self.files.found[file_name]
@@ -223,10 +293,11 @@ class HFWeights(WeightSource):
             f"{self.folder} does not hold the {self.family.model_type} model of its {CONFIG}",
             f"Check that {CONFIG} and the tensors belong together.",
         )
-        return {name: file_names[possible] for name, possible in names.items()}
+        return {name: file_names[candidates] for name, candidates in names.items()}
 
     @property
     def _table(self) -> str:
+        """The name of the token table."""
         return self.map.sources["token_embedder/embedding"][0].name
 
     def _alternatives(self, tensor: MappedTensor) -> tuple[str, ...]:
@@ -266,12 +337,13 @@ class HFWeights(WeightSource):
     def widened(self) -> dict[str, str]:
         """Formats of tensors stored in a narrower format than their array here."""
         return {
-            tensor.name: self._stored[tensor.name]
+            tensor.name: self._stored_formats[tensor.name]
             for tensor in self.map.tensors
-            if self._stored[tensor.name] != self.formats[tensor.param_names[0]].name
+            if self._stored_formats[tensor.name] != self.formats[tensor.param_names[0]].name
         }
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked; UserError if it is not finite."""
         return self.map.array(name, self.formats[name], self._read_tensor)
 
     def _read_tensor(self, name: str) -> np.ndarray:
@@ -281,15 +353,21 @@ class HFWeights(WeightSource):
         return tensor
 
 
-def open_weights(
+def open_hf_weights(
     path: str, key: str, config_flat: Mapping[str, Any]
 ) -> tuple[HFWeights, dict[str, Any]]:
-    """Returns the weights, and the configuration updated from config.json."""
-    given = {}
+    """Returns the weights, and the configuration updated from config.json.
+
+    Args:
+      path: hf:FOLDER, hf:HUB_ID or a folder with a config.json.
+      key: The configuration key with this value, for messages.
+      config_flat: The configuration of the run by key.
+    """
+    user_keys = {}
     if config_flat["position_embedding"] != "learned":
         # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
-        given["max_target_length"] = config_flat["max_target_length"]
-    weights = HFWeights(resolve_hf_path(path, key), given)
+        user_keys["max_target_length"] = config_flat["max_target_length"]
+    weights = HFWeights(resolve_hf_path(path, key), user_keys)
     stored_flat = with_entries(flatten(weights.config))
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}
 
@@ -298,6 +376,8 @@ _STEP = re.compile(r"params_(\d+)")
 
 
 class FattoribCheckpoint(WeightSource):
+    """Weights of a Flax checkpoint of fattorib/transformer."""
+
     def __init__(self, path: str, config: Config):
         """Reads the whole file, because msgpack has no index.
 
@@ -312,37 +392,48 @@ class FattoribCheckpoint(WeightSource):
                 f"from=fattorib:{path}: the configuration is not a fattorib/transformer model; use "
                 f"the one that was trained, for example model_name=fattorib-base: {error}"
             ) from error
-        self.place = _find_params(parse_path(path, "from"), path)
-        self._arrays = _read_msgpack(self.place)
+        self.description = _find_params(parse_path(path, "from"), path)
+        self._arrays = _read_msgpack(self.description)
         check_arrays(
             {name: ArraySpec(array.shape, array.dtype) for name, array in self._arrays.items()},
             {tensor.name: tensor.shape for tensor in self.map.tensors},
-            f"{self.place} does not hold the model of the configuration",
+            f"{self.description} does not hold the model of the configuration",
             "Use the model that was trained, for example model_name=fattorib-base.",
         )
         stored = {name: array.dtype.name for name, array in self._arrays.items()}
         self.formats = self.map.formats(stored)
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked; UserError if it is not finite."""
         return self.map.array(name, self.formats[name], self._read_array)
 
     def _read_array(self, name: str) -> np.ndarray:
-        require_finite(self._arrays[name], name, self.place)
+        require_finite(self._arrays[name], name, self.description)
         return self._arrays[name]
 
 
-def _find_params(path: Any, given: str) -> Any:
+def _find_params(path: epath.Path, shown_path: str) -> epath.Path:
+    """Returns a file of parameters, or the newest one of a folder.
+
+    Args:
+      shown_path: The path as the user wrote it, for messages.
+    """
     if path.is_dir():
-        steps = {int(m[1]): file for file in path.iterdir() if (m := _STEP.fullmatch(file.name))}
-        if not steps:
-            raise UserError(f"{given} has no file params_STEP.")
-        return steps[max(steps)]
+        files = {}
+        for file in path.iterdir():
+            match = _STEP.fullmatch(file.name)
+            if match:
+                files[int(match[1])] = file
+        if not files:
+            raise UserError(f"{shown_path} has no file params_STEP.")
+        return files[max(files)]
     if not path.exists():
-        raise UserError(f"{given} does not exist.")
+        raise UserError(f"{shown_path} does not exist.")
     return path
 
 
-def _read_msgpack(file: Any) -> dict[str, np.ndarray]:
+def _read_msgpack(file: epath.Path) -> dict[str, np.ndarray]:
+    """Returns the arrays of a Flax msgpack file by path, without outer keys `params`."""
     try:
         tree = serialization.msgpack_restore(file.read_bytes())
     except Exception as error:

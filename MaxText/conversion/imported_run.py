@@ -87,6 +87,7 @@ class _LazyArray:
         self._read = functools.partial(weights.read, name)
 
     def read(self) -> np.ndarray:
+        """Returns the array and remembers its checksum."""
         array = self._read()
         assert (array.shape, array.dtype) == (self.shape, self.dtype), (array.shape, self.shape)
         self.checksum = host_checksum(array)
@@ -129,13 +130,20 @@ def write_run(
     comment: list[str],
     extra_metadata: Mapping[str, Any],
 ) -> None:
-    """Writes a run folder; `extra_metadata` extends train.py's metadata."""
+    """Writes a run folder.
+
+    Args:
+      folder: Must not exist.
+      keys: The keys of its config.yml.
+      comment: The lines at the top of config.yml.
+      extra_metadata: Added to train.py's metadata of the checkpoint.
+    """
     import orbax.checkpoint as ocp
 
     from MaxText.checkpointing import verified_save
 
     folder.mkdir()
-    lazy = {name: _LazyArray(weights, name) for name in weights.model.parameters}
+    lazy_arrays = {name: _LazyArray(weights, name) for name in weights.model.parameters}
     failures: list[BaseException] = []
     registry = _streaming_type_handlers(failures)
     handlers = verified_save.handler_registry(
@@ -143,7 +151,7 @@ def write_run(
     )
     step = LiteralPath(os.path.abspath(folder / checkpoint_files.CHECKPOINTS / "0"))
     metadata = {
-        **checkpoint_metadata(flatten(weights.config), unflatten(lazy)),
+        **checkpoint_metadata(flatten(weights.config), unflatten(lazy_arrays)),
         checkpoint_files.PARAMETERS_ONLY: True,
         **extra_metadata,
     }
@@ -151,14 +159,14 @@ def write_run(
         with ocp.Checkpointer(
             ocp.CompositeCheckpointHandler(handler_registry=handlers)
         ) as checkpointer:
-            items = ocp.args.PyTreeSave({"params": unflatten(lazy)})
+            items = ocp.args.PyTreeSave({"params": unflatten(lazy_arrays)})
             checkpointer.save(step, args=ocp.args.Composite(items=items))
     except Exception:
         if not failures:
             raise
     if failures:
         raise failures[0]
-    checksums = {f"params/{name}": array.checksum for name, array in lazy.items()}
+    checksums = {f"params/{name}": array.checksum for name, array in lazy_arrays.items()}
     stored = checkpoint_files.StoredCheckpoint(step / checkpoint_files.ITEMS, 0)
     stored.write_metadata(metadata, checksums)
     text = section_lines([f"# {line}".rstrip() for line in comment], keys)
@@ -166,7 +174,11 @@ def write_run(
 
 
 def log_next_command(target: Path, tokenizer: list[str], log: Callable[[str], None]) -> None:
-    """Reports the written files and how to train from them."""
+    """Reports the written files and how to train from them.
+
+    Args:
+      tokenizer: The files of the tokenizer, if one was copied.
+    """
     copied = f", {RUN_FOLDER_NAME} ({', '.join(tokenizer)})" if tokenizer else ""
     log(f"Wrote {target}: {CONFIG_YML}, checkpoints/0{copied}")
     log(

@@ -66,6 +66,8 @@ _ROTARY = {"query", "key", "query_norm", "key_norm"}  # affected by the rotary e
 
 
 class _ArrayLocation(NamedTuple):
+    """Where MaxText's tree has a parameter."""
+
     paths: list[str]  # one, or several to stack along a new first dimension
     shape: tuple[int, ...]  # of the array at each path
     is_stack: bool = False
@@ -75,9 +77,9 @@ class _ArrayLocation(NamedTuple):
 class MaxTextWeights(WeightSource):
     """Weights of a MaxText checkpoint.
 
-    `query_scaling` tells where 1/sqrt(head_dim) is applied. MaxText's Llama and Mistral fold it
-    into the query weights ("weights"); its gpt3, Qwen3 and other programs scale the scores
-    ("model").
+    Attributes:
+      query_scaling: Where 1/sqrt(head_dim) is applied. MaxText's Llama and Mistral fold it into the
+        query weights ("weights"); its gpt3, Qwen3 and other programs scale the scores ("model").
     """
 
     def __init__(self, path: str, config: Config, query_scaling: str = ""):
@@ -91,11 +93,11 @@ class MaxTextWeights(WeightSource):
         _check_parts(config, query_scaling)
         super().__init__(config)
         self._layer_names = _LAYER_NAMES[config.model.block.normalization_type]
-        given = parse_path(path, "from")
+        folder_path = parse_path(path, "from")
         if "://" not in path:
-            given = given.absolute()  # required by Orbax
-        check_checkpoint_path(given, "from")
-        self.place = self.folder = _find_items(given, path)
+            folder_path = folder_path.absolute()  # required by Orbax
+        check_checkpoint_path(folder_path, "from")
+        self.description = self.folder = _find_items(folder_path, path)
         in_model = (
             config.model.block.normalization_type == "layer_norm"
             or config.model.attention.use_qk_norm
@@ -110,16 +112,17 @@ class MaxTextWeights(WeightSource):
         }
 
     def _match(self) -> dict[str, _ArrayLocation]:
+        """Returns the location of each parameter; UserError if the arrays do not fit."""
         leaves = self._arrays.leaves
-        found = {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
-        is_nested = any(path.startswith("params/params/") for path in found)
+        stored_params = {path: leaf for path, leaf in leaves.items() if path.startswith("params/")}
+        is_nested = any(path.startswith("params/params/") for path in stored_params)
         prefix = "params/params/" if is_nested else "params/"
-        is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in found)
+        is_unrolled = any(path.startswith(f"{prefix}decoder/layers_") for path in stored_params)
         locations = {
             name: self._location(name, prefix, is_unrolled) for name in self.model.parameters
         }
         check_arrays(
-            found,
+            stored_params,
             {path: location.shape for location in locations.values() for path in location.paths},
             f"{self.folder} does not match the configuration",
             "Use the configuration that the checkpoint was trained with, in MaxText's key names: "
@@ -130,6 +133,12 @@ class MaxTextWeights(WeightSource):
         return locations
 
     def _location(self, name: str, prefix: str, is_unrolled: bool) -> _ArrayLocation:
+        """Returns the location of a parameter.
+
+        Args:
+          prefix: Of all paths in the checkpoint.
+          is_unrolled: Whether layers are `layers_0`, `layers_1` and so on.
+        """
         param = self.model.parameters[name]
         num_layers = self.model.config.shape.dimensions.num_layers
         within, layers = self.model.placed(name)
@@ -139,8 +148,8 @@ class MaxTextWeights(WeightSource):
             first, later = _SOURCE_NORM_NAMES
             names = [first, *(later.format(layer=i) for i in range(num_layers))]
         elif name.startswith("connections/after/"):
-            after, within = name.removeprefix("connections/after/").split("/", 1)
-            names = [_CONNECTION_NAMES[within].format(layer=int(after) - 1)]
+            depth, within = name.removeprefix("connections/after/").split("/", 1)
+            names = [_CONNECTION_NAMES[within].format(layer=int(depth) - 1)]
         elif layers is None:
             names = [name if name.startswith("token_embedder/") else f"decoder/{name}"]
         else:
@@ -154,19 +163,24 @@ class MaxTextWeights(WeightSource):
         return _ArrayLocation([prefix + name for name in names], shape, is_stack)
 
     def _layer_name(self, within: str) -> str:
-        if slots := _SLOT_NAMES.get(_slots_of(within)):
+        """Returns MaxText's name of a parameter within a layer."""
+        slots = _SLOT_NAMES.get(_slots_of(within))
+        if slots:
             return f"{slots}/{within.rpartition('/')[2]}"
-        part, _, rest = within.partition("/")
-        return f"{self._layer_names.get(part, part)}/{rest}"
+        part, _, name_in_part = within.partition("/")
+        return f"{self._layer_names.get(part, part)}/{name_in_part}"
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked; UserError for damage."""
         location = self._locations[name]
         parts = [self._arrays.read(path) for path in location.paths]
         array = np.stack(parts) if location.is_stack else parts[0]
         if location.is_scanned:
             array = np.moveaxis(array, _LAYER_AXIS, 0)
-        if (which := _SHARED_SLOTS.get(_slots_of(self.model.placed(name)[0]))) is not None:
-            array = array[..., which, :]
+        name_in_layer, _ = self.model.placed(name)
+        slots_index = _SHARED_SLOTS.get(_slots_of(name_in_layer))
+        if slots_index is not None:
+            array = array[..., slots_index, :]
         is_rotary = not _ROTARY.isdisjoint(name.split("/"))
         if self.config.model.position.rope_type == "llama3.1" and is_rotary:
             # MaxText pairs dimensions 2i and 2i + 1, this program i and i + H/2.
@@ -184,6 +198,7 @@ def _slots_of(within: str) -> str:
 
 
 def _check_parts(config: Config, query_scaling: str) -> None:
+    """Refuses models that MaxText stores in another way than `MaxTextWeights` reads."""
     model = config.model
     if model.attention.attention_projections == "pattention":
         if query_scaling == "weights":
@@ -233,14 +248,22 @@ def _check_parts(config: Config, query_scaling: str) -> None:
         )
 
 
-def _find_items(given: epath.Path, shown: str) -> epath.Path:
-    for folder in (given, given / "checkpoints"):
+def _find_items(path: epath.Path, shown_path: str) -> epath.Path:
+    """Returns the folder of arrays of a run, its newest checkpoint, a step or its items.
+
+    Args:
+      shown_path: The path as the user wrote it, for the message.
+
+    Raises:
+      UserError: If there is none.
+    """
+    for folder in (path, path / "checkpoints"):
         steps = [child for child in list_dir(folder) if child.name.isdigit()]
         for step in (folder, *sorted(steps, key=lambda child: -int(child.name))):
             for items in (step, *(step / name for name in _ITEMS)):
                 if any((items / name).exists() for name in ITEMS_FILES):
                     return items
     raise UserError(
-        f"from=maxtext:{shown}: no checkpoint there. Looked for a run (<run>/checkpoints/<step>/"
-        "items), its checkpoints, a step folder, or its items."
+        f"from=maxtext:{shown_path}: no checkpoint there. Looked for a run "
+        "(<run>/checkpoints/<step>/items), its checkpoints, a step folder, or its items."
     )

@@ -1,15 +1,14 @@
 """Command line of convert.py."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
 
 from MaxText.config import import_modules
-from MaxText.config.command_line import ProgramOptions, read_options
-from MaxText.config.keys import CountOrAuto, Parser, key
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
+from MaxText.config.program_options import option, read_options, whole_number
 from MaxText.config.schema import split_entry
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
@@ -34,54 +33,90 @@ _BELONG_TO = {
 
 
 def _bytes(text: str) -> int:
+    """Parses a size such as "5GB", in powers of 1000; ValueError if it is none."""
     match = _SIZE.fullmatch(text)
-    number = float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " ") if match else 0
-    if number < 1:
+    num_bytes = 0.0
+    if match:
+        unit = match[2].upper() or " "
+        num_bytes = float(match[1]) * 1000 ** " KMGT".index(unit)
+    if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
-    return int(number)
+    return int(num_bytes)
 
 
-class ConvertOptions(ProgramOptions):
+def _length(text: str) -> int:
+    if text == "-1":
+        return -1
+    return whole_number(1)(text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
     """Options of convert.py."""
 
-    REQUIRED = ("from", "to")
-
-    from_: str = key(
+    from_: str = option(
         "",
         "hf:FOLDER or hf:HUB_ID (from the local cache; nothing is downloaded), a run of this "
         "program (its newest checkpoint, or checkpoints/STEP), maxtext:FOLDER, or fattorib:FILE.",
+        required=True,
     )
-    to: str = key("", "hf:FOLDER, a run folder, or a file.")
-    verify: bool = key(
+    to: str = option("", "hf:FOLDER, a run folder, or a file.", required=True)
+    verify: bool = option(
         False,
         "Run both models on the same tokens and compare logits and loss before the result is kept; "
         "needs pip install '.[torch]'.",
     )
-    dtype: Literal["", "float32", "bfloat16", "float16"] = key(
-        "", "Format of exported tensors; default: as stored."
+    dtype: str = option(
+        "",
+        "Format of exported tensors; default: as stored.",
+        choices=("float32", "bfloat16", "float16"),
     )
-    family: Literal["", *FAMILIES] = key(  # type: ignore[valid-type]
-        "", "Export as this family if several match: llama, mistral, ..."
+    family: str = option(
+        "",
+        "Export as this family if several match: llama, mistral, ...",
+        choices=tuple(FAMILIES),
+        metavar="FAMILY",
     )
-    max_shard_size: Annotated[int, Parser(_bytes, "a size such as 5GB")] = key(
-        5_000_000_000, "Split larger exports into several files with an index."
+    max_shard_size: int = option(
+        5_000_000_000,
+        "Split larger exports into several files with an index.",
+        read=_bytes,
+        accepts="a size such as 5GB",
+        metavar="SIZE",
     )
-    tokenizer: str = key("", "Tokenizer to export; default: that of the run's data set.")
-    query_scaling: Literal["", "weights", "model"] = key("", "Of MaxText checkpoints.")
-    export: Literal["", "stablehlo"] = key("", "Write the forward pass as one file.")
-    length: CountOrAuto = key(
-        -1, "Sequence length of export=stablehlo; default: max_target_length.", unit="tokens"
+    tokenizer: str = option("", "Tokenizer to export; default: that of the run's data set.")
+    query_scaling: str = option("", "Of MaxText checkpoints.", choices=("weights", "model"))
+    export: str = option("", "Write the forward pass as one file.", choices=("stablehlo",))
+    length: int = option(
+        -1,
+        "Sequence length of export=stablehlo; default: max_target_length.",
+        read=_length,
+        accepts="an integer, >= 1, or -1 for the default",
+        metavar="TOKENS",
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertArgs(ConvertOptions):
-    source: str  # Hugging Face folder, run, or another program's checkpoint, without prefix
-    source_kind: str  # "hf", "run", "maxtext" or "fattorib"
-    target: Path  # without prefix
-    target_kind: str  # "hf", "run" or "stablehlo"
-    grow: bool  # create a larger model; the target is a run
-    config_file: str  # configuration file argument, or ""
-    keys: dict[str, str]  # train.py's key=value arguments
+    """A requested conversion.
+
+    Attributes:
+      source: Hugging Face folder, run, or another program's checkpoint, without prefix.
+      source_kind: "hf", "run", "maxtext" or "fattorib".
+      target: Path without prefix.
+      target_kind: "hf", "run" or "stablehlo".
+      grow: Whether to create a larger model; the target is then a run.
+      config_file: Configuration file argument, or "".
+      keys: train.py's key=value arguments.
+    """
+
+    source: str
+    source_kind: str
+    target: Path
+    target_kind: str
+    grow: bool
+    config_file: str
+    keys: dict[str, str]
 
     @property
     def arguments(self) -> list[str]:
@@ -95,15 +130,16 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
 
     Raises ConfigurationError with all its problems.
     """
-    options, words = read_options(ConvertOptions, arguments)
-    for word in words.others:
-        if word != GROW:
-            fact = ("write", f"from={word} or to={word}, or {GROW}")
-            issue = ConfigIssue(f"{word}: no such option", ("command line",), (fact,))
-            words.problems.append(issue)
-    for word in words.files[1:]:
-        words.problems.append(ConfigIssue(f"{word}: there is already {words.files[0]}"))
-    words.check()
+    parsed = read_options(ConvertOptions, arguments)
+    options = parsed.options
+    for operand in parsed.operands:
+        if operand != GROW:
+            fact = ("write", f"from={operand} or to={operand}, or {GROW}")
+            issue = ConfigIssue(f"{operand}: no such option", ("command line",), (fact,))
+            parsed.problems.append(issue)
+    for file in parsed.config_files[1:]:
+        parsed.problems.append(ConfigIssue(f"{file}: there is already {parsed.config_files[0]}"))
+    parsed.check()
     kind, colon, path = options.from_.partition(":")
     if colon and kind in OTHER_PROGRAMS:
         source = path
@@ -112,26 +148,31 @@ def parse_arguments(arguments: Sequence[str]) -> ConvertArgs:
         kind = "hf" if is_hf_checkpoint(options.from_) else "run"
     to_hf = options.to.startswith(HUGGING_FACE)
     request = ConvertArgs(
-        **dict(options),
+        **vars(options),
         source=source,
         source_kind=kind,
         target=local_path(options.to.removeprefix(HUGGING_FACE)),
         target_kind="hf" if to_hf else options.export or "run",
-        grow=GROW in words.others,
-        config_file="".join(words.files),
-        keys=dict(word.split("=", 1) for word in words.keys),
+        grow=GROW in parsed.operands,
+        config_file="".join(parsed.config_files),
+        keys=dict(setting.split("=", 1) for setting in parsed.settings),
     )
-    wrong = list((_wrong_growth if request.grow else _wrong_conversion)(request))
-    here = () if request.grow else (f"from {request.source_kind}", f"to {request.target_kind}")
-    for name in words.given:
-        if name in _BELONG_TO and _BELONG_TO[name] not in here:
-            wrong.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
-    if wrong:
-        raise ConfigurationError([ConfigIssue(what) for what in dict.fromkeys(wrong)])
+    if request.grow:
+        problems = list(_growth_problems(request))
+        ends = ()
+    else:
+        problems = list(_conversion_problems(request))
+        ends = (f"from {request.source_kind}", f"to {request.target_kind}")
+    for name in parsed.given:
+        if name in _BELONG_TO and _BELONG_TO[name] not in ends:
+            problems.append(f"{name}={getattr(request, name)} has no effect on this conversion.")
+    if problems:
+        raise ConfigurationError([ConfigIssue(problem) for problem in dict.fromkeys(problems)])
     return request
 
 
-def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
+def _conversion_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to convert."""
     kinds = (request.source_kind, request.target_kind)
     if request.to.startswith(tuple(f"{program}:" for program in OTHER_PROGRAMS)):
         yield f"to={request.to}: this format can only be read. Export to=hf:FOLDER instead."
@@ -157,7 +198,8 @@ def _wrong_conversion(request: ConvertArgs) -> Iterator[str]:
         )
 
 
-def _wrong_growth(request: ConvertArgs) -> Iterator[str]:
+def _growth_problems(request: ConvertArgs) -> Iterator[str]:
+    """Yields what is wrong with a request to grow a model."""
     if request.target_kind != "run" or request.source_kind not in ("run", "hf"):
         yield (
             "grow reads a run or a Hugging Face folder and writes a run: convert.py grow from=RUN "

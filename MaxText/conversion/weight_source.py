@@ -1,8 +1,8 @@
-"""Sources of weights, runs among them; parameters to begin a run with."""
+"""Sources of weights for conversion: arrays under our names, read one at a time."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,48 +11,53 @@ from flax import traverse_util
 
 from MaxText.checkpointing import checkpoint_files, compatibility
 from MaxText.checkpointing.checkpoint_files import CheckpointCorruptedError
-from MaxText.checkpointing.checkpoint_reader import CheckpointReader, read_arrays, read_tree
+from MaxText.checkpointing.checkpoint_reader import read_arrays, read_tree
 from MaxText.checkpointing.checksums import host_checksum
 from MaxText.config import import_modules, schema
 from MaxText.config.schema import Config
 from MaxText.config.serialization import with_current_names
 from MaxText.errors import UserError
-from MaxText.layers.assembly.model import Model
+from MaxText.training.backend_defaults import abstract_model
 
 PARAMS = "params/"
-Log = Callable[[str], None]
 _MAX_LINES = 20
 
 
 class WeightSource:
-    """Arrays under our names, read one at a time."""
+    """Arrays under our names, read one at a time.
 
-    formats: dict[str, np.dtype]  # by parameter name
-    place: Any = ""  # shown to the user
+    Attributes:
+      formats: The dtype of each parameter by name.
+      description: Where the weights are from, for messages.
+      config: The configuration of their model.
+      model: That model, without values: parameter names and shapes.
+    """
+
+    formats: dict[str, np.dtype]
+    description: Any = ""
 
     def __init__(self, config: Config):
         self.config = config
-        self.model = abstract_model(config)  # parameter names and shapes
+        self.model = abstract_model(config.model)
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter, all layers stacked."""
         raise NotImplementedError
 
 
-def abstract_model(config: Config) -> Model:
-    from MaxText.training.backend_defaults import resolve_auto
-
-    return Model(resolve_auto(config.model, "cpu")[0])
-
-
 @contextlib.contextmanager
-def corruption_as_user_error(where: Any, key: str = "") -> Iterator[None]:
-    """Converts CheckpointCorruptedError to UserError, naming a key."""
+def corruption_as_user_error(source: Any, key: str = "") -> Iterator[None]:
+    """Converts CheckpointCorruptedError to UserError.
+
+    Args:
+      source: The checkpoint, for the message.
+      key: The configuration key that names it, if there is one.
+    """
     try:
         yield
     except CheckpointCorruptedError as error:
         raise UserError(
-            f"{key}{': ' if key else ''}the checkpoint at {where} cannot be read: {error}\n"
+            f"{key}{': ' if key else ''}the checkpoint at {source} cannot be read: {error}\n"
             "  Use an older step, or restore the files."
         ) from error
 
@@ -71,31 +76,42 @@ def common_format(formats: Iterable[str]) -> np.dtype:
 
 
 def check_arrays(
-    found: Mapping[str, Any], wanted: Mapping[str, Sequence[int]], what: str, advice: str
+    stored_specs: Mapping[str, Any], shapes: Mapping[str, Sequence[int]], summary: str, advice: str
 ) -> None:
-    """Checks stored arrays (see `mismatches`) against the shapes of a model.
+    """Checks stored arrays against the shapes of a model.
 
-    `what` and `advice` begin and end the message.
+    Args:
+      stored_specs: By name, as `mismatches` takes them.
+      shapes: Of the model, by name.
+      summary: The first line of the message.
+      advice: Its last line.
+
+    Raises:
+      UserError: If names or shapes differ.
     """
     specs = {
         name: compatibility.ArraySpec(tuple(shape), np.dtype("float32"))
-        for name, shape in wanted.items()
+        for name, shape in shapes.items()
     }
-    if problems := compatibility.mismatches(found, specs):
-        more = len(problems) - _MAX_LINES
-        lines = problems[:_MAX_LINES] + ([f"... and {more} more"] if more > 0 else [])
-        raise UserError("\n  ".join([f"{what}:", *lines]) + f"\n{advice}")
+    problems = compatibility.mismatches(stored_specs, specs)
+    if problems:
+        lines = problems[:_MAX_LINES]
+        num_omitted = len(problems) - len(lines)
+        if num_omitted:
+            lines.append(f"... and {num_omitted} more")
+        raise UserError("\n  ".join([f"{summary}:", *lines]) + f"\n{advice}")
 
 
 _CHUNK = 1 << 20  # elements per call, so that temporaries stay small
 
 
-def require_finite(array: np.ndarray, name: str, where: Any) -> None:
+def require_finite(array: np.ndarray, name: str, source: Any) -> None:
     """Refuses weights with NaN or infinity: nothing computed with them is a number.
 
     Args:
         array: of any floating-point format; other formats pass.
-        name: of the tensor, and `where`, the file or checkpoint that it is in, for the message.
+        name: of the tensor, for the message.
+        source: the file or checkpoint that it is in, for the message.
 
     Raises:
         UserError: a weight is not finite.
@@ -111,30 +127,19 @@ def require_finite(array: np.ndarray, name: str, where: Any) -> None:
             num_infinite += int(np.isinf(chunk).sum())
     if num_nan or num_infinite:
         raise UserError(
-            f"{where}: {name} has {num_nan:,} NaN and {num_infinite:,} infinite of "
+            f"{source}: {name} has {num_nan:,} NaN and {num_infinite:,} infinite of "
             f"{flat.size:,} weights. Use a checkpoint from before they appeared, or copy the files "
             "again if they were damaged."
         )
 
 
-def _require_finite_on_device(params: Any, where: Any) -> None:
-    """Refuses restored parameters with NaN or infinity; a collective call."""
-    paths = [compatibility.leaf_path(path) for path, _ in jax.tree.leaves_with_path(params)]
-    leaves = jax.tree.leaves(params)
-    is_finite = jax.jit(lambda arrays: [jax.numpy.isfinite(array).all() for array in arrays])
-    for path, finite in zip(paths, is_finite(leaves), strict=True):
-        if not finite:
-            raise UserError(
-                f"{where}: {path} has NaN or infinite weights. Use a checkpoint from before they "
-                "appeared."
-            )
-
-
 class LazyCheckpointReader:
     """An Orbax PyTree on disk. Verifies checksums if they were saved.
 
-    `leaves` maps paths such as "params/decoder_norm/scale" to shapes and formats, and includes
-    optimizer state; `params` has names such as "decoder_norm/scale".
+    Attributes:
+      leaves: Shape and dtype of all arrays by path, such as "params/decoder_norm/scale", including
+        the optimizer state.
+      params: Those of the parameters, by name, such as "decoder_norm/scale".
     """
 
     def __init__(self, folder: epath.Path):
@@ -148,16 +153,16 @@ class LazyCheckpointReader:
         self.params = {path.removeprefix(PARAMS): leaf for path, leaf in params.items()}
 
     def read(self, path: str) -> np.ndarray:
+        """Returns one array by its path; UserError for damage, or weights that are not finite."""
         import orbax.checkpoint as ocp
 
-        which = self._paths.index(path)
+        index = self._paths.index(path)
         checksums = self._stored.metadata.checksums
-        items: list[Any] = [ocp.PLACEHOLDER] * len(self._paths)
-        items[which] = 0
-        arguments = [ocp.RestoreArgs(restore_type=np.ndarray)] * len(items)
+        leaves = [0] * len(self._paths)
+        arguments = [ocp.RestoreArgs(restore_type=np.ndarray) for _ in leaves]
         with corruption_as_user_error(self._stored):
-            restored = read_arrays(self._stored, self._structure, items, arguments)
-            array = np.asarray(restored[which])
+            arrays = read_arrays(self._stored, self._structure, leaves, arguments, only=[index])
+            array = np.asarray(arrays[index])
             if checksums is not None and host_checksum(array) != checksums[path]:
                 raise CheckpointCorruptedError(f"{path}: checksum mismatch")
         if path.startswith(PARAMS):
@@ -168,24 +173,28 @@ class LazyCheckpointReader:
 class RunWeights(WeightSource):
     """Weights of a checkpoint (checkpoint_files.resolve_checkpoint)."""
 
-    def __init__(self, path: str, given: Config | None = None):
+    def __init__(self, path: str, config: Config | None = None):
         """Reads names and shapes of a run, its checkpoints, a step or its items.
 
-        `given` is the configuration for a checkpoint without one. Raises UserError for a missing,
-        unreadable or mismatched checkpoint.
+        Args:
+          path: The folder.
+          config: The configuration, for a checkpoint without one.
+
+        Raises:
+          UserError: For a missing, unreadable or mismatched checkpoint.
         """
-        self.stored = self.place = checkpoint_files.resolve_checkpoint(path, "from")
+        self.stored = self.description = checkpoint_files.resolve_checkpoint(path, "from")
         self.metadata = self.stored.try_metadata()
-        if given is None:
-            place = str(self.stored)
+        if config is None:
+            shown_source = str(self.stored)
             flat = self.metadata.get("config")
             if not flat:
                 raise UserError(
-                    f"{place} has no configuration. Add it: convert.py CONFIG.yml from=..."
+                    f"{shown_source} has no configuration. Add it: convert.py CONFIG.yml from=..."
                 )
-            import_modules.check_named(flat, place)
-            given = schema.unflatten(with_current_names(flat, place))
-        super().__init__(given)
+            import_modules.check_named(flat, shown_source)
+            config = schema.unflatten(with_current_names(flat, shown_source))
+        super().__init__(config)
         self._arrays = LazyCheckpointReader(self.stored.items)
         check_arrays(
             self._arrays.params,
@@ -197,81 +206,5 @@ class RunWeights(WeightSource):
         self.formats = {name: leaf.dtype for name, leaf in self._arrays.params.items()}
 
     def read(self, name: str) -> np.ndarray:
+        """Returns one parameter, all layers stacked; UserError for damage."""
         return self._arrays.read(PARAMS + name)
-
-
-class InitialWeights(NamedTuple):
-    """Matching parameters, not yet read."""
-
-    source: str  # one line, such as "parameters of runs/first/checkpoints/120"
-    metadata: Mapping[str, Any]  # of compatibility.checkpoint_metadata; may be empty
-    folder: str
-    step: int | None  # last completed training step, if known
-    read: Callable[[], Any]  # returns them on device
-
-
-def open_pretrained(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
-) -> InitialWeights:
-    """Finds parameters and checks names and shapes.
-
-    `path`, the value of configuration key `key`, is a run, a step folder, its items/, hf:FOLDER,
-    hf:HUB_ID or a folder with a config.json. `abstract_params` have the target shardings.
-    """
-    from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
-
-    if is_hf_checkpoint(path):
-        return _open_hf(path, key, abstract_params, config_flat, log)
-    stored = checkpoint_files.resolve_checkpoint(path, key)
-    reader = CheckpointReader(stored, config_flat, log)
-    with corruption_as_user_error(stored, key):
-        reader.check_params(abstract_params)
-
-    def read() -> Any:
-        with corruption_as_user_error(stored, key):
-            params = reader.restore_params(abstract_params)
-        _require_finite_on_device(params, f"{key}={stored}")
-        return params
-
-    return InitialWeights(
-        f"parameters of {stored}", stored.try_metadata(), str(stored), stored.step, read
-    )
-
-
-def _open_hf(
-    path: str, key: str, abstract_params: Any, config_flat: Mapping[str, Any], log: Log
-) -> InitialWeights:
-    from MaxText.conversion.hf_import import open_weights
-
-    weights, stored_flat = open_weights(path, key, config_flat)
-    for note in weights.notes:
-        log(note)
-    shapes = {
-        name: jax.ShapeDtypeStruct(spec.shape, weights.formats[name])
-        for name, spec in weights.model.parameters.items()
-    }
-    try:
-        hint = compatibility.ConfigDiff(stored_flat, config_flat)
-        casts = compatibility.check_compatible(
-            {"params": unflatten(shapes)}, {"params": abstract_params}, hint
-        )
-    except UserError as error:
-        raise UserError(
-            f"{key}={path}: {error}\n"
-            f"  python MaxText/convert.py from={path} to=RUN writes a config.yml with these keys."
-        ) from None
-    compatibility.log_casts(casts, log)
-
-    def place(location: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        # Only one array at a time is on the host; each device takes its shard.
-        array = weights.read("/".join(entry.key for entry in location))
-        sharding = wanted.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.make_array_from_callback(
-            wanted.shape, sharding, lambda index: array[index].astype(wanted.dtype)
-        )
-
-    def read() -> Any:
-        return jax.tree_util.tree_map_with_path(place, abstract_params)
-
-    folder = str(weights.folder)
-    return InitialWeights(f"parameters of {folder}", {"config": stored_flat}, folder, None, read)

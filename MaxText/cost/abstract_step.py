@@ -20,7 +20,7 @@ from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import GuardConfig, OptimizerConfig, ScheduleConfig
 from MaxText.hardware.chips import Hardware
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.plan_batches import plan_batches
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention import flash_attention
 from MaxText.parallelism.device_mesh import MeshSizes, mesh_sizes
@@ -29,7 +29,6 @@ from MaxText.parallelism.mesh import (
     ShardingPlan,
     assert_params_sufficiently_sharded,
     check_lengths,
-    global_batch_size,
     microbatch_size,
 )
 from MaxText.training import backend_defaults
@@ -56,9 +55,9 @@ class FakeDevice:
     slice_index: int = 0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
-    """The program compiled by train.py."""
+    """The train step that train.py would compile for some hardware, as shapes and shardings."""
 
     config: Config  # with `auto` in the model section resolved
     hardware: Hardware
@@ -72,18 +71,22 @@ class Program:
 
     @property
     def platform(self) -> str:
+        """JAX's name of the platform: cpu, gpu or tpu."""
         return self.hardware.chip.platform
 
     @property
     def num_microbatches(self) -> int:
+        """Microbatches of an optimizer step."""
         return self.config.batch.gradient_accumulation_steps
 
     @property
     def tokens_per_update(self) -> int:
+        """Tokens of an optimizer step over all devices."""
         return self.rows * self.num_microbatches * self.length
 
     @property
     def tokens_per_device(self) -> float:
+        """Tokens of an optimizer step divided by the number of devices."""
         return self.tokens_per_update / self.sharding.mesh.size
 
     @functools.cached_property
@@ -93,8 +96,9 @@ class Program:
         # Plans with other policies, which do not change weights, share the result.
         memory = config.model.memory.model_copy(update={"remat_policy": "none"})
         model_config = config.model.model_copy(update={"memory": memory})
-        sections = config.optimizer, config.schedule, config.guard
-        optimizer, shapes = _optimizer_and_shapes(model_config, *sections)
+        optimizer, shapes = _optimizer_and_shapes(
+            model_config, config.optimizer, config.schedule, config.guard
+        )
         return optimizer, self.sharding.with_shardings(shapes, self.model.parameters)
 
     @functools.cached_property
@@ -104,7 +108,7 @@ class Program:
         Tensor parallelism divides heads, MLP columns, slots and ids; other weights are gathered
         before use. A pipeline stage has its own layers between embedding and head.
         """
-        return abstract_model(_local(self.model.config, self.sharding))
+        return cached_model(_local(self.model.config, self.sharding))
 
     @functools.cached_property
     def model_of_all_stages(self) -> Model:
@@ -112,23 +116,27 @@ class Program:
         model_config = self.local_model.config
         layers = self.model.config.shape.dimensions.num_layers
         shape = model_config.shape.model_copy(update={"base_num_decoder_layers": layers})
-        return abstract_model(model_config.model_copy(update={"shape": shape}))
+        return cached_model(model_config.model_copy(update={"shape": shape}))
 
     @property
     def local_batch_size(self) -> int:
+        """Sequences of a microbatch on one device, each possibly only in part."""
         return self.rows // self.sharding.num_batch_parts
 
     @property
     def schedule(self) -> PipelineSchedule | None:
+        """The pipeline schedule; None without pipeline stages."""
         num_stages = self.sharding.mesh.shape["stage"]
         return self.model.config.pipeline_schedule(num_stages) if num_stages > 1 else None
 
     @property
     def bubble(self) -> float:
+        """Share of the time in which a pipeline stage waits."""
         return 0.0 if self.schedule is None else self.schedule.bubble
 
     @property
     def local_tokens(self) -> int:
+        """Tokens of a microbatch on one device."""
         return self.local_batch_size * self.length // self.sharding.num_length_parts
 
     @property
@@ -163,7 +171,11 @@ class Program:
 
 
 def make_program(config: Config, hardware: Hardware) -> Program:
-    """Returns the program of a configuration; UserError if it does not fit."""
+    """Returns the program of a configuration on hardware.
+
+    Raises:
+        UserError: mesh, batch, lengths or weights cannot be divided over the devices.
+    """
     devices = _fake_devices(hardware)
     sizes = mesh_sizes(config.mesh, devices)
     # Only sizes matter: device placement within a slice is not modeled.
@@ -182,13 +194,21 @@ def make_program(config: Config, hardware: Hardware) -> Program:
     rows = microbatch_size(config.batch, sharding)
     microbatch_size(config.batch, sharding, config.evaluation.eval_per_device_batch_size)
     length = model_config.shape.max_target_length
-    plan_batches(config.batch, length, lambda size: global_batch_size(config.batch, sharding, size))
+    plan_batches(config, sharding)  # raises for a batch that does not divide
     check_lengths(length, config.batch, sharding)
-    model = abstract_model(model_config)
+    model = cached_model(model_config)
     tolerance = config.mesh.sharding_tolerance
     assert_params_sufficiently_sharded(model.parameters, sharding, tolerance)
     return Program(
-        config, hardware, tuple(choices), sharding, sizes, model, rows, length, assumes_cudnn
+        config=config,
+        hardware=hardware,
+        auto_choices=tuple(choices),
+        sharding=sharding,
+        sizes=sizes,
+        model=model,
+        rows=rows,
+        length=length,
+        assumes_cudnn=assumes_cudnn,
     )
 
 
@@ -197,27 +217,29 @@ def configured_mesh_sizes(config: Config, hardware: Hardware) -> MeshSizes:
     return mesh_sizes(config.mesh, _fake_devices(hardware))
 
 
-def _assumes_cudnn(asked: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
+def _assumes_cudnn(configured: ModelConfig, resolved: ModelConfig, sharding: ShardingPlan) -> bool:
     """Returns whether only the absence of a GPU keeps the model from cuDNN."""
     if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
     refused = flash_attention.kernel_unsupported_reason(resolved, "gpu", sharding.num_length_parts)
-    return asked.attention.attention in ("autoselected", "flash") and refused is None
+    return configured.attention.attention in ("autoselected", "flash") and refused is None
 
 
 @cached
 def _fake_devices(hardware: Hardware) -> tuple[FakeDevice, ...]:
     chip = hardware.chip
-    number = hardware.num_devices
-    slices = (device * hardware.num_slices // number for device in range(number))
+    num_devices = hardware.num_devices
+    slice_indices = (device * hardware.num_slices // num_devices for device in range(num_devices))
     return tuple(
-        FakeDevice(device, chip.platform, chip.device_kind, slice_index=place)
-        for device, place in enumerate(slices)
+        FakeDevice(device, chip.platform, chip.device_kind, slice_index=slice_index)
+        for device, slice_index in enumerate(slice_indices)
     )
 
 
 @cached
-def abstract_model(model_config: ModelConfig) -> Model:
+def cached_model(model_config: ModelConfig) -> Model:
+    """Returns the model of a configuration without `auto` values."""
+    """Returns a model with abstract parameters, cached by its configuration."""
     return Model(model_config)
 
 
@@ -225,13 +247,15 @@ def abstract_model(model_config: ModelConfig) -> Model:
 def _optimizer_and_shapes(
     model_config: ModelConfig, config: OptimizerConfig, schedule: ScheduleConfig, guard: GuardConfig
 ) -> tuple[optax.GradientTransformation, Any]:
-    model = abstract_model(model_config)
+    model = cached_model(model_config)
     optimizer = make_optimizer(config, learning_rate_schedule(schedule), model.parameters)
     initialize = make_initialize(model, optimizer, guard)
     return optimizer, jax.eval_shape(initialize, jax.random.key(0))
 
 
 def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
+    """Returns the configuration of the part of a model that one device computes."""
+
     def share(axis: str, size: int) -> int:
         # Activation axes: weights sharded on their own are gathered before use.
         axis = f"activation_{axis}"
@@ -241,7 +265,7 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
         d = layer.dimensions
         heads = share("heads", d.num_query_heads)
         kv_heads = share("kv_heads", d.num_kv_heads)
-        found = {
+        sizes_by_key = {
             "base_num_query_heads": heads,
             # If key heads are not sharded, a device uses those of its own queries.
             "base_num_kv_heads": kv_heads if heads % kv_heads == 0 else heads,
@@ -249,20 +273,21 @@ def _local(model_config: ModelConfig, sharding: ShardingPlan) -> ModelConfig:
             "base_mlp_dim": share("mlp", d.mlp_dim),
         }
         for part in layer.parts:
-            found |= {key: share(*one) for key, one in part.sharded_sizes(layer).items()}
-        return found
+            for key, (axis, size) in part.sharded_sizes(layer).items():
+                sizes_by_key[key] = share(axis, size)
+        return sizes_by_key
 
     d = model_config.shape.dimensions
     sizes = sizes_of(LayerConfig(model_config, d))
-    letters = {
+    letter_keys = {
         letter: dict(keys) | sizes_of(model_config.layer(dict(keys)))
         for letter, keys in model_config.block.layer_kinds
     }
-    own = {
+    model_sizes = {
         "global_parameter_scale": 1,
         "base_emb_dim": d.emb_dim,
         "base_num_decoder_layers": d.num_layers // sharding.mesh.shape["stage"],
         "vocab_size": share("vocab", d.vocab_size),
-        "layer_kinds": LayerKinds.of(letters),
+        "layer_kinds": LayerKinds.of(letter_keys),
     }
-    return model_config.with_keys(sizes | own)
+    return model_config.with_keys(sizes | model_sizes)

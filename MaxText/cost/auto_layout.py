@@ -107,7 +107,9 @@ def choose_layout(config: Config, hardware: Hardware, log: Callable[[str], None]
     changes = diff_configs(flatten(config), flatten(new_config))
     if changes:
         # YAML needs these quotes, the command line does not.
-        keys = " ".join(f"{key}={new.strip(chr(34))}" for key, (_, new) in changes.items())
+        keys = " ".join(
+            f"{key}={new_value.strip(chr(34))}" for key, (_, new_value) in changes.items()
+        )
         log(f"To keep it, replace {name}=true with: {keys}")
     return new_config
 

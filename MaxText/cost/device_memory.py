@@ -50,9 +50,9 @@ def check_memory_lower_bound(
     if limit is None or total <= limit:
         return
     causes = ", ".join(f"{name} {sharing * size / _GIB:,.2f}" for name, size in needed.items())
-    where = "this machine" if device.platform == "cpu" else f"a {device.device_kind}"
+    location = "this machine" if device.platform == "cpu" else f"a {device.device_kind}"
     raise UserError(
-        f"a step needs at least {total / _GIB:,.2f} GiB (GiB of {causes}), but {where} has "
+        f"a step needs at least {total / _GIB:,.2f} GiB (GiB of {causes}), but {location} has "
         f"{limit / _GIB:,.2f} GiB. Use a smaller model, fewer tokens per batch "
         "(per_device_batch_size, max_target_length, gradient_accumulation_steps), or more devices; "
         "plan.py finds settings that fit."

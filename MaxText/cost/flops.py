@@ -78,7 +78,10 @@ MFU_RULE = (
 
 @dataclasses.dataclass(frozen=True)
 class PartFlops:
-    """A part of the model, over all layers; FLOPs are forward, per token."""
+    """A row of the table: a part of the model, over all layers.
+
+    FLOPs are those of the forward pass, per token.
+    """
 
     name: str
     parameters: int  # with biases; a tied head has none
@@ -89,19 +92,21 @@ class PartFlops:
 
     @property
     def training(self) -> float:
+        """FLOPs per token of forward and backward pass, by the MFU rule."""
         return (1 + self.backward) * self.flops
 
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """FLOPs per token, by part; `recomputed` ones repeat in the backward pass."""
+    """FLOPs per token, by part."""
 
     sequence_length: int
     parts: tuple[PartFlops, ...]
-    recomputed: float | None
+    recomputed: float | None  # repeated in the backward pass (remat); None if unknown
 
     @property
     def forward(self) -> float:
+        """FLOPs of the forward pass, by the MFU rule."""
         return sum(part.flops for part in self.parts)
 
     @property
@@ -125,6 +130,7 @@ class FlopCount:
 
     @property
     def aggregation(self) -> float:
+        """Training FLOPs of sums over the outputs of earlier layers."""
         return 3 * sum(part.flops for part in self.parts if part.name == _AGGREGATION)
 
     @property
@@ -134,42 +140,60 @@ class FlopCount:
 
     @property
     def executed_per_token(self) -> float | None:
+        """Training FLOPs that the backend executes, with remat; None if unknown."""
         if self.recomputed is None:
             return None
-        return sum((1 + one.backward) * one.hardware_flops for one in self.parts) + self.recomputed
+        executed = sum((1 + part.backward) * part.hardware_flops for part in self.parts)
+        return executed + self.recomputed
 
     def tflops(self, num_tokens: float) -> float:
+        """Returns the training TFLOPs of `num_tokens` tokens, by the MFU rule."""
         return self.per_token * num_tokens / 1e12
 
     def line(self, num_tokens: float) -> str:
         """Returns MaxText's line for a step of this many tokens per device."""
-        weights, sums = (100 * flops / self.per_token for flops in (self.weights, self.aggregation))
-        return (
+        weights = 100 * self.weights / self.per_token
+        aggregation = 100 * self.aggregation / self.per_token
+        line = (
             f"Per train step: Total TFLOPs: {self.tflops(num_tokens):.2f} split as {weights:.2f}% "
-            f"learnable weight flops and {100 - weights - sums:.2f}% attention flops"
-        ) + (f", and {sums:.2f}% depth aggregation" if sums else "")
+            f"learnable weight flops and {100 - weights - aggregation:.2f}% attention flops"
+        )
+        if aggregation:
+            line += f", and {aggregation:.2f}% depth aggregation"
+        return line
 
 
 def count_flops(model: Model, sequence_length: int) -> FlopCount:
-    """Counts FLOPs from abstract parameters: 2 per weight of each matmul."""
+    """Counts FLOPs per token from abstract parameters: 2 per weight of each matmul.
+
+    Args:
+        model: its parameters may be abstract.
+        sequence_length: T, on which products between tokens depend.
+    """
     entries = list(_entries(model, sequence_length))
-    held: collections.Counter[str] = collections.Counter()
+    parameters_by_row: collections.Counter[str] = collections.Counter()
     for spec in model.parameters.values():
-        held[spec.row] += spec.size
-    found: dict[str, list[Flops]] = {}
+        parameters_by_row[spec.row] += spec.size
+    flops_by_row: dict[str, list[Flops]] = {}
     for entry in entries:
-        found.setdefault(entry.row, []).append(entry.flops)
-    rows = [entry.row for entry in entries if entry.is_declared]
-    of_layers = [e.row for e in entries if e.is_declared and e.owner == "layers"]
+        flops_by_row.setdefault(entry.row, []).append(entry.flops)
+    declared_entries = [entry for entry in entries if entry.is_declared]
+    declared_rows = [entry.row for entry in declared_entries]
+    layer_rows = [entry.row for entry in declared_entries if entry.owner == "layers"]
+    row_names = [*_BEGINNING, *layer_rows, *_END, *declared_rows, *parameters_by_row]
     parts = []
-    for name in dict.fromkeys([*_BEGINNING, *of_layers, *_END, *rows, *held]):
-        flops = found.get(name, [])
-        if flops or held[name]:
-            by_rule = sum(one.by_rule for one in flops)
-            executed = sum(one.hardware_flops or 0 for one in flops)
-            backward = flops[-1].backward if flops else 2
-            between = name in rows and name != _AGGREGATION
-            parts.append(PartFlops(name, held[name], by_rule, executed, backward, between))
+    for name in dict.fromkeys(row_names):
+        row_flops = flops_by_row.get(name, [])
+        if row_flops or parameters_by_row[name]:
+            part = PartFlops(
+                name=name,
+                parameters=parameters_by_row[name],
+                flops=sum(flops.by_rule for flops in row_flops),
+                hardware_flops=sum(flops.hardware_flops or 0 for flops in row_flops),
+                backward=row_flops[-1].backward if row_flops else 2,
+                between_tokens=name in declared_rows and name != _AGGREGATION,
+            )
+            parts.append(part)
     return FlopCount(sequence_length, tuple(parts), _recomputed(model.config, entries))
 
 
@@ -183,14 +207,15 @@ class _WeightFlops(NamedTuple):
 
 
 def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
+    """Yields the FLOPs of each weight, then those that parts declare."""
     config = model.config
     for name, spec in model.parameters.items():
         if spec.num_input_dims:
             by_rule, executed = _of_weights(model, name, spec, length)
             flops = Flops(by_rule, executed, kept=0 if spec.is_recomputed else executed)
             yield _WeightFlops(spec.owner, spec.row, flops, is_declared=False)
-    head, whole = head_and_layer(config)
-    if head.reads_table(head.config_of(whole)):
+    head, head_layer = head_and_layer(config)
+    if head.reads_table(head.config_of(head_layer)):
         table = 2 * model.parameters[_TOKEN_TABLE].size
         yield _WeightFlops("head", "head", Flops(table, table), is_declared=False)
     for row in ("attention scores", "attention values"):
@@ -202,11 +227,11 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
             for entry in _declared("layers", part, layer, length):
                 if is_last and not entry.flops.backward:
                     # Without a gradient, nothing is needed again.
-                    kept = entry.flops._replace(kept=entry.flops.hardware_flops or 0.0)
-                    entry = entry._replace(flops=kept)
+                    not_recomputed = entry.flops._replace(kept=entry.flops.hardware_flops or 0.0)
+                    entry = entry._replace(flops=not_recomputed)
                 yield entry
-    yield from _declared("connections", lookup("connection", config.connection), whole, length)
-    yield from _declared("head", head, whole, length)
+    yield from _declared("connections", lookup("connection", config.connection), head_layer, length)
+    yield from _declared("head", head, head_layer, length)
 
 
 def _declared(
@@ -220,34 +245,36 @@ def _declared(
 
 
 def _of_weights(model: Model, name: str, spec: ParamSpec, length: int) -> tuple[float, float]:
+    """Returns forward FLOPs per token of a weight: by the MFU rule, and executed."""
     config = model.config
     times = 1
     if config.block.share_layer_params and spec.owner == "layers":
         times = config.shape.dimensions.num_layers
-    whole = 2 * times * spec.size
+    dense_flops = 2 * times * spec.size
     if "exp" not in spec.logical_axes or (layer := model.layer_of(name)) is None:
-        return whole, whole
+        return dense_flops, dense_flops
     experts = layer.config.mixture_of_experts
-    visited = whole * experts.num_experts_per_tok / experts.num_experts
+    visited_flops = dense_flops * experts.num_experts_per_tok / experts.num_experts
     if experts.capacity_factor < 0:
-        return visited, visited
+        return visited_flops, visited_flops
     group, capacity = expert_capacity(experts, length, experts.capacity_factor)
-    return visited, whole * capacity / group
+    return visited_flops, dense_flops * capacity / group
 
 
 def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float | None:
+    """Returns FLOPs per token that remat repeats; None for policies that save some names."""
     policy = config.memory.remat_policy
     if policy not in ("none", "full"):
         return None
     owners = ("layers", "connections") if policy == "full" else ()
     if config.objective.num_vocab_tiling > 1:
         owners += ("head",)
-    again = 0.0
+    recomputed_flops = 0.0
     for entry in entries:
-        again += entry.flops.recomputed
+        recomputed_flops += entry.flops.recomputed
         if entry.owner in owners:
-            again += (entry.flops.hardware_flops or 0.0) - entry.flops.kept
-    return None if math.isnan(again) else again
+            recomputed_flops += (entry.flops.hardware_flops or 0.0) - entry.flops.kept
+    return None if math.isnan(recomputed_flops) else recomputed_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +287,7 @@ class ModelCost:
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of all parameters in their own dtypes."""
         return sum(spec.size * spec.dtype.itemsize for spec in self.model.parameters.values())
 
     @property
@@ -288,10 +316,12 @@ class ModelCost:
 
     @property
     def kv_cache_bytes_per_token(self) -> int:
+        """Decode state bytes that grow with each token, over all layers."""
         return sum(of_token for of_token, _ in self._states)
 
     @property
     def kv_cache_bytes(self) -> int:
+        """Decode state bytes of one sequence of `sequence_length` tokens."""
         fixed = sum(fixed for _, fixed in self._states)
         return self.kv_cache_bytes_per_token * self.count.sequence_length + fixed
 
@@ -324,17 +354,19 @@ class ModelCost:
         }
 
     def describe(self) -> str:
+        """Returns the table of parameters and FLOPs by part, and derived quantities."""
         count = self.count
         num_parameters = self.model.num_parameters
+        is_tied = self.model.config.head.logits_via_embedding
 
         def row(name: str, parameters: int, flops: float, training: float) -> list[str]:
-            held = share(parameters, num_parameters)
-            forward = share(flops, count.forward)
-            return [name, f"{parameters:,}", held, f"{flops:,.0f}", f"{training:,.0f}", forward]
+            parameter_cells = [f"{parameters:,}", share(parameters, num_parameters)]
+            if is_tied and name == "head":
+                parameter_cells = ["tied", ""]
+            forward_share = share(flops, count.forward)
+            return [name, *parameter_cells, f"{flops:,.0f}", f"{training:,.0f}", forward_share]
 
-        rows = [row(one.name, one.parameters, one.flops, one.training) for one in count.parts]
-        if self.model.config.head.logits_via_embedding:
-            next(row for row in rows if row[0] == "head")[1:3] = ["tied", ""]
+        rows = [row(part.name, part.parameters, part.flops, part.training) for part in count.parts]
         table = format_table(
             ["part", "parameters", "share", "FLOPs/token forward", "training", "share"],
             rows,
@@ -345,13 +377,14 @@ class ModelCost:
         return "\n".join([table, rule, derived_quantities(self._totals())])
 
     def _totals(self) -> Iterator[tuple[str, str, str, Any]]:
+        """Yields the rows below the table, as `derived_quantities` takes them."""
         count = self.count
         config = self.model.config
         if count.executed_per_token is not None:
-            why = f"remat_policy={config.memory.remat_policy}"
+            keys = f"remat_policy={config.memory.remat_policy}"
             if config.objective.num_vocab_tiling > 1:
-                why += f", num_vocab_tiling={config.objective.num_vocab_tiling}"
-            yield f"executed FLOPs/token in training ({why})", "", "", count.executed_per_token
+                keys += f", num_vocab_tiling={config.objective.num_vocab_tiling}"
+            yield f"executed FLOPs/token in training ({keys})", "", "", count.executed_per_token
         state = "" if self.optimizer_bytes is None else ", optimizer state"
         name = f"memory of parameters, gradients{state} (no activations)"
         yield name, "", "", byte_count(self.training_bytes)
@@ -366,7 +399,15 @@ class ModelCost:
 def model_cost(
     model: Model, *, sequence_length: int, optimizer_state: Any | None = None
 ) -> ModelCost:
-    leaves = jax.tree.leaves(optimizer_state)
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    held = None if optimizer_state is None else num_bytes
-    return ModelCost(model, count_flops(model, sequence_length), held)
+    """Returns the cost table of a model.
+
+    Args:
+        model: its parameters may be abstract.
+        sequence_length: T, of the FLOPs and the KV cache.
+        optimizer_state: arrays or their shapes; None leaves the optimizer out.
+    """
+    optimizer_bytes = None
+    if optimizer_state is not None:
+        leaves = jax.tree.leaves(optimizer_state)
+        optimizer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return ModelCost(model, count_flops(model, sequence_length), optimizer_bytes)

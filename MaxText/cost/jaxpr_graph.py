@@ -117,6 +117,7 @@ SizeOf = Callable[[Sequence[int], int], float]  # (shape, bytes per element) -> 
 
 
 def plain_size(shape: Sequence[int], width: int) -> float:
+    """Returns an array's bytes, unpadded."""
     return float(math.prod(shape) * width)
 
 
@@ -140,13 +141,15 @@ def tiled_size(shape: Sequence[int], width: int) -> float:
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    shape: tuple[int, ...] = ()  # on one device
+    """An array of a program on one device; two are equal only if they are the same object."""
+
+    shape: tuple[int, ...] = ()
     size: float = 0.0  # bytes
     width: int = 0  # bytes per element
-    # share of a parameter (or a view of parameters only) that a device gathers to compute; else 0
+    # Share of a parameter (or a view of parameters only) that a device gathers to compute; else 0.
     weight: float = 0.0
     is_square: bool = False  # attention scores, or derived from them at their size
-    # arrays in memory that it is read from; itself if it is written
+    # Arrays in memory that it is read from; itself if it is written.
     roots: frozenset["Value"] = frozenset()
     readers: list["Node"] = dataclasses.field(default_factory=list)
 
@@ -205,19 +208,24 @@ def traced(
     """Parses a program.
 
     Args:
+      jaxpr: of the program, or of a loop's body.
       weights: Shares of parameters that a device gathers, the first arguments.
+      size_of: Bytes of an array by its shape and bytes per element.
+      is_square: Whether each argument is attention scores, for a loop's body.
       first_slice: In a loop body, index of the first argument that is a slice of a stack.
     """
-    given = [_value(variable.aval, size_of) for variable in jaxpr.invars]
-    for value, weight in zip(given, weights, strict=False):
+    arguments = [_value(variable.aval, size_of) for variable in jaxpr.invars]
+    for value, weight in zip(arguments, weights, strict=False):
         value.weight = weight
-    for value, square in zip(given, is_square, strict=False):
+    for value, square in zip(arguments, is_square, strict=False):
         value.is_square = square
     nodes: list[Node] = []
-    results = _inline_calls(jaxpr, given, nodes, size_of)
+    results = _inline_calls(jaxpr, arguments, nodes, size_of)
     nodes = _drop_dead_nodes(nodes, results)
     if first_slice is not None:
-        nodes = _with_slices(nodes, [value for value in given[first_slice:] if not value.weight])
+        nodes = _with_slices(
+            nodes, [value for value in arguments[first_slice:] if not value.weight]
+        )
     for node in nodes:
         for value in node.inputs:
             value.readers.append(node)
@@ -241,9 +249,10 @@ def _value(aval: Any, size_of: SizeOf) -> Value:
 
 
 def _inline_calls(
-    jaxpr: core.Jaxpr, given: Sequence[Value], nodes: list[Node], size_of: SizeOf
+    jaxpr: core.Jaxpr, arguments: Sequence[Value], nodes: list[Node], size_of: SizeOf
 ) -> list[Value]:
-    values: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+    """Appends the equations of a program to `nodes`, calls inlined; returns its results."""
+    values: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
     values |= {variable: _value(variable.aval, size_of) for variable in jaxpr.constvars}
 
     def read(atom: Any) -> Value:
@@ -256,13 +265,13 @@ def _inline_calls(
         body = next((params[key] for key in _BODIES if key in params), None)
         if name in _CALLS and body is not None:
             inner = getattr(body, "jaxpr", body)
-            made = _inline_calls(inner, reads, nodes, size_of)
+            outputs = _inline_calls(inner, reads, nodes, size_of)
         elif name == "scan" and params["length"] == 1:
-            made = _inline_iteration(equation, reads, nodes, size_of)
+            outputs = _inline_iteration(equation, reads, nodes, size_of)
         else:
-            made = [_value(variable.aval, size_of) for variable in equation.outvars]
-            nodes.append(Node(name, reads, made, params))
-        values |= dict(zip(equation.outvars, made, strict=True))
+            outputs = [_value(variable.aval, size_of) for variable in equation.outvars]
+            nodes.append(Node(name, reads, outputs, params))
+        values |= dict(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -272,14 +281,14 @@ def _inline_iteration(
     """Inlines a loop of one iteration, as XLA does: stacks become views."""
 
     def reshaped(values: Iterable[Value], variables: Iterable[Any]) -> list[Value]:
-        made = []
+        views = []
         for value, variable in zip(values, variables, strict=True):
             shape = getattr(variable.aval, "shape", ())
             is_same = value.shape == tuple(shape) or not value.size
-            made.append(value if is_same else _value(variable.aval, size_of))
+            views.append(value if is_same else _value(variable.aval, size_of))
             if not is_same:
-                nodes.append(Node("reshape", [value], [made[-1]], {}))
-        return made
+                nodes.append(Node("reshape", [value], [views[-1]], {}))
+        return views
 
     body = _body_of(equation)
     results = _inline_calls(body, reshaped(reads, body.invars), nodes, size_of)
@@ -287,16 +296,18 @@ def _inline_iteration(
 
 
 def _drop_dead_nodes(nodes: Sequence[Node], results: Iterable[Value]) -> list[Node]:
+    """Returns the nodes that results depend on, in order."""
     needed = set(results)
-    kept = []
+    live_nodes = []
     for node in reversed(nodes):
         if any(value in needed for value in node.outputs):
             needed.update(node.inputs)
-            kept.append(node)
-    return kept[::-1]
+            live_nodes.append(node)
+    return live_nodes[::-1]
 
 
 def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
+    """Inserts a node that cuts each slice of a stack before its first reader."""
     uncut = set(slices)
     complete = []
     for node in nodes:
@@ -309,20 +320,23 @@ def _with_slices(nodes: Sequence[Node], slices: Sequence[Value]) -> list[Node]:
 
 
 def _find_roots(node: Node) -> None:
+    """Sets `roots` of a node's outputs: written to memory, or fused into their readers."""
     restacked = _restacked_results(node)
     pads_with_constants = _writes_slices(node) and not node.inputs[0].roots
-    for place, value in enumerate(node.outputs):
-        if place in restacked:
-            same = node.inputs[restacked[place]]
-            value.roots = same.roots
-            value.weight = same.weight
+    for index, value in enumerate(node.outputs):
+        if index in restacked:
+            argument = node.inputs[restacked[index]]
+            value.roots = argument.roots
+            value.weight = argument.weight
         elif node.name == SLICE:
             value.roots = frozenset([value])
         elif node.name in _WRITTEN and not pads_with_constants:
             value.roots = frozenset([value])
             value.is_square = _makes_squares(node)
             readers = list(_consumers(value))
-            if node.name in PRODUCTS and [one.name for one in readers] == ["convert_element_type"]:
+            if node.name in PRODUCTS and [reader.name for reader in readers] == [
+                "convert_element_type"
+            ]:
                 converted = readers[0].outputs[0]
                 if converted.size < value.size or _is_read_from_memory(converted):
                     value.size = converted.size
@@ -343,6 +357,7 @@ def _is_read_from_memory(value: Value) -> bool:
 
 
 def _fuse(node: Node, value: Value) -> None:
+    """Sets `roots` of an output that a compiler may compute where it is read."""
     arrays = [read for read in node.inputs if read.size]
     value.is_square = any(read.is_square and read.size >= value.size / 2 for read in arrays)
     products = [reader for reader in _consumers(value) if reader.name in PRODUCTS]
@@ -374,8 +389,8 @@ def _consumers(value: Value) -> Iterable[Node]:
     """Yields the readers of a value, through views."""
     for node in value.readers:
         if node.name in _VIEWS and node.name != "convert_element_type":
-            for made in node.outputs:
-                yield from _consumers(made)
+            for view in node.outputs:
+                yield from _consumers(view)
         else:
             yield node
 
@@ -388,9 +403,9 @@ def _body_of(loop: Any) -> Any:
 
 def _first_stacked(arrays: Sequence[Value], inside: Sequence[Any]) -> int:
     """Returns the number of leading arrays sliced or stacked inside."""
-    for place, (array, variable) in enumerate(zip(arrays, inside, strict=True)):
+    for index, (array, variable) in enumerate(zip(arrays, inside, strict=True)):
         if len(array.shape) > len(variable.aval.shape):
-            return place
+            return index
     return len(arrays)
 
 
@@ -408,13 +423,13 @@ def _restacked_results(node: Node) -> dict[int, int]:
         if equation.primitive.name in _VIEWS
         and math.prod(equation.outvars[0].aval.shape) == math.prod(equation.invars[0].aval.shape)
     }
-    found = {}
-    for place, variable in enumerate(body.outvars[num_carry:], num_carry):
+    restacked = {}
+    for index, variable in enumerate(body.outvars[num_carry:], num_carry):
         while not isinstance(variable, core.Literal) and variable in viewed:
             variable = viewed[variable]
         if not isinstance(variable, core.Literal) and variable in sliced:
-            found[place] = sliced[variable]
-    return found
+            restacked[index] = sliced[variable]
+    return restacked
 
 
 def _bodies(node: Node, size_of: SizeOf) -> tuple[tuple[Traced, ...], int]:

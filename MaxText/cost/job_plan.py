@@ -21,7 +21,7 @@ from MaxText.config.schema import Config, flatten, unflatten
 from MaxText.config.serialization import diff_configs
 from MaxText.cost.abstract_step import (
     Program,
-    abstract_model,
+    cached_model,
     configured_mesh_sizes,
     make_program,
 )
@@ -48,9 +48,9 @@ MESH_KEYS = (*(size_key(axis, network) for network in NETWORKS for axis in MESH_
 Keys = dict[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobPlan:
-    """Requirements of a run, per step."""
+    """What a train step needs on hardware: memory, communication and time."""
 
     program: Program
     memory: MemoryEstimate
@@ -59,6 +59,7 @@ class JobPlan:
 
     @property
     def fits(self) -> bool:
+        """Whether the peak leaves the reserve of a device free."""
         return self.memory.total <= USABLE_SHARE * self.program.hardware.memory
 
 
@@ -74,7 +75,8 @@ def make_plan(config: Config, hardware: Hardware) -> JobPlan:
 def _plan_of(program: Program) -> JobPlan:
     memory = estimate_memory(program)
     communication = communication_costs(program)
-    return JobPlan(program, memory, communication, step_time(program, memory, communication))
+    time = step_time(program, memory, communication)
+    return JobPlan(program=program, memory=memory, communication=communication, time=time)
 
 
 class _Mesh(NamedTuple):
@@ -96,17 +98,19 @@ def find_fitting_plans(
     if meshes is None:
         meshes = candidate_meshes(config, hardware)
     search = _PlanSearch(flatten(config), hardware)
-    found: list[JobPlan] = []
+    plans: list[JobPlan] = []
     smallest: JobPlan | None = None
     for mesh in sorted(search.meshes(config, meshes), key=lambda mesh: mesh.seconds):
-        if len(found) == MAX_PROPOSALS and mesh.seconds >= found[-1].time.estimate:
+        if len(plans) == MAX_PROPOSALS and mesh.seconds >= plans[-1].time.estimate:
             break
-        fits, closest = search.plans(mesh)
-        found = sorted([*found, *fits], key=lambda plan: plan.time.estimate)[:MAX_PROPOSALS]
+        fitting_plans, closest = search.plans(mesh)
+        plans = sorted([*plans, *fitting_plans], key=lambda plan: plan.time.estimate)[
+            :MAX_PROPOSALS
+        ]
         if closest and (smallest is None or closest.memory.total < smallest.memory.total):
             smallest = closest
-    if found:
-        return found
+    if plans:
+        return plans
     if smallest is None:
         raise UserError(
             f"no mesh of {hardware.num_devices} devices in {hardware.num_slices} equal slices "
@@ -149,26 +153,36 @@ class NothingFits(UserError):
 
 
 def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -> list[str]:
+    """Returns the arguments of a command line with the keys that a plan changes.
+
+    Args:
+        arguments: of the command, `key=value` among them; other values of the plan replace theirs.
+        plan: found by a search.
+        config: that the search began with.
+    """
     changed = diff_configs(flatten(config), flatten(plan.program.config))
     searched = (*MESH_KEYS, *BATCH_KEYS, "remat_policy")
     # YAML needs these quotes, the command line does not.
-    new = {name: changed[name][1].strip('"') for name in searched if name in changed}
-    kept = [word for word in arguments if word.partition("=")[0] not in new]
-    return [*kept, *(f"{name}={value}" for name, value in new.items())]
+    new_values = {name: changed[name][1].strip('"') for name in searched if name in changed}
+    unchanged_arguments = [
+        argument for argument in arguments if argument.partition("=")[0] not in new_values
+    ]
+    return [*unchanged_arguments, *(f"{name}={value}" for name, value in new_values.items())]
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlanSearch:
-    given: dict[str, Any]
+    base_keys: dict[str, Any]
     hardware: Hardware
 
     def meshes(self, config: Config, candidates: Iterable[Keys]) -> Iterator[_Mesh]:
-        every = microbatches(config, self.hardware)
+        """Yields the candidates that divide model and batch, with a lower bound of their step."""
+        all_batches = microbatches(config, self.hardware)
         for keys in candidates:
-            for number, batch in enumerate(every):
+            for index, batch in enumerate(all_batches):
                 program = self.program(keys | batch | {"remat_policy": POLICIES[0]})
                 if program is not None:
-                    yield _Mesh(min_step_time(program), keys, every[number:])
+                    yield _Mesh(min_step_time(program), keys, all_batches[index:])
                     break
 
     def plans(self, mesh: _Mesh) -> tuple[list[JobPlan], JobPlan | None]:
@@ -180,43 +194,45 @@ class _PlanSearch:
         batches = self._small_enough(mesh)
 
         @functools.cache
-        def plan_with(policy: str, number: int) -> JobPlan | None:
-            program = self.program(mesh.keys | batches[number] | {"remat_policy": policy})
+        def plan_with(policy: str, batch_index: int) -> JobPlan | None:
+            program = self.program(mesh.keys | batches[batch_index] | {"remat_policy": policy})
             return None if program is None else _plan_of(program)
 
-        def fits(policy: str, number: int) -> bool:
-            plan = plan_with(policy, number)
+        def fits(policy: str, batch_index: int) -> bool:
+            plan = plan_with(policy, batch_index)
             return plan is not None and plan.fits
 
         closest = plan_with(POLICIES[-1], len(batches) - 1) if batches else None
-        # larger microbatches come before `larger`
-        found = []
-        larger = len(batches)
+        # Index of the largest microbatch that fits with the policies so far, from large to small.
+        fitting_plans = []
+        first_fitting = len(batches)
         for policy in POLICIES if closest is not None and closest.fits else ():
-            if larger and fits(policy, larger - 1):
+            if first_fitting and fits(policy, first_fitting - 1):
                 is_fit = functools.partial(fits, policy)
-                larger = bisect.bisect_left(range(larger - 1), True, key=is_fit)
-                found.append(plan_with(policy, larger))
-        return found, closest
+                first_fitting = bisect.bisect_left(range(first_fitting - 1), True, key=is_fit)
+                fitting_plans.append(plan_with(policy, first_fitting))
+        return fitting_plans, closest
 
     def _small_enough(self, mesh: _Mesh) -> list[dict[str, Any]]:
         """Drops microbatches with a too large lower bound, except the last."""
-        left = []
-        last = []
+        small_enough = []
+        last_valid = []
         for batch in mesh.batches:
             program = self.program(mesh.keys | batch | {"remat_policy": POLICIES[-1]})
             if program is not None:
-                last = [batch]
+                last_valid = [batch]
                 if min_memory(program) <= USABLE_SHARE * self.hardware.memory:
-                    left.append(batch)
-        return left or last
+                    small_enough.append(batch)
+        return small_enough or last_valid
 
     def program(self, changes: dict[str, Any]) -> Program | None:
         """Returns the program of changed keys, or None if it breaks a rule or does not divide."""
-        config = unflatten(self.given | changes)
-        of_training = [rule for rule in RULES if not rule.programs or "train" in rule.programs]
-        blamed = [rule for rule in of_training if set(rule.keys) & set(changes)]
-        if any(rule.check(config) for rule in blamed) or any(broken_letters(config)):
+        config = unflatten(self.base_keys | changes)
+        for rule in RULES:
+            is_affected = rule.applies_to("train") and bool(set(rule.keys) & set(changes))
+            if is_affected and rule.check(config):
+                return None
+        if any(broken_letters(config)):
             return None
         try:
             return make_program(config, self.hardware)
@@ -226,23 +242,26 @@ class _PlanSearch:
 
 def microbatches(config: Config, hardware: Hardware) -> list[dict[str, Any]]:
     """Returns the step's sequences in increasingly many microbatches."""
-    given = config.batch
+    batch_config = config.batch
     sequences = sequences_of(config, hardware)
-    found = []
+    microbatch_keys = []
     steps = 1
     while True:
-        sizes = dict(
-            zip(_MICROBATCH_KEYS, (sequences / steps / hardware.num_devices, steps), strict=True)
-        )
-        if given.enable_rampup_batch_size:
-            smaller = given.gradient_accumulation_steps / steps
-            sizes |= {name: getattr(given, name) * smaller for name in _RAMP_KEYS}
-        found.append(sizes)
-        rest = sequences // steps
-        if rest <= 1:
-            return found
+        per_device = sequences / steps / hardware.num_devices
+        sizes = dict(zip(_MICROBATCH_KEYS, (per_device, steps), strict=True))
+        if batch_config.enable_rampup_batch_size:
+            smaller = batch_config.gradient_accumulation_steps / steps
+            sizes |= {name: getattr(batch_config, name) * smaller for name in _RAMP_KEYS}
+        microbatch_keys.append(sizes)
+        sequences_per_microbatch = sequences // steps
+        if sequences_per_microbatch <= 1:
+            return microbatch_keys
         # Usually halves; finally each sequence is its own microbatch.
-        steps *= next(factor for factor in range(2, rest + 1) if rest % factor == 0)
+        steps *= next(
+            factor
+            for factor in range(2, sequences_per_microbatch + 1)
+            if sequences_per_microbatch % factor == 0
+        )
 
 
 def candidate_meshes(config: Config, hardware: Hardware) -> Iterator[Keys]:
@@ -266,7 +285,9 @@ def candidate_layouts(config: Config, hardware: Hardware) -> Iterator[Keys]:
     """
     sizes = configured_mesh_sizes(config, hardware)
     experts = config.model.mixture_of_experts.num_experts
-    axes_within = ["data", "fsdp", "tensor", "context", "stage", *(["expert"] * (experts > 1))]
+    axes_within = ["data", "fsdp", "tensor", "context", "stage"]
+    if experts > 1:
+        axes_within.append("expert")
     for within, across in itertools.product(
         _assignments(sizes.ici, axes_within), _assignments(sizes.dcn, ["data", "fsdp", "stage"])
     ):
@@ -290,12 +311,12 @@ def _mesh_keys(config: Config, hardware: Hardware, within: Keys, across: Keys) -
     width = config.model.shape.dimensions.emb_dim
     # A factor of fsdp moves to fsdp_transpose, for divisible widths.
     fsdp = within.get("fsdp", 1)
-    others = across.get("fsdp", 1) * within.get("context", 1)
-    divides = math.gcd(fsdp, width // others if width % others == 0 else 1)
-    sizes = within | {"fsdp": divides, "fsdp_transpose": fsdp // divides}
+    other_parts = across.get("fsdp", 1) * within.get("context", 1)
+    fsdp_parts = math.gcd(fsdp, width // other_parts if width % other_parts == 0 else 1)
+    sizes = within | {"fsdp": fsdp_parts, "fsdp_transpose": fsdp // fsdp_parts}
     mesh = {
-        size_key(axis, network): of.get(axis, 1)
-        for network, of in zip(NETWORKS, (sizes, across), strict=True)
+        size_key(axis, network): axis_sizes.get(axis, 1)
+        for network, axis_sizes in zip(NETWORKS, (sizes, across), strict=True)
         for axis in MESH_AXES
     }
     if hardware.num_slices > 1 or across.get("data", 1) == 1:
@@ -305,16 +326,18 @@ def _mesh_keys(config: Config, hardware: Hardware, within: Keys, across: Keys) -
 
 
 def sequences_of(config: Config, hardware: Hardware) -> int:
+    """Returns the sequences of an optimizer step on hardware."""
     batch = config.batch
     per_device = batch.per_device_batch_size * batch.gradient_accumulation_steps
     return round(per_device * hardware.num_devices)
 
 
 def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Keys]:
+    """Yields mesh sizes within a slice that are worth a try, by axis."""
     experts = config.model.mixture_of_experts
     splits_experts = experts.num_experts > 1 and experts.capacity_factor > 0
     model_config, _ = backend_defaults.resolve_auto(config.model, hardware.chip.platform)
-    needed = _BYTES_OF_A_WEIGHT * abstract_model(model_config).num_parameters / num_devices
+    needed = _BYTES_OF_A_WEIGHT * cached_model(model_config).num_parameters / num_devices
     sizes = _powers(8 if splits_experts else 1)
     for expert, tensor, context, stage in itertools.product(
         [size for size in sizes if experts.num_experts % size == 0],
@@ -322,13 +345,13 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
         _contexts(config, hardware),
         _powers(MAX_STAGES if needed > hardware.memory else 1),
     ):
-        rest, left = divmod(num_devices, expert * tensor * context * stage)
-        if left:
+        remaining, remainder = divmod(num_devices, expert * tensor * context * stage)
+        if remainder:
             continue
-        for fsdp in dict.fromkeys((rest, max(rest // 2, 1), 1)):
-            if rest % fsdp == 0:
+        for fsdp in dict.fromkeys((remaining, max(remaining // 2, 1), 1)):
+            if remaining % fsdp == 0:
                 yield {
-                    "data": rest // fsdp,
+                    "data": remaining // fsdp,
                     "stage": stage,
                     "fsdp": fsdp,
                     "context": context,
@@ -338,27 +361,32 @@ def _within(config: Config, hardware: Hardware, num_devices: int) -> Iterator[Ke
 
 
 def _across(num_slices: int) -> Iterator[Keys]:
+    """Yields mesh sizes across slices, by axis."""
     for stage in (n for n in range(1, MAX_STAGES + 1) if num_slices % n == 0):
-        rest = num_slices // stage
-        for fsdp in dict.fromkeys((1, rest)):
-            yield {"data": rest // fsdp, "stage": stage, "fsdp": fsdp}
+        remaining = num_slices // stage
+        for fsdp in dict.fromkeys((1, remaining)):
+            yield {"data": remaining // fsdp, "stage": stage, "fsdp": fsdp}
 
 
 def _contexts(config: Config, hardware: Hardware) -> list[int]:
+    """Returns sizes of the context axis: above 1 for long sequences or fewer than devices."""
     length = config.model.shape.max_target_length
-    most = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
-    waiting = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
-    if waiting > 1:
-        most = max(most, 2 ** (waiting - 1).bit_length())
-    return [n for n in _powers(most) if length % n == 0]
+    max_context = MAX_CONTEXT if length >= LONG_SEQUENCE else 1
+    devices_per_sequence = -(-hardware.num_devices // max(sequences_of(config, hardware), 1))
+    if devices_per_sequence > 1:
+        max_context = max(max_context, 2 ** (devices_per_sequence - 1).bit_length())
+    return [n for n in _powers(max_context) if length % n == 0]
 
 
 def _pipelines(num_stages: int) -> Iterator[Keys]:
-    several = (1, 2, 4) if num_stages > 1 else ()
-    choices = itertools.product((1, -1), (n * num_stages for n in several))
-    for repeats, parts in choices if several else [(-1, -1)]:
-        yield dict(zip(_PIPELINE, (parts, repeats, -1), strict=True))
+    """Yields the pipeline keys to try with a number of stages."""
+    choices = [(-1, -1)]  # the defaults
+    if num_stages > 1:
+        choices = itertools.product((1, -1), [n * num_stages for n in (1, 2, 4)])
+    for num_repeats, num_microbatches in choices:
+        yield dict(zip(_PIPELINE, (num_microbatches, num_repeats, -1), strict=True))
 
 
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length())]
+def _powers(maximum: int) -> list[int]:
+    """Returns the powers of two up to `maximum`."""
+    return [2**i for i in range(maximum.bit_length())]

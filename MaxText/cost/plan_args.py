@@ -1,12 +1,11 @@
 """Options of plan.py."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated
 
-from MaxText.config.command_line import ProgramOptions
-from MaxText.config.keys import Parser, key
+from MaxText.config.program_options import option
 
 _AMOUNT = re.compile(r"((?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)([A-Za-z]?)", re.IGNORECASE)
 COUNT_SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -25,15 +24,26 @@ def parse_amount(text: str, suffixes: Mapping[str, float] = COUNT_SUFFIXES) -> f
     return amount
 
 
-Amount = Annotated[float | None, Parser(parse_amount, "a number such as 300e9 or 300B")]
+_AMOUNTS = "a number such as 300e9 or 300B"
 
 
-class PlanOptions(ProgramOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanOptions:
     """Options of plan.py."""
 
-    REQUIRED = ("hardware",)
-
-    hardware: str = key("", "v5p-128, v5e-16, 2xv5p-128 (two slices), 8xH100, h100-8, cpu.")
-    tokens: Amount = key(None, "Tokens of the run, e.g. 300B; by default those of `steps` steps.")
-    price_per_chip_hour: Amount = key(None, "Price of a TPU chip or a GPU, in any currency.")
-    fit: bool = key(False, "Search for a mesh, microbatch size and remat policy that fit.")
+    hardware: str = option(
+        "", "v5p-128, v5e-16, 2xv5p-128 (two slices), 8xH100, h100-8, cpu.", required=True
+    )
+    tokens: float | None = option(
+        None,
+        "Tokens of the run, e.g. 300B; by default those of `steps` steps.",
+        read=parse_amount,
+        accepts=_AMOUNTS,
+    )
+    price_per_chip_hour: float | None = option(
+        None,
+        "Price of a TPU chip or a GPU, in any currency.",
+        read=parse_amount,
+        accepts=_AMOUNTS,
+    )
+    fit: bool = option(False, "Search for a mesh, microbatch size and remat policy that fit.")

@@ -20,7 +20,12 @@ _WIDTH = 100  # columns of a usual terminal's screen
 def describe(plan: JobPlan, tokens: float, price: float | None, with_notes: bool = True) -> str:
     """Describes memory, communication, time and cost on one screen.
 
-    Without notes on the times, the screen has room for proposals.
+    Args:
+        plan: to describe.
+        tokens: of the run.
+        price: of a chip-hour, in any currency; None leaves the cost out.
+        with_notes: whether notes on the times follow. Without them, the screen has room for
+            proposals.
     """
     program = plan.program
     hardware = plan.program.hardware
@@ -60,7 +65,10 @@ def _memory(plan: JobPlan) -> str:
     rows = [
         ("parameters", memory.parameters, "exact"),
         ("optimizer state", memory.optimizer, "exact"),
-        *([("offloaded moments", memory.fetched, "exact")] * (memory.fetched > 0)),
+    ]
+    if memory.fetched:
+        rows.append(("offloaded moments", memory.fetched, "exact"))
+    rows += [
         ("batch", memory.batch, "exact"),
         ("gradients", memory.gradients, "exact; not all live at the peak of activations"),
         ("layer weights in compute dtype", memory.peak.between, ""),
@@ -99,11 +107,11 @@ def _communication(plan: JobPlan) -> str:
     if not plan.communication:
         return "communication: none, one device"
     rows = []
-    for one in plan.communication:
-        received = f"{one.num_bytes / _GB:.2f}"
-        speed = f"{one.bandwidth / _GB:.0f}"
-        rows.append([one.axis, str(one.size), received, speed, short_time(one.seconds)])
-    received = sum(one.num_bytes for one in plan.communication) / _GB
+    for cost in plan.communication:
+        received = f"{cost.num_bytes / _GB:.2f}"
+        speed = f"{cost.bandwidth / _GB:.0f}"
+        rows.append([cost.axis, str(cost.size), received, speed, short_time(cost.seconds)])
+    received = sum(cost.num_bytes for cost in plan.communication) / _GB
     total = ["all, not overlapped", "", f"{received:.2f}", "", short_time(plan.time.comm_seconds)]
     header = ["communication per step", "devices", "GB received", "GB/s", "time"]
     return format_table(header, rows, total)
@@ -124,8 +132,11 @@ def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -
         cells = [name, short_time(seconds), _mfu(time, seconds), f"{speed:,.0f}"]
         return cells + _time_and_cost(plan, seconds, tokens, price)
 
+    header = ["time", "step", "MFU", "tokens/s/device", "run"]
+    if price is not None:
+        header.append("cost")
     table = format_table(
-        ["time", "step", "MFU", "tokens/s/device", "run", *["cost"] * (price is not None)],
+        header,
         [row("best case", time.lower), row("worst case", time.upper)],
         row("estimate", time.estimate),
         right=range(1, 6),
@@ -134,40 +145,45 @@ def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -
         return table
     low, high = time.compute_seconds
     source = plan.program.hardware.chip.efficiency_source
-    money = [] if price is None else [f"cost at {price:g} per chip-hour."]
     notes = [
         f"run: {short_count(tokens)} tokens, {steps:,.0f} steps. Compute takes {short_time(low)} "
         f"to {short_time(high)}; share of the peak that matmuls reach: {source}. Best case: "
         "communication fully overlaps compute. Worst case: none does. Without evaluation, "
-        "checkpoints and failures.",
-        *money,
-        MFU_RULE,
+        "checkpoints and failures."
     ]
+    if price is not None:
+        notes.append(f"cost at {price:g} per chip-hour.")
+    notes.append(MFU_RULE)
     return f"{table}\n{_filled(notes)}"
 
 
 def _time_and_cost(plan: JobPlan, seconds: float, tokens: float, price: float | None) -> list[str]:
-    whole = tokens / plan.program.tokens_per_update * seconds
-    chips = plan.program.hardware.num_chips
-    money = [] if price is None else [f"{price * chips * whole / 3600:,.0f}"]
-    return [short_time(whole), *money]
+    run_seconds = tokens / plan.program.tokens_per_update * seconds
+    cells = [short_time(run_seconds)]
+    if price is not None:
+        chip_hours = plan.program.hardware.num_chips * run_seconds / 3600
+        cells.append(f"{price * chip_hours:,.0f}")
+    return cells
 
 
 def _interval(low: float, high: float) -> str:
-    (first, unit) = short_time(low).split()
+    first, unit = short_time(low).split()
     last = short_time(high)
     return f"{first} - {last}" if last.endswith(unit) else f"{first} {unit} - {last}"
 
 
-def _mesh_words(program: Program) -> str:
-    words = program.sharding.mesh_sizes
+def _mesh_description(program: Program) -> str:
+    description = program.sharding.mesh_sizes
     sizes = zip(MESH_AXES, program.sizes.dcn, strict=True)
-    if across := [f"{axis} {size}" for axis, size in sizes if size > 1]:
-        words += f"; across slices {', '.join(across)}"
-    if (schedule := program.schedule) is not None:
-        words += f"; {schedule.num_microbatches} microbatches"
-        words += f", {schedule.num_repeats} repeats" * (schedule.num_repeats > 1)
-    return words
+    across = [f"{axis} {size}" for axis, size in sizes if size > 1]
+    if across:
+        description += f"; across slices {', '.join(across)}"
+    schedule = program.schedule
+    if schedule is not None:
+        description += f"; {schedule.num_microbatches} microbatches"
+        if schedule.num_repeats > 1:
+            description += f", {schedule.num_repeats} repeats"
+    return description
 
 
 def format_proposals(
@@ -177,8 +193,16 @@ def format_proposals(
     tokens: float,
     price: float | None,
 ) -> str:
-    """Describes fitting plans, fastest first."""
-    numbers = [
+    """Describes fitting plans, fastest first, and the command that trains with the first.
+
+    Args:
+        plans: that fit, fastest first.
+        config: that the search began with.
+        arguments: of the command line that asked.
+        tokens: of the run.
+        price: of a chip-hour; None leaves the cost out.
+    """
+    cells_by_plan = [
         [
             f"{plan.program.num_microbatches} x "
             f"{plan.program.config.batch.per_device_batch_size:g}",
@@ -190,24 +214,28 @@ def format_proposals(
         ]
         for plan in plans
     ]
-    header = ["batch", "remat_policy", "GB", "step", "MFU", "run", *["cost"] * (price is not None)]
-    _, rule, *_ = format_table(header, numbers).splitlines()
+    header = ["batch", "remat_policy", "GB", "step", "MFU", "run"]
+    if price is not None:
+        header.append("cost")
+    _, rule, *_ = format_table(header, cells_by_plan).splitlines()
     rows = []
-    for plan, cells in zip(plans, numbers, strict=True):
-        first, *more = textwrap.wrap(_mesh_words(plan.program), _WIDTH - len(rule) - 2)
-        rows += [[first, *cells], *([line] for line in more)]
+    for plan, cells in zip(plans, cells_by_plan, strict=True):
+        first, *continuation_lines = textwrap.wrap(
+            _mesh_description(plan.program), _WIDTH - len(rule) - 2
+        )
+        rows += [[first, *cells], *([line] for line in continuation_lines)]
     table = format_table(["mesh", *header], rows, right=range(3, 8))
-    words = ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
+    command = ["python", "MaxText/train.py", *command_with_plan(arguments, plans[0], config)]
     return (
         f"plans that fit, fastest first (other meshes are slower or do not fit):\n{table}\n"
-        f"To train with the first, add your data:\n{_shell_lines(words)}"
+        f"To train with the first, add your data:\n{_shell_lines(command)}"
     )
 
 
-def _shell_lines(words: Sequence[str]) -> str:
+def _shell_lines(command: Sequence[str]) -> str:
     lines = [" "]
-    for word in map(shlex.quote, words):
-        if len(f"{lines[-1]} {word} \\") > _WIDTH:
+    for argument in map(shlex.quote, command):
+        if len(f"{lines[-1]} {argument} \\") > _WIDTH:
             lines.append("   ")
-        lines[-1] += f" {word}"
+        lines[-1] += f" {argument}"
     return " \\\n".join(lines)

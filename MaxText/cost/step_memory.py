@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.model_sections import ModelConfig
-from MaxText.cost.abstract_step import FakeDevice, Program, abstract_model, cached
+from MaxText.cost.abstract_step import FakeDevice, Program, cached, cached_model
 from MaxText.cost.jaxpr_graph import Node, SizeOf, Traced, Value, plain_size, tiled_size, traced
 from MaxText.layers.batch import batch_shapes
 from MaxText.parallelism.logical_sharding import Rules, axis_rules, split_axes
@@ -50,6 +50,7 @@ class PeakMemory:
 
     @property
     def size(self) -> float:
+        """Bytes at the peak."""
         return self.outside + self.in_loops + self.between
 
 
@@ -79,30 +80,35 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
+        """Bytes at the peak of the step."""
         return self.state + self.temporaries
 
     @property
     def temporaries(self) -> float:
+        """Bytes besides the arguments, at the peak of the passes or of the update."""
         sums = self.gradients - self.parameters  # of several microbatches
         passes = self.peak.size + sums
         return max(passes, self.gradients + self.fetched + self.update)
 
 
 def estimate_memory(program: Program) -> MemoryEstimate:
+    """Estimates the memory of a train step on one device, by cause."""
     size_of = _size_of(program.platform)
     _, state = program.optimizer_and_state
     parameters = _bytes(state.params, size_of)
     in_host = program.config.mesh.optimizer_memory_host_offload
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 0 and in_host]
     fetched = _bytes(moments, size_of)
-    kept = [None, *(_bytes(leaf, size_of) for leaf in jax.tree.leaves(state.params))]
+    gradient_bytes = [None, *(_bytes(leaf, size_of) for leaf in jax.tree.leaves(state.params))]
     return MemoryEstimate(
         parameters=parameters,
         optimizer=_bytes(state, size_of) - parameters - fetched,
         fetched=fetched,
         batch=12.0 * program.local_batch_size * program.num_microbatches * program.length,
         gradients=parameters * (2 if program.num_microbatches > 1 else 1),  # and their sum
-        peak=peak_memory(trace(program, all_stages=True), kept, _converted_bytes(program)),
+        peak=peak_memory(
+            trace(program, all_stages=True), gradient_bytes, _converted_bytes(program)
+        ),
         update=_update_bytes(program),
     )
 
@@ -112,13 +118,16 @@ def min_memory(program: Program) -> float:
     _, state = program.optimizer_and_state
     size_of = _size_of(program.platform)
     params = _bytes(state.params, size_of)
-    given = params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
+    state_bytes = (
+        params if program.config.mesh.optimizer_memory_host_offload else _bytes(state, size_of)
+    )
     stages = program.sharding.mesh.shape["stage"]
     layers = program.config.model.shape.dimensions.num_layers // stages
-    return given + max(params, layers * program.state_bytes / program.num_hidden_parts)
+    return state_bytes + max(params, layers * program.state_bytes / program.num_hidden_parts)
 
 
 def _size_of(platform: str) -> SizeOf:
+    """Returns the function from an array's shape to its bytes on a platform."""
     return tiled_size if platform == "tpu" else plain_size
 
 
@@ -143,24 +152,22 @@ def trace(program: Program, all_stages: bool = False) -> Traced:
         size = program.local_batch_size, program.local_tokens // program.local_batch_size
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model.abstract)]
     names = ("/".join(entry.key for entry in path) for path in paths)
-    weights = tuple(_gathered(program, name) for name in names)
-    rules = program.sharding.rules
-    num_hidden_parts = program.num_hidden_parts
     return _trace(
         model.config,
-        size,
-        program.platform,
-        rules,
-        weights,
-        num_hidden_parts,
-        num_stages,
-        program.assumes_cudnn,
+        size=size,
+        platform=program.platform,
+        rules=program.sharding.rules,
+        weights=tuple(_gathered(program, name) for name in names),
+        num_hidden_parts=program.num_hidden_parts,
+        num_stages=num_stages,
+        assumes_cudnn=program.assumes_cudnn,
     )
 
 
 @cached
 def _trace(
     config: ModelConfig,
+    *,
     size: tuple[int, int],
     platform: str,
     rules: Rules,
@@ -169,8 +176,19 @@ def _trace(
     num_stages: int,
     assumes_cudnn: bool,
 ) -> Traced:
-    """Caches `trace` for equal local shapes; `weights` are gathered shares."""
-    model = abstract_model(config)
+    """Caches `trace` for equal local shapes.
+
+    Args:
+        config: of the model at the sizes of one device.
+        size: sequences and tokens of a microbatch on one device.
+        platform: JAX's name.
+        rules: logical axis rules.
+        weights: for each parameter, the share of it that a device gathers.
+        num_hidden_parts: parts of a hidden state split between layers.
+        num_stages: pipeline stages that run turn by turn; 1 without.
+        assumes_cudnn: whether attention scores are never written.
+    """
+    model = cached_model(config)
     objective = config.objective
 
     def loss(params: Any, batch: Any) -> jax.Array:
@@ -191,11 +209,11 @@ def _trace(
     batch = batch_shapes(*size, with_documents=False)
     with axis_rules(Mesh(devices.reshape(sizes), MESH_AXES), rules):
         closed = jax.make_jaxpr(jax.value_and_grad(loss))(model.abstract, batch)
-    found = traced(closed.jaxpr, weights=weights, size_of=size_of)
+    program = traced(closed.jaxpr, weights=weights, size_of=size_of)
     if assumes_cudnn:
         # Traced in blocks, because cuDNN's kernel cannot be traced without a GPU.
-        found.drop_scores()
-    return found
+        program.drop_scores()
+    return program
 
 
 def _gathered(program: Program, name: str) -> float:
@@ -209,6 +227,7 @@ def _gathered(program: Program, name: str) -> float:
 
 
 def _converted_bytes(program: Program) -> float:
+    """Returns the bytes of scanned weights that are cast before the first loop."""
     config = program.config.model
     parameters = program.model.parameters
     width = np.dtype(config.numerics.dtype).itemsize
@@ -216,16 +235,20 @@ def _converted_bytes(program: Program) -> float:
         return 0.0
     shardings = program.sharding.parameter_shardings(parameters)
     in_loop = program.platform == "tpu" and program.sharding.mesh.shape["stage"] == 1
-    return sum(
-        math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
-        for name, spec in parameters.items()
-        if spec.owner == "layers" and spec.num_input_dims and width < spec.dtype.itemsize
-        if not in_loop or len(spec.shape) > 3  # matrices: scanned_layers.cast_in_loop
-    )
+    num_bytes = 0.0
+    for name, spec in parameters.items():
+        is_matrix_of_layers = spec.owner == "layers" and spec.num_input_dims
+        if not is_matrix_of_layers or width >= spec.dtype.itemsize:
+            continue
+        if in_loop and len(spec.shape) <= 3:
+            continue  # cast inside of the loop by scanned_layers.cast_in_loop
+        num_bytes += math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
+    return num_bytes
 
 
 def _update_bytes(program: Program) -> float:
-    (optimizer, state) = program.optimizer_and_state
+    """Returns the bytes of temporaries of the optimizer update on one device."""
+    optimizer, state = program.optimizer_and_state
     sharding = program.sharding
     # Moments sharded like parameters: shard_optimizer_over_data also splits the temporaries.
     alike = ShardingPlan(sharding.mesh, sharding.rules).state_shardings(
@@ -254,13 +277,14 @@ def _bytes_of_update(
 
 
 def peak_memory(
-    program: Traced, kept: Sequence[float | None] = (), between: float = 0.0
+    program: Traced, result_bytes: Sequence[float | None] = (), between: float = 0.0
 ) -> PeakMemory:
-    """Returns the memory needed by a program.
+    """Returns the memory needed by a program besides its arguments.
 
     Args:
-      kept: Bytes of each result (gradient) that a device keeps if sharded; None for all. Empty for
-        a loop body, whose results leave at once.
+      program: A step, or a loop's body.
+      result_bytes: Bytes of each result (gradient) that a device keeps if sharded; None for all.
+        Empty for a loop body, whose results leave at once.
       between: Bytes live from before the first loop to the end of the last.
     """
     # Nodes, with the needs of their largest body.
@@ -269,63 +293,74 @@ def peak_memory(
         for node in program.nodes
         if node.writes
     }
-    left: dict[Value, float] = {}
-    results = {root for value in program.results for root in value.roots} if kept else set()
-    for value, share in zip(program.results, kept, strict=False):
+    sharded_bytes: dict[Value, float] = {}
+    results = {root for value in program.results for root in value.roots} if result_bytes else set()
+    for value, share in zip(program.results, result_bytes, strict=False):
         for root in value.roots:
             if share is not None and value.size:
-                left[root] = root.size * min(share / value.size, 1.0)
-    orders = (steps, {node: steps[node] for node in _greedy(steps, left, results)})
+                sharded_bytes[root] = root.size * min(share / value.size, 1.0)
+    orders = (steps, {node: steps[node] for node in _greedy(steps, sharded_bytes, results)})
     return min(
-        (_peak(order, left, results, between) for order in orders), key=lambda need: need.size
+        (_peak(order, sharded_bytes, results, between) for order in orders),
+        key=lambda need: need.size,
     )
 
 
 def _peak(
     steps: Mapping[Node, PeakMemory],
-    left: Mapping[Value, float],
+    sharded_bytes: Mapping[Value, float],
     results: Set[Value],
     between: float,
 ) -> PeakMemory:
+    """Returns the peak if nodes run in the order of `steps`.
+
+    Args:
+        steps: node -> the needs of its largest body.
+        sharded_bytes: bytes of results that are sharded once they are written.
+        results: arrays that live to the end.
+        between: bytes live from before the first loop to the end of the last.
+    """
     last = {value: number for number, node in enumerate(steps) for value in node.reads}
     loops = [number for number, node in enumerate(steps) if node.bodies]
     living: dict[Value, LiveBuffer] = {}
-    most = _NOTHING
+    peak = _NOTHING
     for number, (node, body) in enumerate(steps.items()):
         for value in node.writes:
             # The stacked results of a loop are sharded from the beginning.
-            size = left.get(value, value.size) if node.bodies else value.size
+            size = sharded_bytes.get(value, value.size) if node.bodies else value.size
             living[value] = LiveBuffer(size, value.shape, node.name)
         outside = sum(array.size for array in living.values())
-        held = between if loops and loops[0] <= number <= loops[-1] else 0.0
-        if outside + body.size + held > most.size:
+        between_bytes = between if loops and loops[0] <= number <= loops[-1] else 0.0
+        if outside + body.size + between_bytes > peak.size:
             live = tuple(sorted(living.values(), key=lambda array: -array.size))
-            most = PeakMemory(outside, body.size, held, live, body.live)
+            peak = PeakMemory(outside, body.size, between_bytes, live, body.live)
         for value in node.writes:
-            living[value] = living[value]._replace(size=left.get(value, value.size))
+            living[value] = living[value]._replace(size=sharded_bytes.get(value, value.size))
         for value in [*node.reads, *node.writes]:
             if value in living and value not in results and last.get(value, number) <= number:
                 del living[value]
-    return most
+    return peak
 
 
 def _greedy(
-    nodes: Collection[Node], left: Mapping[Value, float], results: Set[Value]
+    nodes: Collection[Node], sharded_bytes: Mapping[Value, float], results: Set[Value]
 ) -> Iterator[Node]:
     """Yields nodes; the runnable one freeing most memory comes next."""
     readers = collections.Counter(value for node in nodes for value in node.reads)
-    there: set[Value] = set()
-    made = {value for node in nodes for value in node.writes}
+    available: set[Value] = set()
+    written = {value for node in nodes for value in node.writes}
 
     def gain(node: Node) -> float:
-        last = (value for value in node.reads if value in there and readers[value] == 1)
-        freed = sum(left.get(value, value.size) for value in last if value not in results)
-        return freed - sum(left.get(value, value.size) for value in node.writes)
+        last = (value for value in node.reads if value in available and readers[value] == 1)
+        freed = sum(sharded_bytes.get(value, value.size) for value in last if value not in results)
+        return freed - sum(sharded_bytes.get(value, value.size) for value in node.writes)
 
     waiting = list(nodes)
     while waiting:
-        best = max((node for node in waiting if made.isdisjoint(node.reads - there)), key=gain)
+        best = max(
+            (node for node in waiting if written.isdisjoint(node.reads - available)), key=gain
+        )
         yield best
         waiting.remove(best)
-        there.update(best.writes)
+        available.update(best.writes)
         readers.subtract(best.reads)

@@ -77,11 +77,12 @@ class OpCost(NamedTuple):
     is_8_bit: bool = False  # whether both factors are int8 or fp8
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    # seconds, best and worst case
-    lower: float
-    upper: float
+    """The time of a train step, as an interval."""
+
+    lower: float  # seconds in the best case: all communication overlaps compute
+    upper: float  # seconds in the worst case: none does
     compute_seconds: tuple[float, float]  # seconds at best and at worst
     comm_seconds: float  # seconds without overlap
     operations: float  # executed matmul FLOPs of a device
@@ -94,6 +95,7 @@ class StepTime:
         return math.sqrt(self.lower * self.upper)
 
     def mfu(self, seconds: float) -> float:
+        """Returns the MFU of a step that takes `seconds`."""
         return self.tflops / (seconds * self.peak.tflops)
 
 
@@ -104,12 +106,15 @@ def min_step_time(program: Program) -> float:
     """
     executed = _tflops(program) / (1 - program.bubble)
     tflops = peak_of(program.hardware).tflops
-    slow, fast = (executed / (share * tflops) for share in program.hardware.chip.efficiency)
-    comm_seconds = sum(one.seconds for one in communication_costs(program))
+    low_share, high_share = program.hardware.chip.efficiency
+    slow = executed / (low_share * tflops)
+    fast = executed / (high_share * tflops)
+    comm_seconds = sum(cost.seconds for cost in communication_costs(program))
     return math.sqrt(max(fast, comm_seconds) * (slow + comm_seconds))
 
 
 def _tflops(program: Program) -> float:
+    """Returns the training TFLOPs of a device in a step, by the MFU rule."""
     return count_flops(program.model, program.length).tflops(program.tokens_per_device)
 
 
@@ -146,12 +151,13 @@ def operations(node: Node, splash_keys: float) -> float:
 
 
 def _splash_keys(program: Program) -> float:
+    """Returns the average number of keys that a query meets in the splash kernel."""
     config = program.local_model.config
     _, length = program.local_shape
     keys = total = 0.0
-    for window, (own, d) in softmax_layers(config):
+    for window, (layer_config, d) in softmax_layers(config):
         weight = d.num_query_heads * d.head_dim
-        keys += weight * average_keys_computed(own.attention, length, window)
+        keys += weight * average_keys_computed(layer_config.attention, length, window)
         total += weight
     return keys / max(total, 1)
 
@@ -179,17 +185,28 @@ def context_parallel_attention_flops(program: Program) -> float:
             keys = program.length  # all keys, including those masked by windows
         elif window is None and attention.causal and not balanced:
             keys *= 2 - 1 / parts
-        more = keys - average_keys_computed(attention, traced_length, window)
-        exceeding += per_key * max(more, 0.0)
+        missing_keys = keys - average_keys_computed(attention, traced_length, window)
+        exceeding += per_key * max(missing_keys, 0.0)
     # Forward, twice backward; again what is not kept, the kernel's scores in any case.
-    kept = config.memory.remat_policy in ("none", "minimal_with_context")
-    times = 3 + (0 if kept else 1) + (1.5 if flash and not ring else 0)
+    keeps_scores = config.memory.remat_policy in ("none", "minimal_with_context")
+    times = 3.0
+    if not keeps_scores:
+        times += 1
+    if flash and not ring:
+        times += 1.5
     return exceeding * times * program.local_tokens
 
 
 def step_time(
     program: Program, memory: MemoryEstimate, communication: Sequence[CommCost]
 ) -> StepTime:
+    """Estimates the time of a train step.
+
+    Args:
+        program: the step on its hardware.
+        memory: whose parameters and optimizer state the update reads and writes.
+        communication: from `communication_costs`.
+    """
     chip = program.hardware.chip
     peak = peak_of(program.hardware)
     work = [*list_ops(trace(program), splash_keys=_splash_keys(program))]
@@ -200,26 +217,31 @@ def step_time(
     update = (2 * state + memory.parameters) / bandwidth
 
     def seconds(share: float) -> float:
+        """Returns the compute time of the step if matmuls reach a share of the peak."""
         speed = share * peak.tflops * 1e12
-        speeds = speed, speed * chip.speed_of_8_bits
-        times = (
-            one.times * max(one.operations / speeds[one.is_8_bit], one.num_bytes / bandwidth)
-            for one in work
-        )
+        total = 0.0
+        for op in work:
+            op_speed = speed * chip.speed_of_8_bits if op.is_8_bit else speed
+            total += op.times * max(op.operations / op_speed, op.num_bytes / bandwidth)
         # Pipeline stages compute, or wait, in turns without tokens, too.
-        return sum(times) * program.num_microbatches / (1 - program.bubble) + update
+        return total * program.num_microbatches / (1 - program.bubble) + update
 
-    least, most = chip.efficiency
-    compute_seconds = seconds(most), seconds(least)
-    comm_seconds = sum(one.seconds for one in communication)
-    lower = max(compute_seconds[0], comm_seconds)
-    upper = compute_seconds[1] + comm_seconds
-    executed = program.num_microbatches * sum(one.times * one.operations for one in work)
-    tflops = _tflops(program)
-    return StepTime(lower, upper, compute_seconds, comm_seconds, executed, tflops, peak)
+    low_share, high_share = chip.efficiency
+    compute_seconds = seconds(high_share), seconds(low_share)
+    comm_seconds = sum(cost.seconds for cost in communication)
+    return StepTime(
+        lower=max(compute_seconds[0], comm_seconds),
+        upper=compute_seconds[1] + comm_seconds,
+        compute_seconds=compute_seconds,
+        comm_seconds=comm_seconds,
+        operations=program.num_microbatches * sum(op.times * op.operations for op in work),
+        tflops=_tflops(program),
+        peak=peak,
+    )
 
 
 def communication_costs(program: Program) -> list[CommCost]:
+    """Returns the communication of a step over each mesh axis of several devices."""
     mesh = program.sharding.mesh
     bytes_of = {axis: 0.0 for axis in MESH_AXES if mesh.shape[axis] > 1}
     if not bytes_of:
@@ -236,6 +258,7 @@ def communication_costs(program: Program) -> list[CommCost]:
 
 
 def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
+    """Adds the bytes of gathered weights and reduced gradients to those of each axis."""
     sharding = program.sharding
     parameters = program.model.parameters
     width = np.dtype(program.config.model.numerics.dtype).itemsize
@@ -274,12 +297,13 @@ def _add_weights(program: Program, bytes_of: dict[str, float]) -> None:
 
 
 def _tensor_bytes(program: Program) -> float:
+    """Returns bytes received over the tensor axis in a microbatch: hidden states."""
     config = program.config.model
     sharding = program.sharding
     parameters = program.model.parameters
     layers = config.shape.dimensions.num_layers
     sums = 0.0
-    again = 0.0
+    recomputed_sums = 0.0
     for param in parameters.values():
         axes = [name for name in param.logical_axes if name != "layers"]
         contracted = axes[: param.num_input_dims]
@@ -291,15 +315,16 @@ def _tensor_bytes(program: Program) -> float:
         if config.block.share_layer_params and param.owner == "layers":
             times = layers
         sums += times
-        again += times * param.is_recomputed
+        recomputed_sums += times * param.is_recomputed
     policy = config.memory.remat_policy
     # Forward, and backward of the matmuls that begin each block; embedding and head add one each.
-    number = 2 * sums + 2 + (again if policy in _RECOMPUTE_OUT_PROJ else 0)
+    num_exchanges = 2 * sums + 2 + (recomputed_sums if policy in _RECOMPUTE_OUT_PROJ else 0)
     n = sharding.mesh.shape["tensor"]
-    return 2 * number * program.state_bytes * (n - 1) / n
+    return 2 * num_exchanges * program.state_bytes * (n - 1) / n
 
 
 def _pipeline_bytes(program: Program) -> float:
+    """Returns bytes received over the stage axis in a microbatch: hidden states."""
     schedule = program.schedule
     assert schedule is not None
     turns = schedule.num_turns / schedule.num_microbatches
@@ -307,6 +332,7 @@ def _pipeline_bytes(program: Program) -> float:
 
 
 def _expert_bytes(program: Program) -> float:
+    """Returns bytes received over the expert axis in a microbatch: dispatched tokens."""
     config = program.config.model
     experts = config.mixture_of_experts
     if experts.num_experts == 1 or experts.capacity_factor < 0:
@@ -320,17 +346,18 @@ def _expert_bytes(program: Program) -> float:
 
 
 def _context_bytes(program: Program) -> float:
+    """Returns bytes received over the context axis in a microbatch: keys and values."""
     config = program.config.model
     attention = config.attention
     width = np.dtype(config.numerics.dtype).itemsize
     layers = softmax_layers(program.model_of_all_stages.config)
-    heads = sum(one.dimensions.num_kv_heads * one.dimensions.head_dim for _, one in layers)
+    heads = sum(layer.dimensions.num_kv_heads * layer.dimensions.head_dim for _, layer in layers)
     part = 2 * program.local_tokens * heads * float(width)
-    others = program.sharding.mesh.shape["context"] - 1
+    other_parts = program.sharding.mesh.shape["context"] - 1
     forward = 2 if config.memory.remat_policy in _RECOMPUTE_QKV else 1
     if attention.context_parallel_strategy == "ring":
-        return part * (others * (forward + 1) + (others + 1) * 4 / width)
-    return part * others * (forward + 1)
+        return part * (other_parts * (forward + 1) + (other_parts + 1) * 4 / width)
+    return part * other_parts * (forward + 1)
 
 
 def _bandwidth(axis: str, program: Program) -> float:
@@ -340,13 +367,15 @@ def _bandwidth(axis: str, program: Program) -> float:
     dimension each. Across slices, each device sends only its part of what its slice has reduced.
     """
     chip = program.hardware.chip
-    place = MESH_AXES.index(axis)
-    within = program.sizes.ici[place]
-    across = program.sizes.dcn[place]
-    several = [name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1]
+    axis_index = MESH_AXES.index(axis)
+    within = program.sizes.ici[axis_index]
+    across = program.sizes.dcn[axis_index]
+    axes_in_slice = [
+        name for name, size in zip(MESH_AXES, program.sizes.ici, strict=True) if size > 1
+    ]
     links = chip.links / chip.devices
-    if chip.torus and axis in several:
-        dimensions = max(chip.torus - len(several) + 1, 1) if axis == several[0] else 1
+    if chip.torus and axis in axes_in_slice:
+        dimensions = max(chip.torus - len(axes_in_slice) + 1, 1) if axis == axes_in_slice[0] else 1
         links *= dimensions / chip.torus
     if across == 1:
         return links

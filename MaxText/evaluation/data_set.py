@@ -1,8 +1,9 @@
 """Loss over all targets of a dataset split, per source.
 
-B rows, T tokens of a window, V vocab_size.
+B sequences, T tokens of a sequence, V vocab_size.
 """
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,14 +19,21 @@ from MaxText.evaluation.validation import sum_batches
 from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
+from MaxText.input_pipeline.sequences.batch_source import BatchShard
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.parallelism import mesh
 from MaxText.training.objective import is_in_nats, loss_sums
 
 
 def _score_step(
-    model: Model, count_correct: bool, params: Any, batch: Batch, byte_counts: TokenByteCounts
+    model: Model,
+    params: Params,
+    batch: Batch,
+    byte_counts: TokenByteCounts,
+    *,
+    count_correct: bool,
 ) -> dict[str, jax.Array]:
     """Sums nats (float32), targets and their bytes (int32) of a batch.
 
@@ -36,14 +44,16 @@ def _score_step(
     counts_V, has_dummy_prefix_V = byte_counts
     bytes_BT = counts_V[batch.targets_BT]
     # A text that follows a control id begins with a space that the tokenizer added.
-    begins_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
-    counts_BT = batch.loss_mask_BT > 0
-    correct = {} if sums.correct is None else {"correct": sums.correct.astype(jnp.int32)}
-    return correct | {
+    added_spaces_BT = has_dummy_prefix_V[batch.targets_BT] & (counts_V[batch.tokens_BT] == 0)
+    is_target_BT = batch.loss_mask_BT > 0
+    outputs = {
         "nats": sums.in_nats,
-        "targets": jnp.sum(counts_BT, dtype=jnp.int32),
-        "bytes": jnp.sum(jnp.where(counts_BT, bytes_BT - begins_BT, 0), dtype=jnp.int32),
+        "targets": jnp.sum(is_target_BT, dtype=jnp.int32),
+        "bytes": jnp.sum(jnp.where(is_target_BT, bytes_BT - added_spaces_BT, 0), dtype=jnp.int32),
     }
+    if sums.correct is not None:
+        outputs["correct"] = sums.correct.astype(jnp.int32)
+    return outputs
 
 
 def score_data_set(
@@ -55,83 +65,134 @@ def score_data_set(
 ) -> list[SourceScore]:
     """Scores every source of open_eval_sources, else random tokens.
 
-    Raises UserError for batches that the devices do not divide, or unreadable data.
+    Args:
+      trained: The model and its weights.
+      opened: Data sources; empty for random tokens.
+      text_bytes: Counts the bytes of targets, for bits per byte.
+      config: Batch size, masking, eval_steps and the windows.
+      log: Takes lines for the terminal.
+
+    Raises:
+      UserError: The devices do not divide the batch, or data cannot be read.
     """
     per_device = config.evaluation.eval_per_device_batch_size
     batch_size = mesh.microbatch_size(config.batch, trained.sharding, per_device)
+    step = _CompiledScoreStep(trained, batch_size, count_correct=config.masking.mlm_training)
+    return [_score_source(source, step, text_bytes, config, log) for source in opened or [None]]
+
+
+class _CompiledScoreStep:
+    """The scoring step, compiled at its first batch of each structure.
+
+    Attributes:
+      compile_seconds: Time spent on compilation, which scores do not include.
+    """
+
+    def __init__(self, trained: TrainedModel, batch_size: int, *, count_correct: bool):
+        """Compiles nothing yet."""
+        self.trained = trained
+        self.batch_size = batch_size
+        self.count_correct = count_correct
+        self.compile_seconds = 0.0
+        # jit of a method of the mesh passes positional arguments only.
+        score_step = functools.partial(_score_step, trained.model, count_correct=count_correct)
+        self._step = trained.sharding.jit(score_step)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}  # by structure of the batch
+
+    def __call__(self, batch: Batch, byte_counts: TokenByteCounts) -> dict[str, jax.Array]:
+        """Returns the sums of _score_step for a batch of this host."""
+        params = self.trained.params
+        device_batch = self.trained.sharding.to_global_batch(batch, self.batch_size)
+        structure = jax.tree.structure(device_batch)
+        if structure not in self._compiled:
+            compile_start = time.perf_counter()
+            self._compiled[structure] = self._step.lower(
+                params, device_batch, byte_counts
+            ).compile()
+            self.compile_seconds += time.perf_counter() - compile_start
+        return self._compiled[structure](params, device_batch, byte_counts)
+
+
+def _score_source(
+    source: OpenDataSource | None,
+    step: _CompiledScoreStep,
+    text_bytes: TextBytes,
+    config: Config,
+    log: Log,
+) -> SourceScore:
+    """Scores the batches of one source, or random tokens for None."""
+    trained = step.trained
     objective = trained.model.config.objective
-    counts_correct = config.masking.mlm_training
+    name = "random tokens" if source is None else source.entry.location
+    shard = BatchShard(index=jax.process_index(), count=jax.process_count())
+    batches = open_source_batches(config, source, step.batch_size, shard, log)
+    byte_counts, reason = text_bytes.byte_counts(source)
+    device_byte_counts = _replicated_byte_counts(byte_counts, trained)
+    progress = log_progress(f"{name} (batches)", log)
 
-    def score_step(*arguments: Any) -> dict[str, jax.Array]:
-        return _score_step(trained.model, counts_correct, *arguments)
+    def outputs() -> Iterator[dict[str, jax.Array]]:
+        for num_done, batch in enumerate(batches, 1):
+            yield step(batch, device_byte_counts)
+            progress(num_done, len(batches))
 
-    step = trained.sharding.jit(score_step)
-    compiled: dict[Any, Any] = {}  # by structure of the batch
-
-    def score(source: OpenDataSource | None) -> SourceScore:
-        name = "random tokens" if source is None else source.entry.location
-        share = jax.process_index(), jax.process_count()
-        batches = open_source_batches(config, source, batch_size, share, log)
-        byte_counts, why = text_bytes.byte_counts(source)
-        tables = _placed_tables(byte_counts, trained)
-        progress = log_progress(f"{name} (batches)", log)
-        compiling = 0.0
-
-        def outputs() -> Iterator[dict[str, jax.Array]]:
-            nonlocal compiling
-            for number, batch in enumerate(batches, 1):
-                placed = trained.sharding.to_global_batch(batch, batch_size)
-                kind = jax.tree.structure(placed)
-                if kind not in compiled:
-                    compile_began = time.perf_counter()
-                    compiled[kind] = step.lower(trained.params, placed, tables).compile()
-                    compiling += time.perf_counter() - compile_began
-                yield compiled[kind](trained.params, placed, tables)
-                progress(number, len(batches))
-
-        began = time.perf_counter()
-        sums, num_batches = sum_batches(outputs())
-        seconds = time.perf_counter() - began - compiling
-        targets = int(sums["targets"])
-        num_bytes = int(sums["bytes"])
-        if byte_counts is None:
-            is_whole_split = config.evaluation.eval_steps == -1
-            num_bytes, why = text_bytes.from_manifest(source, targets, is_whole_split, why)
-        return SourceScore(
-            name=name,
-            total_nll=sums["nats"],
-            num_targets=targets,
-            num_bytes=num_bytes,
-            bytes_unavailable_reason=why,
-            num_batches=num_batches,
-            seconds=seconds,
-            correct=int(sums["correct"]) if counts_correct else None,
-            other_loss="" if is_in_nats(objective) else objective.loss_type,
-            facts=_facts(source, len(batches.skipped)),
+    compile_seconds_before = step.compile_seconds
+    start_time = time.perf_counter()
+    sums, num_batches = sum_batches(outputs())
+    seconds = time.perf_counter() - start_time
+    seconds -= step.compile_seconds - compile_seconds_before
+    num_targets = int(sums["targets"])
+    num_bytes = int(sums["bytes"])
+    if byte_counts is None:
+        num_bytes, reason = text_bytes.from_manifest(
+            source,
+            num_targets,
+            is_whole_split=config.evaluation.eval_steps == -1,
+            reason=reason,
         )
+    return SourceScore(
+        name=name,
+        total_nll=sums["nats"],
+        num_targets=num_targets,
+        num_bytes=num_bytes,
+        bytes_unavailable_reason=reason,
+        num_batches=num_batches,
+        seconds=seconds,
+        correct=int(sums["correct"]) if step.count_correct else None,
+        other_loss="" if is_in_nats(objective) else objective.loss_type,
+        facts=_facts(source, len(batches.skipped)),
+    )
 
-    return [score(source) for source in opened or [None]]
 
-
-def _placed_tables(byte_counts: TokenByteCounts | None, trained: TrainedModel) -> TokenByteCounts:
+def _replicated_byte_counts(
+    byte_counts: TokenByteCounts | None, trained: TrainedModel
+) -> TokenByteCounts:
     """Returns replicated tables of vocab_size; zeros if the bytes are unknown."""
-    tables = np.zeros((2, trained.model.config.shape.vocab_size), np.int32)
-    for table, known in zip(tables, byte_counts or (), strict=False):
+    vocab_size = trained.model.config.shape.vocab_size
+    counts_V = np.zeros(vocab_size, np.int32)
+    has_dummy_prefix_V = np.zeros(vocab_size, bool)
+    if byte_counts is not None:
         # The model's vocabulary may be padded, or smaller than the tokenizer's.
-        table[: len(known)] = known[: len(table)]
-    counts_V, has_dummy_prefix_V = tables
-    placed = counts_V, has_dummy_prefix_V.astype(bool)
-    return TokenByteCounts(*jax.device_put(placed, trained.sharding.replicated))
+        num_ids = min(vocab_size, len(byte_counts.counts_V))
+        counts_V[:num_ids] = byte_counts.counts_V[:num_ids]
+        has_dummy_prefix_V[:num_ids] = byte_counts.has_dummy_prefix_V[:num_ids]
+    tables = TokenByteCounts(counts_V, has_dummy_prefix_V)
+    return jax.device_put(tables, trained.sharding.replicated)
 
 
 def _facts(source: OpenDataSource | None, num_bad: int) -> dict[str, Any]:
+    """Returns what identifies the data of a score, for the JSON file.
+
+    `num_bad` is the number of records skipped as damaged.
+    """
     if source is None:
         return {}
-    data = source.data
+    data = source.dataset
     facts = {
         "tokens_of_split": len(data.store),
         "documents_of_split": len(data.store.document_offsets) - 1,
         "data_set": data.fingerprint,
         "tokenizer_sha256": data.tokenizer_sha256,
     }
-    return facts | ({"records_skipped": num_bad} if num_bad else {})
+    if num_bad:
+        facts["records_skipped"] = num_bad
+    return facts

@@ -41,12 +41,12 @@ _DATA_KEYS = (
 def parse_request(loaded: LoadedConfig) -> tuple[Config, bool]:
     """Returns the configuration, and whether it asks to score a data set.
 
-    It does without tasks, and with tasks if the user set a data key.
+    A data set is scored if the user names no task, or a task and a data key.
     """
     config = loaded.config
     origins = loaded.origins
-    typed = any(map(loaded.typed, _DATA_KEYS))
-    scores_data = typed or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
+    names_data = any(map(loaded.typed, _DATA_KEYS))
+    scores_data = names_data or not (config.scoring.eval_tasks or config.scoring.harness.tasks)
     if origins["eval_steps"].source is Source.SAVED_CONFIG and config.data.dataset_type == "grain":
         # Training limits eval_steps to save time; eval.py reads the whole split.
         config = unflatten(flatten(config) | {"eval_steps": -1})
@@ -54,23 +54,25 @@ def parse_request(loaded: LoadedConfig) -> tuple[Config, bool]:
 
 
 def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
-    """Scores the requested data; prints and writes the scores.
+    """Scores the requested data; prints and writes the scores: the program eval.py.
 
-    Returns the written JSON. Raises UserError for missing weights or data, and for unscorable
-    input.
+    Args:
+      loaded: The configuration, of the weights and the command line.
+      log: Takes lines for the terminal.
+
+    Returns:
+      The scores, as written to the JSON file.
+
+    Raises:
+      UserError: Missing weights or data, or input that cannot be scored.
     """
     config, scores_data = parse_request(loaded)
     scoring = config.scoring
     typed = loaded.typed("tokenizer_path")
     asks_tasks = bool(scoring.eval_tasks or scoring.harness.tasks)
     weights = resolve_weights(config)
-    output_path(scoring.eval_output, weights.folder)  # raises if not writable
-    for name, path in scoring.task_files.as_dict().items():
-        check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
-    if scoring.harness.tasks:
-        find_tasks(scoring.harness.tasks, scoring.harness.task_path)
+    _check_output_and_tasks(config, weights.folder)
     tasks = read_tasks(config)
-
     try:
         tokenizer = open_tokenizer(config, weights.folder, weights.metadata, typed=typed)
     except UserError as error:
@@ -79,53 +81,77 @@ def evaluate(loaded: LoadedConfig, log: Log = print) -> dict[str, Any]:
         tokenizer = error  # prepared data do without
     score_data = _open_data_set(config, tokenizer, log) if scores_data else None
     trained = load_model(config, log, weights)
+    result = _describe(trained)
+    if score_data is not None:
+        result["data"] = score_data(trained)
+    if isinstance(tokenizer, ModelTokenizer):
+        result["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
+        if scoring.eval_tasks:
+            scores = run_tasks(tasks, trained, tokenizer, config, log)
+            result["tasks"] = [score._asdict() for score in scores]
+        if scoring.harness.tasks:
+            result["harness"] = run_harness(trained, tokenizer, config, log)
+    result["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    import jax  # already imported
+
+    output = output_path(scoring.eval_output, weights.folder)
+    if output is not None and jax.process_index() == 0:
+        write_scores(output, result, log)
+    return result
+
+
+def _check_output_and_tasks(config: Config, weights_folder: str) -> None:
+    """Raises UserError if scores cannot be written, or a harness task does not exist."""
+    scoring = config.scoring
+    output_path(scoring.eval_output, weights_folder)
+    for name, path in scoring.task_files.as_dict().items():
+        check_not_input("eval_output", scoring.eval_output, f"task_files.{name}", path)
+    if scoring.harness.tasks:
+        find_tasks(scoring.harness.tasks, scoring.harness.task_path)
+
+
+def _describe(trained: TrainedModel) -> dict[str, Any]:
+    """Returns the first fields of the JSON file: the weights and the devices."""
     devices = trained.sharding.mesh.devices.flat
-    found: dict[str, Any] = {
+    return {
         "weights": trained.source,
         "folder": trained.folder,
         "num_parameters": trained.model.num_parameters,
         "dtype": trained.model.config.numerics.dtype,
         "devices": f"{len(devices)} x {devices[0].device_kind}",
-        "finished": "",  # the time, set below
-        "tokenizer_sha256": "",
+        "finished": "",  # set at the end
+        "tokenizer_sha256": "",  # set if there is a tokenizer
     }
-    if score_data is not None:
-        found["data"] = score_data(trained)
-    if isinstance(tokenizer, ModelTokenizer):
-        found["tokenizer_sha256"] = tokenizer.tokenizer.entry.sha256
-        if scoring.eval_tasks:
-            scores = run_tasks(tasks, trained, tokenizer, config, log)
-            found["tasks"] = [score._asdict() for score in scores]
-        if scoring.harness.tasks:
-            found["harness"] = run_harness(trained, tokenizer, config, log)
-    found["finished"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    import jax  # already imported
-
-    output = output_path(scoring.eval_output, weights.folder)
-    if output is not None and jax.process_index() == 0:
-        write_scores(output, found, log)
-    return found
 
 
 def _open_data_set(
     config: Config, tokenizer: ModelTokenizer | UserError, log: Log
 ) -> Callable[[TrainedModel], dict[str, Any]]:
-    """Opens the data to score, using the tokenizer of the weights for text.
+    """Opens the data to score, before the weights are loaded.
 
-    Returns the function that scores them.
+    Text is encoded with the tokenizer of the weights, unless tokenizer_path is set.
+
+    Args:
+      config: The data and how they are read.
+      tokenizer: Of the weights, or the error of opening it, raised only if it is needed.
+      log: Takes lines for the terminal.
+
+    Returns:
+      A function that scores the data and returns fields for the JSON file.
     """
     from MaxText.input_pipeline.loader import open_eval_sources
 
-    of_model = tokenizer.tokenizer if isinstance(tokenizer, ModelTokenizer) else tokenizer
+    model_tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ModelTokenizer) else tokenizer
     preparation = config.preparation
     if isinstance(tokenizer, ModelTokenizer) and not preparation.tokenizer_path:
         adds_bos = preparation.add_bos or bool(tokenizer.prefix)
         keys = {"tokenizer_path": str(tokenizer.folder), "add_bos": adds_bos}
         config = unflatten(flatten(config) | keys)
-    text_bytes = TextBytes(config.masking.mlm_training, of_model)
+    text_bytes = TextBytes(config.masking.mlm_training, model_tokenizer)
     opened = open_eval_sources(config, log)  # none for random tokens
     for source in opened:
-        if warning := text_bytes.mismatch(source):
+        warning = text_bytes.mismatch(source)
+        if warning:
             log(warning)
 
     def score(trained: TrainedModel) -> dict[str, Any]:
@@ -137,9 +163,10 @@ def _open_data_set(
         stride = config.scoring.eval_stride
         limit = config.evaluation.eval_steps
         windows = "no overlap" if stride == -1 else f"every {stride} targets"
-        across = ", across documents" if data.cross_document_attention else ""
+        if data.cross_document_attention:
+            windows += ", across documents"
         log(source_table(scores))
-        log(f"windows of {length} tokens, {windows}{across}")
+        log(f"windows of {length} tokens, {windows}")
         if limit != -1:
             log(f"a part only: {limit} batches of each source at most (eval_steps)")
         return {
@@ -148,33 +175,45 @@ def _open_data_set(
             "eval_stride": stride,
             "cross_document_attention": data.cross_document_attention,
             "eval_steps": limit,
-            "sources": [one.to_json() for one in scores],
+            "sources": [source_score.to_json() for source_score in scores],
             "total": total_score(scores).to_json(),
         }
 
     return score
 
 
-def output_path(asked: str, weights: str) -> epath.Path | None:
+def output_path(eval_output: str, weights_folder: str) -> epath.Path | None:
     """Returns the requested file, or eval/<step>.json in the weights' run.
 
-    Existing scores are kept: the next file is eval/<step>-2.json. Returns None if the weights
-    belong to no run, or to a read-only one. Raises UserError if the requested file is not writable.
+    Existing scores are kept: the next file is eval/<step>-2.json.
+
+    Args:
+      eval_output: The configuration key; empty for the default.
+      weights_folder: Checkpoint step folder, or Hugging Face checkpoint.
+
+    Returns:
+      The path; None if the weights belong to no run, or to a read-only one.
+
+    Raises:
+      UserError: The requested file is not writable.
     """
-    if asked:
-        path = parse_path(asked, "eval_output")
+    if eval_output:
+        path = parse_path(eval_output, "eval_output")
         if not _is_writable(path):
             raise UserError(
-                f"eval_output={asked} cannot be written: it is a folder, or its folder is a file "
-                "or not writable. Name a file in a folder of yours."
+                f"eval_output={eval_output} cannot be written: it is a folder, or its folder is a "
+                "file or not writable. Name a file in a folder of yours."
             )
         return path
-    step = parse_path(weights, "load_parameters_path")
+    step = parse_path(weights_folder, "load_parameters_path")
     if step.parent.name != CHECKPOINTS:
         return None
     folder = step.parent.parent / _FOLDER
-    names = (f"{step.name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
-    path = next(folder / name for name in names if not (folder / name).exists())
+    path = folder / f"{step.name}.json"
+    for number in itertools.count(2):
+        if not path.exists():
+            break
+        path = folder / f"{step.name}-{number}.json"
     return path if _is_writable(path) else None
 
 
@@ -188,7 +227,10 @@ def _is_writable(path: epath.Path) -> bool:
 
 
 def write_scores(path: epath.Path, scores: Mapping[str, Any], log: Log) -> None:
-    """Writes scores as JSON at once, non-finite numbers as null."""
+    """Writes scores as JSON, atomically; non-finite numbers become null.
+
+    Raises UserError if the file cannot be written.
+    """
     text = json.dumps(to_json_value(scores), indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -68,8 +68,8 @@ class MaxTextLM(TemplateLM):
     @classmethod
     def open(cls, arguments: str | Sequence[str], log: Log = print) -> "MaxTextLM":
         """Opens weights by arguments of eval.py, as one string or several."""
-        words = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
-        loaded = checkpoint_config.load(words)
+        argument_list = shlex.split(arguments) if isinstance(arguments, str) else list(arguments)
+        loaded = checkpoint_config.load(argument_list)
         start_up.choose_platform(loaded.config.run.hardware)
         trained = load_model(loaded.config, log)
         return cls(trained, trained.open_tokenizer(typed=loaded.typed("tokenizer_path")), log)
@@ -79,8 +79,8 @@ class MaxTextLM(TemplateLM):
         cls, arg_string: str, additional_config: dict[str, Any] | None = None
     ) -> "MaxTextLM":
         """Opens weights from the harness's model_args string, key=value,key=value."""
-        words = [word.strip() for word in _NEXT_ARGUMENT.split(arg_string) if word.strip()]
-        return cls.open(words)
+        arguments = [argument.strip() for argument in _NEXT_ARGUMENT.split(arg_string)]
+        return cls.open([argument for argument in arguments if argument])
 
     @classmethod
     def create_from_arg_obj(
@@ -91,12 +91,14 @@ class MaxTextLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """The id that ends a text."""
         eos_id = self._tokenizer.tokenizer.entry.eos_id
         ids = (eos_id, *self._tokenizer.eos_ids, self._prefix_id)
         return next(i for i in ids if i is not None)
 
     @property
     def prefix_token_id(self) -> int:
+        """The id before a text without context."""
         return self._prefix_id
 
     def tok_encode(
@@ -109,11 +111,13 @@ class MaxTextLM(TemplateLM):
         if add_special_tokens is None:
             prefix = self._tokenizer.tokenizer.decode([self._prefix_id])
             add_special_tokens = not string.startswith(prefix)
-        return [*self._tokenizer.prefix * add_special_tokens, *self._encode(string)]
+        ids = self._encode(string)
+        return [*self._tokenizer.prefix, *ids] if add_special_tokens else ids
 
-    def _begin(self, kind: str, disable_tqdm: bool) -> Progress:
+    def _start_progress(self, request_type: str, disable_tqdm: bool) -> Progress:
+        """Notes that a request came and returns the progress log of its kind."""
         self.was_asked = True
-        return log_progress(kind, (lambda line: None) if disable_tqdm else self._log)
+        return log_progress(request_type, (lambda line: None) if disable_tqdm else self._log)
 
     def _loglikelihood_tokens(
         self,
@@ -121,16 +125,21 @@ class MaxTextLM(TemplateLM):
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
-        progress = self._begin("loglikelihood", disable_tqdm)
-        asked = []
+        """Returns (log-probability in nats, whether it is the greedy answer) of each request.
+
+        A request is ((context, continuation) as text, ids of the context, ids to score). Raises
+        UserError for an answer longer than the window.
+        """
+        progress = self._start_progress("loglikelihood", disable_tqdm)
+        continuations = []
         for texts, context, ids in requests:
             if not 0 < len(ids) <= self.max_length:
                 raise UserError(
                     f"the answer {texts[1][:60]!r} has {len(ids)} tokens; it must have between 1 "
                     f"and max_target_length={self.max_length}."
                 )
-            asked.append(Continuation(context or [self._prefix_id], ids))
-        scores = self._scorer.score_continuations(asked, progress)
+            continuations.append(Continuation(context or [self._prefix_id], ids))
+        scores = self._scorer.score_continuations(continuations, progress)
         answers = [(score.log_probability, score.is_greedy) for score in scores]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -138,23 +147,26 @@ class MaxTextLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Returns the total log-probability of each text, over disjoint windows."""
-        progress = self._begin("loglikelihood_rolling", disable_tqdm)
-        windows = [
+        progress = self._start_progress("loglikelihood_rolling", disable_tqdm)
+        windows_by_text = [
             rolling_windows(self.tok_encode(request.args[0]), self._prefix_id, self.max_length)
             for request in requests
         ]
-        scores = iter(self._scorer.score_continuations(list(itertools.chain(*windows)), progress))
+        windows = list(itertools.chain(*windows_by_text))
+        scores = iter(self._scorer.score_continuations(windows, progress))
         totals = []
-        for request, of_text in zip(requests, windows, strict=True):
-            own = itertools.islice(scores, len(of_text))
-            totals.append(math.fsum(score.log_probability for score in own))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        for request, text_windows in zip(requests, windows_by_text, strict=True):
+            text_scores = itertools.islice(scores, len(text_windows))
+            total = math.fsum(score.log_probability for score in text_scores)
+            totals.append(total)
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Returns continuations up to the first stop string of the task.
 
-        Holds the weights on device twice meanwhile, because generation uses unstacked parameters.
+        Requests with equal settings are generated together. Holds the weights on device twice
+        meanwhile, because generation uses unstacked parameters.
         """
         import jax
         import jax.numpy as jnp
@@ -163,50 +175,57 @@ class MaxTextLM(TemplateLM):
         from MaxText.inference.generate import generate
         from MaxText.parallelism.mesh import microbatch_size
 
-        progress = self._begin("generate_until", disable_tqdm)
-        done = itertools.count(1)
-        by_settings: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            by_settings.setdefault(repr(request.args[1]), []).append(number)
+        progress = self._start_progress("generate_until", disable_tqdm)
+        num_done = itertools.count(1)
+        indices_by_settings: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            indices_by_settings.setdefault(repr(request.args[1]), []).append(index)
         trained = self._trained
         config = self._trained.config
         # Copied because `unstack_params` donates its argument, and scoring still needs the weights.
-        parts = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
+        unstacked_params = trained.model.unstack_params(jax.tree.map(jnp.copy, trained.params))
         num_ids = self._tokenizer.tokenizer.entry.vocab_size
 
         @functools.cache
         def engine_for(sampling: "SamplingParams") -> Engine:
-            return Engine(trained.model, parts, trained.sharding, sampling, num_ids=num_ids)
+            return Engine(
+                trained.model, unstacked_params, trained.sharding, sampling, num_ids=num_ids
+            )
 
         per_device = config.evaluation.eval_per_device_batch_size
         texts = [""] * len(requests)
-        for numbers in by_settings.values():
-            sampling, stopping = self._settings(requests[numbers[0]].args[1])
-            room = self.max_length - stopping.max_new_tokens
-            contexts = [self.tok_encode(requests[number].args[0]) for number in numbers]
+        for indices in indices_by_settings.values():
+            sampling, stopping = self._generation_settings(requests[indices[0]].args[1])
+            max_context = self.max_length - stopping.max_new_tokens
+            contexts = [self.tok_encode(requests[index].args[0]) for index in indices]
             completions = generate(
                 engine_for(sampling),
-                [(ids or [self._prefix_id])[-room:] for ids in contexts],
+                [(ids or [self._prefix_id])[-max_context:] for ids in contexts],
                 stopping,
                 batch_size=microbatch_size(config.batch, trained.sharding, per_device),
                 seed=config.decoding.decode_seed,
                 decode=self._tokenizer.tokenizer.decode,
             )
-            for place, completion in completions:
-                number = numbers[place]
+            for prompt_index, completion in completions:
+                index = indices[prompt_index]
                 text = self._decode(completion.tokens)
                 text = postprocess_generated_text(text, stopping.stop_strings, think_end_token=None)
-                texts[number] = text
-                self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                progress(next(done), len(requests))
+                texts[index] = text
+                self.cache_hook.add_partial("generate_until", requests[index].args, text)
+                progress(next(num_done), len(requests))
         return texts
 
-    def _settings(self, settings: Mapping[str, Any]) -> tuple["SamplingParams", "StoppingCriteria"]:
-        """Converts a task's generation_kwargs."""
+    def _generation_settings(
+        self, generation_kwargs: Mapping[str, Any]
+    ) -> tuple["SamplingParams", "StoppingCriteria"]:
+        """Converts a task's generation_kwargs.
+
+        Raises UserError for unsupported ones, and for more new tokens than the window holds.
+        """
         from MaxText.inference.generate import StoppingCriteria
         from MaxText.inference.sampling import SamplingParams
 
-        kwargs = normalize_gen_kwargs(dict(settings), self.max_gen_toks)
+        kwargs = normalize_gen_kwargs(dict(generation_kwargs), self.max_gen_toks)
         until = tuple(stop for stop in kwargs.pop("until", None) or () if stop)
         max_new_tokens = kwargs.pop("max_gen_toks")
         if max_new_tokens >= self.max_length:
@@ -217,14 +236,14 @@ class MaxTextLM(TemplateLM):
             )
         eos_ids = frozenset([*self._tokenizer.eos_ids, self.eot_token_id])
         stopping = StoppingCriteria(max_new_tokens, eos_ids, until)
-        sampled = kwargs.pop("do_sample")
+        do_sample = kwargs.pop("do_sample")
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         if unknown := sorted(set(kwargs) - set(_SAMPLING_KEYS)):
             raise UserError(
                 f"generation_kwargs: {', '.join(unknown)} are not supported. Supported: until, "
                 f"max_gen_toks, do_sample, {', '.join(_SAMPLING_KEYS)}."
             )
-        if not sampled:
+        if not do_sample:
             # Greedy decoding in transformers uses only the penalty.
             penalty = kwargs.get("repetition_penalty", 1.0)
             return SamplingParams(temperature=0.0, repetition_penalty=penalty), stopping
@@ -243,7 +262,7 @@ def _with_control_tokens(
     plain text (Tokenizer), so that no document can forge one; the harness's tasks spell them out on
     purpose.
     """
-    plain = tokenizer.tokenizer
-    if not isinstance(plain, HuggingFaceTokenizer):
-        return lambda text: plain.encode([text])[0].tolist(), tokenizer.decode
-    return plain.control_token_codec()
+    plain_tokenizer = tokenizer.tokenizer
+    if isinstance(plain_tokenizer, HuggingFaceTokenizer):
+        return plain_tokenizer.control_token_codec()
+    return lambda text: plain_tokenizer.encode([text])[0].tolist(), tokenizer.decode

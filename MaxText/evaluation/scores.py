@@ -15,15 +15,19 @@ _SECONDS_PER_LINE = 30.0  # between progress lines
 
 
 def log_progress(name: str, log: Callable[[str], None]) -> Progress:
-    """Returns a callback for progress every half minute."""
-    began = last = time.perf_counter()
+    """Returns a callback that logs progress, at most twice a minute.
 
-    def progress(done: int, whole: int) -> None:
-        nonlocal last
-        now = time.perf_counter()
-        if now - last >= _SECONDS_PER_LINE and done < whole:
-            last = now
-            log(f"{name}: {done:,} of {whole:,} scored in {now - began:.0f} s")
+    `name` says what is scored. The last call, with all done, logs nothing.
+    """
+    start_time = time.perf_counter()
+    last_log_time = start_time
+
+    def progress(num_done: int, total: int) -> None:
+        nonlocal last_log_time
+        current_time = time.perf_counter()
+        if current_time - last_log_time >= _SECONDS_PER_LINE and num_done < total:
+            last_log_time = current_time
+            log(f"{name}: {num_done:,} of {total:,} scored in {current_time - start_time:.0f} s")
 
     return progress
 
@@ -36,18 +40,22 @@ class Continuation(NamedTuple):
 
 
 def rolling_windows(ids: Sequence[int], prefix: int, window: int) -> list[Continuation]:
-    """Splits a text into continuations with each id exactly once.
+    """Splits a text into continuations that score each id exactly once.
 
     Windows are disjoint, except that the last one is moved left until it is full and scores only
-    the remaining ids. The first id follows `prefix`. Same as loglikelihood_rolling of
-    lm-evaluation-harness.
+    the remaining ids. Same as loglikelihood_rolling of lm-evaluation-harness.
+
+    Args:
+      ids: Of the text.
+      prefix: The id before the first one.
+      window: Tokens that the model can read.
     """
-    found = []
+    continuations = []
     for start in range(0, len(ids), window):
         end = min(start + window, len(ids))
         context = ids[max(0, end - window - 1) : start] if start else [prefix]
-        found.append(Continuation(context, ids[start:end]))
-    return found
+        continuations.append(Continuation(context, ids[start:end]))
+    return continuations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +99,7 @@ class SourceScore:
 
     @property
     def tokens_per_second(self) -> float:
+        """Targets per second of wall time."""
         return self.num_targets / (self.seconds or math.nan)
 
     def to_json(self) -> dict[str, Any]:
@@ -136,26 +145,26 @@ def total_score(scores: Sequence[SourceScore]) -> SourceScore:
 
 def source_table(scores: Sequence[SourceScore]) -> str:
     """Formats one row per source, a total, and notes on missing metrics."""
-    whole = total_score(scores)
+    total = total_score(scores)
     header = ["source", "targets", "bytes", "loss", "perplexity", "bits/byte"]
-    if whole.correct is not None:
+    if total.correct is not None:
         header.append("masked accuracy")
     rows = [_cells(score) for score in scores]
-    lines = [format_table(header, rows, _cells(whole), right=range(1, len(header)))]
-    lines += [
-        f"bits/byte of {score.name} is not shown: {score.bytes_unavailable_reason}"
-        for score in scores
-        if score.num_bytes is None and not whole.other_loss
-    ]
-    if whole.other_loss:
+    lines = [format_table(header, rows, _cells(total), right=range(1, len(header)))]
+    if not total.other_loss:
+        for score in scores:
+            if score.num_bytes is None:
+                reason = score.bytes_unavailable_reason
+                lines.append(f"bits/byte of {score.name} is not shown: {reason}")
+    if total.other_loss:
         lines.append(
-            f"perplexity and bits/byte are not shown: the loss of {whole.other_loss} is not a "
+            f"perplexity and bits/byte are not shown: the loss of {total.other_loss} is not a "
             "log-probability"
         )
     lines.append(
-        f"loss {f'of {whole.other_loss}' if whole.other_loss else 'in nats'} per token; "
-        f"{whole.num_batches:,} batches in {whole.seconds:.1f} s, "
-        f"{whole.tokens_per_second:,.0f} tokens/s"
+        f"loss {f'of {total.other_loss}' if total.other_loss else 'in nats'} per token; "
+        f"{total.num_batches:,} batches in {total.seconds:.1f} s, "
+        f"{total.tokens_per_second:,.0f} tokens/s"
     )
     return "\n".join(lines)
 
@@ -163,6 +172,7 @@ def source_table(scores: Sequence[SourceScore]) -> str:
 def _cells(score: SourceScore) -> list[str]:
     size = score.num_bytes
     bits = score.bits_per_byte
+    """Returns a row of source_table; the accuracy only for masked language models."""
     cells = [
         score.name,
         f"{score.num_targets:,}",
@@ -189,11 +199,11 @@ def task_table(scores: Sequence[TaskScore]) -> str:
     """Formats one row per metric, with the counts it was computed over."""
     rows = []
     for score in scores:
-        over = ", ".join(f"{count:,} {unit}" for unit, count in score.counts.items())
+        counts = ", ".join(f"{count:,} {unit}" for unit, count in score.counts.items())
         for metric, value in score.metrics.items():
-            shown = f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"
-            rows.append([score.task, metric.replace("_", " "), shown, over])
-            over = ""
+            formatted = f"{value:.4f}" if abs(value) < 100 else f"{value:.6g}"
+            rows.append([score.task, metric.replace("_", " "), formatted, counts])
+            counts = ""  # shown in the first row of a task
     seconds = sum(score.seconds for score in scores)
     total = ["in all", "", "", f"{seconds:.1f} s"]
     return format_table(["task", "metric", "value", "over"], rows, total, right=(2,))

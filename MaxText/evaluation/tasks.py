@@ -38,7 +38,12 @@ if TYPE_CHECKING:
 # For standard errors of metrics without a formula. The harness's default takes minutes.
 _BOOTSTRAP_SAMPLES = 1000
 
-Numbers = tuple[dict[str, float], dict[str, int]]  # metrics and counts of a TaskScore
+
+class TaskNumbers(NamedTuple):
+    """Metrics and counts of a TaskScore."""
+
+    metrics: dict[str, float]
+    counts: dict[str, int]
 
 
 class Passage(NamedTuple):
@@ -49,14 +54,17 @@ class Passage(NamedTuple):
 
 
 def read_passages(path: str) -> list[Passage]:
-    """Reads passages: .jsonl with the field "text", else one passage per line."""
+    """Reads passages: .jsonl with the field "text", else one passage per line.
+
+    Raises UserError for an unreadable file, or a passage of fewer than two words.
+    """
     passages = []
-    for number, passage, _ in read_lines(path, "task_files.lambada", "text"):
-        context, space, word = passage.rstrip().rpartition(" ")
+    for line in read_lines(path, "task_files.lambada", "text"):
+        context, space, word = line.text.rstrip().rpartition(" ")
         if not context.strip():
             raise UserError(
-                f"task_files.lambada={path}:{number} has fewer than two words "
-                f"({passage.strip()[:40]!r}). A passage is some text and the last word, which is "
+                f"task_files.lambada={path}:{line.number} has fewer than two words "
+                f"({line.text.strip()[:40]!r}). A passage is some text and the last word, which is "
                 "predicted."
             )
         passages.append(Passage(context, space + word))
@@ -68,20 +76,29 @@ def score_lambada(
     scorer: "Scorer",
     tokenizer: ModelTokenizer,
     progress: Progress | None = None,
-) -> Numbers:
-    """Returns accuracy on whole last words, and perplexity per word."""
-    prefix = tokenizer.prefix_token_id()
-    pairs = [encode_pair(tokenizer.encode, *passage, prefix) for passage in passages]
-    scores = scorer.score_continuations([Continuation(*pair) for pair in pairs], progress)
+) -> TaskNumbers:
+    """Returns accuracy on whole last words, and perplexity per word.
+
+    A word is right if every one of its tokens is the argmax.
+    """
+    prefix_id = tokenizer.prefix_token_id()
+    continuations = []
+    for passage in passages:
+        context_ids, word_ids = encode_pair(
+            tokenizer.encode, passage.context, passage.word, prefix_id
+        )
+        continuations.append(Continuation(context_ids, word_ids))
+    scores = scorer.score_continuations(continuations, progress)
     count = len(scores)
-    loss = -math.fsum(one.log_probability for one in scores) / count
-    accuracy = sum(one.is_greedy for one in scores) / count
+    loss = -math.fsum(score.log_probability for score in scores) / count
+    accuracy = sum(score.is_greedy for score in scores) / count
     metrics = {"accuracy": accuracy, "perplexity": perplexity(loss)}
     if count > 1:
         # Standard error of a Bernoulli mean, with n - 1 as in the harness.
         error = math.sqrt(accuracy * (1 - accuracy) / (count - 1))
         metrics = {"accuracy": accuracy, "accuracy_standard_error": error} | metrics
-    return metrics, {"passages": count, "tokens": sum(len(ids) for _, ids in pairs)}
+    num_tokens = sum(len(continuation.ids) for continuation in continuations)
+    return TaskNumbers(metrics, {"passages": count, "tokens": num_tokens})
 
 
 # A line such as " = Robert Boulter = "; sections below have two or more marks: " = = Career = = ".
@@ -108,14 +125,17 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
 
 
 def read_pages(path: str) -> list[str]:
-    """Reads pages of .jsonl (field "page"), or of wiki.test.raw or .tokens."""
+    """Reads pages of .jsonl (field "page"), or of wiki.test.raw or .tokens.
+
+    Raises UserError for an unreadable file, an empty one, or an empty page of .jsonl.
+    """
     key = "task_files.wikitext"
     if is_json_lines(path):
-        rows = read_lines(path, key, "page")
-        for number, page, _ in rows:
-            if not page.strip():
-                raise UserError(f'{key}={path}:{number} has an empty "page".')
-        return [page for _, page, _ in rows]
+        lines = read_lines(path, key, "page")
+        for line in lines:
+            if not line.text.strip():
+                raise UserError(f'{key}={path}:{line.number} has an empty "page".')
+        return [line.text for line in lines]
     pages = split_pages(read_text_file(path, key))
     if not pages:
         raise UserError(f"{key}={path} is empty.")
@@ -141,7 +161,7 @@ def detokenized(page: str) -> str:
 
 
 def count_words(page: str) -> int:
-    """Counts white space runs plus one, including leading and trailing ones."""
+    """Counts runs of white space plus one, as the harness: leading and trailing runs count, too."""
     return len(re.split(r"\s+", page))
 
 
@@ -150,13 +170,20 @@ def score_wikitext(
     scorer: "Scorer",
     tokenizer: ModelTokenizer,
     progress: Progress | None = None,
-) -> Numbers:
-    """Returns perplexity per word and byte, and bits per byte, by page."""
-    prefix = tokenizer.prefix_token_id()
-    ids = [tokenizer.encode(detokenized(page)) for page in pages]
-    windows = [window for page in ids for window in rolling_windows(page, prefix, scorer.window)]
+) -> TaskNumbers:
+    """Returns perplexity per word and byte, and bits per byte, by page.
+
+    The loss is that of the detokenized text; words and bytes are those of the file.
+    """
+    prefix_id = tokenizer.prefix_token_id()
+    windows = []
+    num_tokens = 0
+    for page in pages:
+        ids = tokenizer.encode(detokenized(page))
+        windows += rolling_windows(ids, prefix_id, scorer.window)
+        num_tokens += len(ids)
     scores = scorer.score_continuations(windows, progress)
-    loss = -math.fsum(one.log_probability for one in scores)
+    loss = -math.fsum(score.log_probability for score in scores)
     num_words = sum(map(count_words, pages))
     num_bytes = sum(len(page.encode()) for page in pages)
     metrics = {
@@ -164,21 +191,29 @@ def score_wikitext(
         "byte_perplexity": perplexity(loss / num_bytes),
         "bits_per_byte": loss / num_bytes / math.log(2),
     }
-    counts = {"pages": len(pages), "words": num_words, "bytes": num_bytes}
-    return metrics, counts | {"tokens": sum(map(len, ids))}
+    counts = {"pages": len(pages), "words": num_words, "bytes": num_bytes, "tokens": num_tokens}
+    return TaskNumbers(metrics, counts)
 
 
-# Name -> reader of a path, and scorer of its items.
-TASKS: dict[str, tuple[Callable[[str], Sequence[Any]], Callable[..., Numbers]]] = {
-    "lambada": (read_passages, score_lambada),
-    "wikitext": (read_pages, score_wikitext),
+class Task(NamedTuple):
+    """Functions of a built-in task, of which items are its passages or pages."""
+
+    read: Callable[[str], Sequence[Any]]  # of the path of its file
+    score: Callable[..., TaskNumbers]  # of the items, as score_lambada
+
+
+TASKS = {
+    "lambada": Task(read_passages, score_lambada),
+    "wikitext": Task(read_pages, score_wikitext),
 }
 
 
 def read_tasks(config: Config) -> dict[str, Sequence[Any]]:
     """Returns the items of each task; UserError for missing or bad files."""
     scoring = config.scoring
-    return {name: TASKS[name][0](getattr(scoring.task_files, name)) for name in scoring.eval_tasks}
+    return {
+        name: TASKS[name].read(getattr(scoring.task_files, name)) for name in scoring.eval_tasks
+    }
 
 
 def run_tasks(
@@ -197,10 +232,17 @@ def run_tasks(
     scorer = Scorer(trained)
     scores = []
     for name, task_items in items.items():
-        path = getattr(config.scoring.task_files, name)
-        began = time.perf_counter()
-        numbers = TASKS[name][1](task_items, scorer, tokenizer, log_progress(name, log))
-        scores.append(TaskScore(name, path, *numbers, time.perf_counter() - began))
+        start_time = time.perf_counter()
+        numbers = TASKS[name].score(task_items, scorer, tokenizer, log_progress(name, log))
+        scores.append(
+            TaskScore(
+                task=name,
+                path=getattr(config.scoring.task_files, name),
+                metrics=numbers.metrics,
+                counts=numbers.counts,
+                seconds=time.perf_counter() - start_time,
+            )
+        )
     log(task_table(scores))
     return scores
 
@@ -208,10 +250,19 @@ def run_tasks(
 def run_harness(
     trained: TrainedModel, tokenizer: ModelTokenizer, config: Config, log: Log = print
 ) -> dict[str, Any]:
-    """Runs harness.tasks and prints their table.
+    """Runs harness.tasks with lm-evaluation-harness and prints its tables.
 
-    Returns results, configurations, versions and sample counts by task, as JSON values. Raises
-    UserError as find_tasks does, or if a task cannot be read.
+    Args:
+      trained: The model and its weights.
+      tokenizer: Of the weights.
+      config: Names the tasks, and the number of examples in a prompt (num_fewshot).
+      log: Takes lines for the terminal.
+
+    Returns:
+      Results, configurations, versions and sample counts by task, as JSON values.
+
+    Raises:
+      UserError: A task does not exist or cannot be read, or the harness is not installed.
     """
     harness = config.scoring.harness
     names, manager = find_tasks(harness.tasks, harness.task_path)
@@ -227,7 +278,7 @@ def run_harness(
 
     lm = MaxTextLM(trained, tokenizer, log)
     try:
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model=lm,
             tasks=names,
             num_fewshot=None if harness.num_fewshot == -1 else harness.num_fewshot,
@@ -246,19 +297,30 @@ def run_harness(
             f"{first_line(error)[:300]}\n  What to do: fix the task file, or download its data "
             "first if this machine has no network (datasets keeps it in HF_DATASETS_CACHE)."
         ) from error
-    log(make_table(found))
-    if found.get("groups"):
-        log(make_table(found, "groups"))
-    kept = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
-    plain = {name: found[name] for name in kept if name in found}
-    plain["harness_version"] = lm_eval.__version__
-    return json.loads(json.dumps(plain, default=handle_non_serializable))
+    log(make_table(results))
+    if results.get("groups"):
+        log(make_table(results, "groups"))
+    fields = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
+    record = {name: results[name] for name in fields if name in results}
+    record["harness_version"] = lm_eval.__version__
+    return json.loads(json.dumps(record, default=handle_non_serializable))
 
 
 # Cached because listing the harness's tasks takes seconds and is needed twice.
 @functools.lru_cache(maxsize=1)
 def find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
-    """Resolves task names and patterns; returns the TaskManager as well."""
+    """Resolves task names and patterns of the harness.
+
+    Args:
+      names: Tasks, groups, tags or patterns.
+      path: Folder of the user's own task files; empty for none.
+
+    Returns:
+      The names of the tasks, and the harness's TaskManager.
+
+    Raises:
+      UserError: A name matches nothing, the folder does not exist, or there is no harness.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "harness.tasks needs lm-evaluation-harness, which is not installed: "
@@ -275,10 +337,13 @@ def find_tasks(names: tuple[str, ...], path: str) -> tuple[list[str], Any]:
     manager = TaskManager(include_path=folder or None)
     for name in names:
         if not manager.match_tasks([name]):
-            close = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            nearest = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            searched = "among the harness's own"
+            if folder:
+                searched += f" and in {folder}"
             raise UserError(
-                f"harness.tasks={name}: no such task, group or tag among the harness's own"
-                f"{f' and in {folder}' if folder else ''}. Nearest: {', '.join(close) or 'none'}. "
-                "Set harness.task_path=FOLDER to use your own task files."
+                f"harness.tasks={name}: no such task, group or tag {searched}. Nearest: "
+                f"{', '.join(nearest) or 'none'}. Set harness.task_path=FOLDER to use your own "
+                "task files."
             )
     return manager.match_tasks(list(names)), manager

@@ -1,14 +1,14 @@
 """Parses and checks the command line of compare.py, without jax."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, Literal, get_args
 
 from MaxText.config import values
-from MaxText.config.command_line import ProgramOptions, read_options
-from MaxText.config.keys import Parser, key
 from MaxText.config.problems import ConfigIssue, close_matches
+from MaxText.config.program_options import integer_option, number, option, read_options
 from MaxText.config.schema import all_keys
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
@@ -40,17 +40,17 @@ def _items(text: str) -> list[str]:
     return [item.strip() for item in text.strip().removeprefix("[").removesuffix("]").split(",")]
 
 
-def _whole(text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit()) or int(text) < least:
-        raise ValueError(f"{text!r} is not a whole number, {least} or more")
+def _whole(text: str, minimum: int) -> int:
+    if not (text.isascii() and text.isdigit()) or int(text) < minimum:
+        raise ValueError(f"{text!r} is not a whole number, {minimum} or more")
     return int(text)
 
 
 def _seeds(text: str) -> tuple[int, ...]:
     """Parses seeds: `3` is 0, 1, 2; `[3]` and `4,7` are lists."""
     if "," not in text and not text.startswith("["):
-        return tuple(range(_whole(text, least=1)))
-    seeds = tuple(_whole(item, least=0) for item in _items(text))
+        return tuple(range(_whole(text, minimum=1)))
+    seeds = tuple(_whole(item, minimum=0) for item in _items(text))
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"{text!r} names a seed twice")
     return seeds
@@ -95,60 +95,93 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
     return [dict(combination) for combination in itertools.product(*choices)]
 
 
-class CompareOptions(ProgramOptions):
+def _tolerance(text: str) -> float:
+    tolerance = number(text)
+    if not 0 < tolerance < 1:
+        raise ValueError(f"{text} is not > 0 and < 1")
+    return tolerance
+
+
+def _sweep(text: str) -> list[dict[str, Any]]:
+    return expand_sweep(values.from_text(text))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompareOptions:
     """Options of compare.py."""
 
-    RENAMED: ClassVar = {"free": "solve_for"}
-
-    match: Match = key("params", "Equal budget: parameters, FLOPs, tokens, or time of training.")
-    budget: str | float | None = key(
+    match: Match = option(
+        "params",
+        "Equal budget: parameters, FLOPs, tokens, or time of training.",
+        choices=get_args(Match),
+    )
+    budget: str | float | None = option(
         None, "Its size: 10M, 1e15, for time 10m or 1h; by default that of the first file."
     )
-    solve_for: Annotated[
-        tuple[str, ...], Parser(_solve_for, "width, depth, slots, steps or a key")
-    ] = key(
+    solve_for: tuple[str, ...] = option(
         (),
         "Key to solve for: width, depth, slots, steps or an integer key; one for all, or "
         "[one,for,each]. By default width for params, steps for the others.",
+        read=_solve_for,
+        accepts="width, depth, slots, steps or a key",
     )
-    tolerance: float = key(0.02, "Largest deviation from the budget.", gt=0, lt=1)
-    seeds: Annotated[tuple[int, ...], Parser(_seeds, "a number, or a list of seeds")] = key(
+    tolerance: float = option(
+        0.02,
+        "Largest deviation from the budget.",
+        read=_tolerance,
+        accepts="a number, > 0 and < 1",
+    )
+    seeds: tuple[int, ...] = option(
         (0,),
         "Runs of each; 3 is seeds 0, 1, 2 of data order and initial weights, [4,7] names them.",
+        read=_seeds,
+        accepts="a number, or a list of seeds",
     )
-    sweep: Annotated[
-        Any,
-        Parser(
-            lambda text: expand_sweep(values.from_text(text)),
-            "{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'",
-        ),
-    ] = key(
+    sweep: Any = option(
         None,
         "{key: [a, b], ...} is every combination, [{...}, {...}] one after the other; in a YAML "
         "file as `sweep:`. `stages:` there is a chain of runs.",
+        read=_sweep,
+        accepts="{key: [a, b], ...} in quotes, as '{position_embedding: [rotary]}'",
     )
-    launch: Launch = key(
-        "run", "print: one command per run instead of running, and the one that reports results."
+    launch: Launch = option(
+        "run",
+        "print: one command per run instead of running, and the one that reports results.",
+        choices=get_args(Launch),
     )
-    num_devices: int | None = key(None, "Devices per run, by default those of this machine.", ge=1)
-    output: Annotated[Path | None, Parser(Path, "a folder")] = key(
-        None, "Output folder, by default maxtext_output/compare_<names>_<match>_<budget>."
+    num_devices: int | None = integer_option(
+        None, "Devices per run, by default those of this machine.", minimum=1
     )
-    name: str = key("", "Name of the output folder in base_output_directory, instead of output=.")
+    output: Path | None = option(
+        None,
+        "Output folder, by default maxtext_output/compare_<names>_<match>_<budget>.",
+        read=Path,
+        accepts="a folder",
+    )
+    name: str = option(
+        "", "Name of the output folder in base_output_directory, instead of output=."
+    )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareArgs(CompareOptions):
-    """A requested comparison."""
+    """A requested comparison.
 
-    configs: tuple[str, ...] = ()  # paths of configuration files as typed
-    keys: tuple[str, ...] = ()  # key=value for every configuration
+    Attributes:
+      configs: Paths of configuration files as typed.
+      keys: key=value for every configuration.
+    """
+
+    configs: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
 
 
 def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]]:
     """Returns the request and all problems in the program's own arguments."""
-    options, words = read_options(CompareOptions, arguments)
-    keys = [*words.others, *words.keys]
-    problems = words.problems
+    parsed = read_options(CompareOptions, arguments)
+    options = parsed.options
+    keys = [*parsed.operands, *parsed.settings]
+    problems = parsed.problems
     budget = options.budget
 
     def refuse(what: str, word: str = "", **facts: str) -> None:
@@ -183,5 +216,6 @@ def parse_args(arguments: Sequence[str]) -> tuple[CompareArgs, list[ConfigIssue]
         if name in ("output", "base_output_directory") and "://" in word:
             refuse(f"{name}: comparisons need a local folder", word)
     output = options.output and options.output.expanduser()
-    found = dict(options) | {"budget": budget, "output": output}
-    return CompareArgs(**found, configs=tuple(words.files), keys=tuple(keys)), problems
+    option_values = vars(options) | {"budget": budget, "output": output}
+    request = CompareArgs(**option_values, configs=tuple(parsed.config_files), keys=tuple(keys))
+    return request, problems

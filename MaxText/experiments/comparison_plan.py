@@ -21,6 +21,7 @@ from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
 from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant, stage_names
 from MaxText.metrics.tables import format_table, short_count
+from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text
 
 FILE = "comparison.json"
@@ -59,6 +60,7 @@ class SolvedConfig:
 
     @property
     def changed(self) -> set[str]:
+        """Keys changed in any stage."""
         return {name for stage in self.stages for name in stage.changes}
 
     def total(self, name: str) -> Any:
@@ -83,7 +85,9 @@ class Plan:
     @property
     def groups(self) -> dict[str, list[str]]:
         """Run folders by stage name, relative to the comparison's folder."""
-        names = {label: stage_names(label, len(one.stages)) for label, one in self.planned.items()}
+        names = {
+            label: stage_names(label, len(solved.stages)) for label, solved in self.planned.items()
+        }
         return {
             name: [str(Path(label) / run_path(seed, stage)) for seed in self.seeds]
             for label in self.configurations
@@ -91,6 +95,7 @@ class Plan:
         }
 
     def seconds_per_step(self, name: str) -> float:
+        """Returns the median over all measurements of a stage."""
         return statistics.median(itertools.chain(*self.measurements[name]))
 
     def save(self) -> None:
@@ -114,7 +119,10 @@ def load_or_create_plan(
     A plan that differs is replaced if none of its runs has begun, and refused otherwise.
     """
     fresh = Plan(
-        folder, question, {one.label: one.identity for one in variants}, seeds=tuple(seeds)
+        folder,
+        question,
+        {variant.label: variant.identity for variant in variants},
+        seeds=tuple(seeds),
     )
     path = folder / FILE
     if not path.exists():
@@ -123,19 +131,17 @@ def load_or_create_plan(
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["format"] != _FORMAT:
             raise ValueError(f"format {stored['format']} instead of {_FORMAT}")
-        asked = dict(stored["question"])
-        asked.setdefault("solve_for", asked.pop("free", None))  # its earlier name
-        found = stored | {"folder": folder, "seeds": seeds, "question": asked}
-        old = TypeAdapter(Plan).validate_python(found)
+        stored_fields = stored | {"folder": folder, "seeds": seeds}
+        stored_plan = TypeAdapter(Plan).validate_python(stored_fields)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is not a valid record of a comparison ({error}). Set output= to another "
             "folder, or remove this one."
         ) from error
-    changed = _differences(old, fresh)
+    changed = _differences(stored_plan, fresh)
     if not changed:
-        return old
-    if old.planned and any(folder.glob("*/seed_*/**/events.jsonl")):
+        return stored_plan
+    if stored_plan.planned and any(folder.glob("*/seed_*/**/events.jsonl")):
         lines = "\n".join(f"  {line}" for line in changed)
         raise UserError(
             f"{folder} contains another comparison whose runs have started. Differences:\n{lines}\n"
@@ -143,28 +149,40 @@ def load_or_create_plan(
             "or remove this one."
         )
     configurations = json.loads(json.dumps(fresh.configurations))  # as they are stored
-    if (old.configurations, old.question.num_devices) == (configurations, question.num_devices):
-        fresh.measurements = old.measurements
+    if (stored_plan.configurations, stored_plan.question.num_devices) == (
+        configurations,
+        question.num_devices,
+    ):
+        fresh.measurements = stored_plan.measurements
     return fresh
 
 
-def _differences(old: Plan, new: Plan) -> list[str]:
-    asked, asks = (
-        {**dataclasses.asdict(plan.question), "configurations": list(plan.configurations)}
-        for plan in (old, new)
-    )
-    pairs = {name: (to_yaml(asked[name]), to_yaml(asks[name])) for name in asks}
-    changes = {name: (before, after) for name, (before, after) in pairs.items() if before != after}
-    for label, keys in new.configurations.items():
-        if label in old.configurations:
-            changed = diff_configs(old.configurations[label], keys)
+def _differences(stored_plan: Plan, new_plan: Plan) -> list[str]:
+    """Returns a line for each argument and key that differs between two plans."""
+
+    def facts(plan: Plan) -> dict[str, Any]:
+        return {**dataclasses.asdict(plan.question), "configurations": list(plan.configurations)}
+
+    stored_facts = facts(stored_plan)
+    changes = {}
+    for name, value in facts(new_plan).items():
+        stored_value = to_yaml(stored_facts[name])
+        new_value = to_yaml(value)
+        if stored_value != new_value:
+            changes[name] = (stored_value, new_value)
+    for label, keys in new_plan.configurations.items():
+        if label in stored_plan.configurations:
+            changed = diff_configs(stored_plan.configurations[label], keys)
             changes |= {f"{label}: {name}": change for name, change in changed.items()}
-    return [f"{name}: {before} -> {after}" for name, (before, after) in changes.items()]
+    return [
+        f"{name}: {stored_value} -> {new_value}"
+        for name, (stored_value, new_value) in changes.items()
+    ]
 
 
 def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
     """Returns one line per stage: the keys changed to meet the budget."""
-    if not any(one.changed for one in plan.planned.values()):
+    if not any(solved.changed for solved in plan.planned.values()):
         return ["no configuration was changed"]
     lines = []
     for variant in variants:
@@ -173,9 +191,9 @@ def format_changes(plan: Plan, variants: Sequence[Variant]) -> list[str]:
             lines.append(f"{variant.label}: nothing changed")
             continue
         for (name, config), stage in zip(variant.named_stages, planned.stages, strict=True):
-            before = flatten(config)
+            keys_before = flatten(config)
             changes = (
-                f"{key} {to_yaml(before[key])} -> {to_yaml(value)}"
+                f"{key} {to_yaml(keys_before[key])} -> {to_yaml(value)}"
                 for key, value in stage.changes.items()
             )
             lines.append(f"{name}: {', '.join(changes) or 'nothing changed'}")
@@ -193,17 +211,19 @@ def format_budget(plan: Plan, variants: Sequence[Variant]) -> str:
 
 def plan_rows(plan: Plan) -> tuple[list[str], list[list[str]]]:
     """Returns the table header and one row per configuration."""
-    timed = any(one.total("seconds") is not None for one in plan.planned.values())
+    timed = any(solved.total("seconds") is not None for solved in plan.planned.values())
     header = ["configuration", "parameters", "FLOPs/token", "FLOPs", "tokens", "steps"]
     header += ["seconds", "off the budget"] if timed else ["off the budget"]
     rows = []
-    for label, one in plan.planned.items():
-        flops, tokens, seconds = map(one.total, ("flops", "tokens", "seconds"))
+    for label, solved in plan.planned.items():
+        flops = solved.total("flops")
+        tokens = solved.total("tokens")
+        seconds = solved.total("seconds")
         per_token = short_count(flops / tokens if tokens else 0.0)
-        steps = "+".join(f"{stage.steps:,}" for stage in one.stages)
-        cost = [f"{one.stages[-1].parameters:,}", per_token, f"{flops:.4g}", f"{tokens:,}"]
-        time = [] if seconds is None else [f"{seconds:,.1f}"]
-        rows.append([label, *cost, steps, *time, f"{one.deviation:+.2%}"])
+        steps = "+".join(f"{stage.steps:,}" for stage in solved.stages)
+        cost_cells = [f"{solved.stages[-1].parameters:,}", per_token, f"{flops:.4g}", f"{tokens:,}"]
+        time_cells = [] if seconds is None else [f"{seconds:,.1f}"]
+        rows.append([label, *cost_cells, steps, *time_cells, f"{solved.deviation:+.2%}"])
     return header, rows
 
 
@@ -221,22 +241,22 @@ def warmup_problems(plan: Plan, variants: Sequence[Variant]) -> list[str]:
             requested_warmup = config.schedule.num_warmup_steps
             warmup = solved.schedule.num_warmup_steps
             if warmup > 0 and stage.steps <= warmup:
-                what = f"ends within its warm-up of {warmup:,} steps"
+                problem = f"ends within its warm-up of {warmup:,} steps"
             elif requested_warmup > 0 and warmup == 0:
                 fraction = solved.schedule.warmup_steps_fraction
-                what = f"is too short for a warm-up ({fraction:.0%} of the steps)"
+                problem = f"is too short for a warm-up ({fraction:.0%} of the steps)"
             else:
                 continue
-            steps = f"{stage.steps:,} step{'s' if stage.steps > 1 else ''}"
-            lines.append(f"{name}: a run of {steps} {what}")
+            steps = pluralize(stage.steps, "step")
+            lines.append(f"{name}: a run of {steps} {problem}")
     return lines
 
 
 def plan_lines(plan: Plan, variants: Sequence[Variant]) -> list[str]:
-    devices = plan.question.num_devices
+    """Returns the budget, the changes that meet it, and the table of configurations."""
+    devices = pluralize(plan.question.num_devices, "device")
     return [
-        f"match={plan.question.match}: {format_budget(plan, variants)}; "
-        f"{devices} device{'s' if devices > 1 else ''}",
+        f"match={plan.question.match}: {format_budget(plan, variants)}; {devices}",
         *(f"  {line}" for line in format_changes(plan, variants)),
         "",
         *format_table(*plan_rows(plan), max_width=None).splitlines(),
@@ -257,6 +277,7 @@ class Trial(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Label, seed and stage, as logged."""
         name = f"{self.label} seed {self.seed}"
         return name if self.stage is None else f"{name} stage {self.stage}"
 
@@ -267,6 +288,7 @@ class Trial(NamedTuple):
 
     @property
     def log(self) -> Path:
+        """The file that holds the output of train.py."""
         return self.folder / "train.log"
 
 
@@ -279,6 +301,7 @@ def chains_of(plan: Plan, variants: Sequence[Variant]) -> list[StageSequence]:
 
 
 def _chain(plan: Plan, variant: Variant, seed: int) -> StageSequence:
+    """Returns the runs of a configuration with one seed, in order of its stages."""
     planned = plan.planned[variant.label].stages
     numbers = stage_names(variant.label, len(planned))
     runs: list[Trial] = []
@@ -291,8 +314,16 @@ def _chain(plan: Plan, variant: Variant, seed: int) -> StageSequence:
             changes[SOURCE] = str(previous.folder)
         folder = plan.folder / variant.label / run_path(seed, stage)
         config = run_config(config, changes, folder, seed)
-        weight = solved.seconds or solved.flops
-        runs.append(Trial(variant.label, seed, config, folder, weight, stage, previous))
+        trial = Trial(
+            label=variant.label,
+            seed=seed,
+            config=config,
+            folder=folder,
+            weight=solved.seconds or solved.flops,
+            stage=stage,
+            previous=previous,
+        )
+        runs.append(trial)
     return runs
 
 

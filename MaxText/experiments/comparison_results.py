@@ -72,6 +72,7 @@ class RunResult(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float | None:
+        """Training tokens per second of training steps; None without steps."""
         return self.tokens / self.train_seconds if self.train_seconds else None
 
 
@@ -85,15 +86,17 @@ class ConfigResults(NamedTuple):
     @property
     def losses(self) -> dict[int, float]:
         """Validation losses of completed runs by seed."""
-        found = {result.seed: result.validation_loss for result in self.results}
-        return {seed: loss for seed, loss in found.items() if loss is not None}
+        loss_by_seed = {result.seed: result.validation_loss for result in self.results}
+        return {seed: loss for seed, loss in loss_by_seed.items() if loss is not None}
 
     @property
     def loss(self) -> Estimate:
+        """Validation loss over the seeds."""
         return Estimate.of(list(self.losses.values()))
 
     @property
     def loss_kind(self) -> str:
+        """What the losses are; see RunHistory.loss_kind."""
         return next((result.loss_kind for result in self.results), "")
 
     @property
@@ -104,7 +107,8 @@ class ConfigResults(NamedTuple):
     def mean(self, name: str) -> float | None:
         """Mean of a field over completed runs."""
         completed = [result for result in self.results if result.state == COMPLETED]
-        numbers = [x for result in completed if (x := getattr(result, name)) is not None]
+        numbers = [getattr(result, name) for result in completed]
+        numbers = [number for number in numbers if number is not None]
         return statistics.fmean(numbers) if numbers else None
 
     @property
@@ -142,6 +146,10 @@ def load_chain(chain: StageSequence) -> list[RunHistory]:
 
 
 def summarize(chain: StageSequence, records: Sequence[RunHistory]) -> RunResult:
+    """Returns the results of a chain from the records of its runs.
+
+    Costs are sums over the stages; the loss is that of the last one that ran.
+    """
     run = chain[-1]
     final = records[-1]
     last = final.evaluations[-1] if final.evaluations else {}
@@ -179,21 +187,20 @@ def group_results(labels: Sequence[str], results: Sequence[RunResult]) -> list[C
             )
             for result in results
         ]
-    return [
-        ConfigResults(
-            label, tuple(result for result in results if result.config == label), by_lm_loss
-        )
-        for label in labels
-    ]
+    groups = []
+    for label in labels:
+        results_of_label = tuple(result for result in results if result.config == label)
+        groups.append(ConfigResults(label, results_of_label, by_lm_loss))
+    return groups
 
 
 def differences(groups: Sequence[ConfigResults]) -> dict[str, Estimate]:
     """Returns Holm-corrected differences to the first group by label."""
-    first, *others = groups
+    first, *other_groups = groups
     return holm_corrected(
         {
             group.label: paired_difference(first.losses, group.losses)
-            for group in others
+            for group in other_groups
             if group.loss_kind == first.loss_kind
         }
     )
@@ -217,29 +224,43 @@ HEADER = (
 
 
 def _table_notes(groups: Sequence[ConfigResults]) -> list[str]:
-    is_beside = any(group.by_lm_loss for group in groups)
-    return [TABLE_NOTE, *([_CROSS_ENTROPIES] if is_beside else [])]
+    notes = [TABLE_NOTE]
+    if any(group.by_lm_loss for group in groups):
+        notes.append(_CROSS_ENTROPIES)
+    return notes
 
 
 def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
     """Returns one row per configuration, under HEADER; the lowest loss first."""
     differ = bool(_kinds(groups))
     if not differ:
-        groups = sorted(groups, key=lambda group: math.inf if (x := group.loss.mean) is None else x)
-    return [
-        [
+        groups = sorted(groups, key=_loss_order)
+    rows = []
+    for group in groups:
+        loss = tables.format_loss(group.loss.mean)
+        if differ:
+            loss += f" ({group.loss_kind})"
+        runs = str(group.loss.count)
+        if group.diverged:
+            runs += f" ({group.diverged} diverged)"
+        cells = [
             group.label,
-            tables.format_loss(group.loss.mean) + (f" ({group.loss_kind})" if differ else ""),
+            loss,
             tables.format_loss(group.loss.std),
-            str(group.loss.count) + (f" ({group.diverged} diverged)" if group.diverged else ""),
+            runs,
             _optional(group.perplexity, "{:.2f}".format),
             _optional(group.mean("parameters"), tables.short_count),
             tables.format_operations(group.mean("flops")),
             _optional(group.mean("tokens"), tables.short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
-        for group in groups
-    ]
+        rows.append(cells)
+    return rows
+
+
+def _loss_order(group: ConfigResults) -> float:
+    """Sorts configurations by mean loss, those without one last."""
+    return math.inf if group.loss.mean is None else group.loss.mean
 
 
 def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
@@ -251,8 +272,8 @@ def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
     return kinds if len(kinds) > 1 else {}
 
 
-def _optional(number: float | None, words: Callable[[float], str]) -> str:
-    return tables.ABSENT if number is None else words(number)
+def _optional(number: float | None, formatted: Callable[[float], str]) -> str:
+    return tables.ABSENT if number is None else formatted(number)
 
 
 def summary_lines(
@@ -281,10 +302,10 @@ def _conclusions(
     ]
     tokens = groups[0].mean("validation_tokens")
     for group in groups[1:]:
-        others = group.mean("validation_tokens")
-        if tokens and others and others != tokens:
+        tokens_of_group = group.mean("validation_tokens")
+        if tokens and tokens_of_group and tokens_of_group != tokens:
             lines.append(
-                f"{group.label} was validated on {others:,.0f} tokens per run and "
+                f"{group.label} was validated on {tokens_of_group:,.0f} tokens per run and "
                 f"{groups[0].label} on {tokens:,.0f}, so part of the difference comes from the "
                 "texts. Set eval_steps=-1 to use all of the text, and eval_per_device_batch_size "
                 "for validation only."
@@ -292,8 +313,10 @@ def _conclusions(
     if problems := warmup_problems(plan, variants):
         return [*lines, *no_verdict_lines(problems)]
     if kinds := _kinds(groups):
-        each = "; ".join(f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items())
-        lines.append(f"Losses are of different kinds and cannot be compared: {each}.")
+        labels_by_kind = "; ".join(
+            f"{kind} ({', '.join(labels)})" for kind, labels in kinds.items()
+        )
+        lines.append(f"Losses are of different kinds and cannot be compared: {labels_by_kind}.")
     else:
         lines += best_value_lines(variants, _mean_losses(groups))
     return lines + _findings(groups, variants)
@@ -325,8 +348,8 @@ def _arms(variants: Sequence[Variant]) -> list[list[Variant]]:
     for variant in variants:
         keys = flatten(variant.config)
         numbers = _numbers(variant)
-        others = tuple(to_yaml(keys[name]) for name in variant.swept if name not in numbers)
-        arms.setdefault((variant.source, variant.swept, others), []).append(variant)
+        other_values = tuple(to_yaml(keys[name]) for name in variant.swept if name not in numbers)
+        arms.setdefault((variant.source, variant.swept, other_values), []).append(variant)
     return list(arms.values())
 
 
@@ -334,8 +357,12 @@ def _bests(
     variants: Sequence[Variant], losses: Mapping[str, float]
 ) -> list[tuple[Variant, list[Variant]]]:
     """Returns the best variant, by mean losses, and all variants of each arm."""
-    arms = ((arm, [one for one in arm if one.label in losses]) for arm in _arms(variants))
-    return [(min(known, key=lambda one: losses[one.label]), arm) for arm, known in arms if known]
+    bests = []
+    for arm in _arms(variants):
+        finished = [variant for variant in arm if variant.label in losses]
+        if finished:
+            bests.append((min(finished, key=lambda variant: losses[variant.label]), arm))
+    return bests
 
 
 def _numbers(variant: Variant) -> dict[str, float]:
@@ -350,13 +377,13 @@ def _findings(groups: Sequence[ConfigResults], variants: Sequence[Variant]) -> l
     if len(bests) > 1 and len(_arms(variants)) < len(variants):
         labels = [best.label for best, _ in bests]
         compared = [group for group in groups if group.label in labels]
-    found = differences(compared)
-    count = sum(difference.p_value is not None for difference in found.values())
-    if len(found) > 1 and count == 0:
+    differences_by_label = differences(compared)
+    count = sum(difference.p_value is not None for difference in differences_by_label.values())
+    if len(differences_by_label) > 1 and count == 0:
         return ["One seed cannot distinguish a difference from chance: add seeds=3."]
     lines = [
         format_difference(compared[0].label, label, difference, count)
-        for label, difference in found.items()
+        for label, difference in differences_by_label.items()
     ]
     if compared is not groups:
         lines.append(
@@ -380,18 +407,19 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
                 f"{'more' if planned.deviation > 0 else 'fewer'} {unit} than the budget "
                 f"(tolerance={plan.question.tolerance:g} allowed it)."
             )
-        for result in (one for one in group.results if one.state == COMPLETED):
-            off = result.train_seconds / seconds - 1 if seconds else 0.0
+        completed = (result for result in group.results if result.state == COMPLETED)
+        for result in completed:
+            time_deviation = result.train_seconds / seconds - 1 if seconds else 0.0
             if result.steps < steps:
                 lines.append(
                     f"{group.label} seed {result.seed} ended after {result.steps} of "
                     f"{steps} steps (num_epoch or target_eval_loss): it had a smaller "
                     "budget than the others."
                 )
-            elif abs(off) > _EQUAL:
+            elif abs(time_deviation) > _EQUAL:
                 lines.append(
                     f"{group.label} seed {result.seed} trained for {result.train_seconds:,.1f} s "
-                    f"instead of {seconds:,.1f} s ({off:+.1%}): the machine changed its "
+                    f"instead of {seconds:,.1f} s ({time_deviation:+.1%}): the machine changed its "
                     "speed since steps were timed."
                 )
     return lines
@@ -400,8 +428,10 @@ def budget_deviations(groups: Sequence[ConfigResults], plan: Plan) -> list[str]:
 def text_lines(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
+    """Returns what limits the verdict, the table, and the conclusions."""
     lines = budget_deviations(groups, plan)
-    lines += [""] * bool(lines)
+    if lines:
+        lines.append("")
     lines += tables.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
     lines += [*_table_notes(groups), ""]
     return lines + _conclusions(groups, plan, variants)
@@ -433,13 +463,14 @@ def budget_section(
 def title_of(plan: Plan, groups: Sequence[ConfigResults]) -> str:
     """Returns the report's title; it says "equal" only if budgets were."""
     labels = list(plan.configurations)
-    few = len(labels) <= _LABELS_OF_TITLE
-    what = " and ".join(labels) if few else f"{len(labels)} configurations"
-    how = "unequal" if budget_deviations(groups, plan) else "equal"
-    return f"{what}, {how} {UNITS[plan.question.match]}"
+    fits = len(labels) <= _LABELS_OF_TITLE
+    compared = " and ".join(labels) if fits else f"{len(labels)} configurations"
+    budget_kind = "unequal" if budget_deviations(groups, plan) else "equal"
+    return f"{compared}, {budget_kind} {UNITS[plan.question.match]}"
 
 
 def write_runs_csv(path: Path, results: Iterable[RunResult]) -> None:
+    """Writes one row per configuration and seed."""
     _write_csv(path, [r._asdict() | {"tokens_per_second": r.tokens_per_second} for r in results])
 
 
@@ -448,10 +479,10 @@ def write_summary_csv(
 ) -> None:
     """Writes one row per configuration, with differences to the first if there is a verdict."""
     means = ("parameters", "flops", "tokens", "train_seconds", "tokens_per_second")
-    found = differences(groups) if has_verdict else {}
+    differences_by_label = differences(groups) if has_verdict else {}
     rows = []
     for group in groups:
-        difference = found.get(group.label, Estimate(0))
+        difference = differences_by_label.get(group.label, Estimate(0))
         rows.append(
             {
                 "config": group.label,
@@ -464,7 +495,9 @@ def write_summary_csv(
                 "difference": difference.mean,
                 "difference_low_95": difference.ci_low,
                 "difference_high_95": difference.ci_high,
-                "difference_seeds": difference.count if group.label in found else None,
+                "difference_seeds": difference.count
+                if group.label in differences_by_label
+                else None,
                 "difference_p_holm": difference.p_value,
             }
         )

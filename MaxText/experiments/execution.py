@@ -30,6 +30,7 @@ from MaxText.experiments.compare_args import CompareArgs
 from MaxText.experiments.comparison_plan import (
     ComparisonSpec,
     Plan,
+    StageSequence,
     Trial,
     chains_of,
     load_or_create_plan,
@@ -74,82 +75,125 @@ def run_comparison(
 ) -> None:
     """Plans, runs (or prints) the remaining runs, and reports the results.
 
-    `solve_for` has the key to solve for by label; `command` was typed. Raises UserError for an
-    unreachable budget or a failed run.
+    Args:
+        request: the comparison.
+        variants: its configurations.
+        solve_for: label -> key to solve for.
+        command: as typed, for the report and the printed script.
+        log: gets each line.
+
+    Raises:
+        UserError: the budget cannot be met, or a run failed.
     """
     # Leaves accelerators to the runs: this process only evaluates shapes.
     jax.config.update("jax_platforms", "cpu")
 
     folder = folder_of(request, variants)
-    num_devices = _num_devices(request, variants)
-    budget = cast(float | None, request.budget)
-    question = ComparisonSpec(request.match, budget, solve_for, request.tolerance, num_devices)
-    is_script = request.launch == "print"
+    spec = ComparisonSpec(
+        match=request.match,
+        budget=cast(float | None, request.budget),
+        solve_for=solve_for,
+        tolerance=request.tolerance,
+        num_devices=_num_devices(request, variants),
+    )
 
-    def say(line: str) -> None:
-        log(f"# {line}".rstrip() if is_script else line)
+    def log_comment(line: str) -> None:
+        log(f"# {line}".rstrip())
 
     with signals_as_exceptions(), lock_folder(folder):
-        plan = load_or_create_plan(folder, variants, question, request.seeds)
-        if not plan.planned:
-            if request.match == "time":
-                time_steps(plan, variants, say)
-            solve_plan(plan, variants)
-        chains = chains_of(plan, variants)
+        # Printed runs make the output a script, so that all else is a comment in it.
+        prints_script = request.launch == "print"
+        plan = load_or_create_plan(folder, variants, spec, request.seeds)
+        chains = _planned_chains(plan, variants, log_comment if prints_script else log)
         runs = [run for chain in chains for run in chain]
-        for run in runs:
-            if broken := validation_errors(run.config):
-                raise UserError(f"{run.name}: {broken[0]}")
-        plan.save()
-        waiting = [run for run in runs if not comparison_results.is_over(run)]
+        unfinished = [run for run in runs if not comparison_results.is_over(run)]
+        prints_script = prints_script and bool(unfinished)
+        log_line = log_comment if prints_script else log
 
-        is_script = is_script and bool(waiting)
-        for line in plan_lines(plan, variants):
-            say(line)
-        solved = {label: one.changed for label, one in plan.planned.items()}
-        unasked = confounding_keys(solved_variants(plan, variants), solved)
-        for line in unasked:
-            say(f"warning: the configurations differ in {line}")
-        too_short = warmup_problems(plan, variants)
-        for line in too_short:
-            say(f"warning: {line}, so there will be no verdict")
-        if unasked or too_short:
-            say("")
-        if waiting and request.launch == "print":
-            for run in waiting:
+        confounded = _log_plan(plan, variants, log_line)
+        if prints_script:
+            for run in unfinished:
                 write_config(run)
-            left = [[run.config_path for run in chain if run in waiting] for chain in chains]
-            for line in format_launch_script([configs for configs in left if configs], command):
+            paths = [[run.config_path for run in chain if run in unfinished] for chain in chains]
+            for line in format_launch_script(list(filter(None, paths)), command):
                 log(line)
-        elif waiting:
-            _run_all(runs, waiting, folder, log)
+        elif unfinished:
+            _run_all(runs, unfinished, folder, log)
         else:
             log(f"All {len(runs)} runs in {folder} are already complete.")
+        _report_results(
+            plan, variants, chains, confounded=confounded, command=command, log=log_line
+        )
 
-        loaded = [(chain, comparison_results.load_chain(chain)) for chain in chains]
-        found = [(chain, records) for chain, records in loaded if records]
-        if not found:
-            return
-        results = [comparison_results.summarize(chain, records) for chain, records in found]
-        groups = comparison_results.group_results([variant.label for variant in variants], results)
-        for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
-            say(line)
-        comparison_results.write_runs_csv(folder / "runs.csv", results)
-        comparison_results.write_summary_csv(
-            folder / "summary.csv", groups, has_verdict=not too_short
-        )
-        report = write_report(
-            [record for _, records in found for record in records],
-            folder,
-            title=comparison_results.title_of(plan, groups),
-            groups={
-                label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()
-            },
-            leading=[comparison_results.result_section(plan, variants, groups)],
-            sections=[comparison_results.budget_section(plan, variants, unasked, command)],
-            compared=[records[-1] for _, records in found],
-        )
-        say(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
+
+def _planned_chains(plan: Plan, variants: Sequence[Variant], log: Log) -> list[StageSequence]:
+    """Solves a plan if it is new, saves it, and returns all of its runs.
+
+    Raises:
+        UserError: the budget cannot be met, or a solved configuration breaks a rule.
+    """
+    if not plan.planned:
+        if plan.question.match == "time":
+            time_steps(plan, variants, log)
+        solve_plan(plan, variants)
+    chains = chains_of(plan, variants)
+    for run in (run for chain in chains for run in chain):
+        errors = validation_errors(run.config)
+        if errors:
+            raise UserError(f"{run.name}: {errors[0]}")
+    plan.save()
+    return chains
+
+
+def _log_plan(plan: Plan, variants: Sequence[Variant], log: Log) -> list[str]:
+    """Logs a plan and what limits its verdict; returns the lines of `confounding_keys`."""
+    for line in plan_lines(plan, variants):
+        log(line)
+    solved_keys = {label: solved.changed for label, solved in plan.planned.items()}
+    confounded = confounding_keys(solved_variants(plan, variants), solved_keys)
+    warnings = [f"the configurations differ in {line}" for line in confounded]
+    for problem in warmup_problems(plan, variants):
+        warnings.append(f"{problem}, so there will be no verdict")
+    for warning in warnings:
+        log(f"warning: {warning}")
+    if warnings:
+        log("")
+    return confounded
+
+
+def _report_results(
+    plan: Plan,
+    variants: Sequence[Variant],
+    chains: Sequence[StageSequence],
+    *,
+    confounded: Sequence[str],
+    command: Sequence[str],
+    log: Log,
+) -> None:
+    """Logs the results of finished chains, and writes the report and its CSV files."""
+    folder = plan.folder
+    loaded = [(chain, comparison_results.load_chain(chain)) for chain in chains]
+    finished = [(chain, records) for chain, records in loaded if records]
+    if not finished:
+        return
+    results = [comparison_results.summarize(chain, records) for chain, records in finished]
+    groups = comparison_results.group_results([variant.label for variant in variants], results)
+    for line in ["", *comparison_results.text_lines(groups, plan, variants), ""]:
+        log(line)
+    comparison_results.write_runs_csv(folder / "runs.csv", results)
+    comparison_results.write_summary_csv(
+        folder / "summary.csv", groups, has_verdict=not warmup_problems(plan, variants)
+    )
+    report = write_report(
+        [record for _, records in finished for record in records],
+        folder,
+        title=comparison_results.title_of(plan, groups),
+        groups={label: [str(folder / run) for run in runs] for label, runs in plan.groups.items()},
+        leading=[comparison_results.result_section(plan, variants, groups)],
+        sections=[comparison_results.budget_section(plan, variants, confounded, command)],
+        compared=[records[-1] for _, records in finished],
+    )
+    log(f"Report: {report}; numbers: {folder / 'runs.csv'}, {folder / 'summary.csv'}")
 
 
 def _num_devices(request: CompareArgs, variants: Sequence[Variant]) -> int:
@@ -174,33 +218,35 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
     """Returns the shell lines to run each chain in order, and to report."""
     variables = key_variables(os.environ)
     # The shell may have the same variables set; the files already contain their values.
-    without = ["env", *(word for name in variables for word in ("-u", name))] if variables else []
+    prefix = ["env"] if variables else []
+    for name in variables:
+        prefix += ["-u", name]
 
-    here = str(Path.cwd()) + os.sep
+    current_folder = str(Path.cwd()) + os.sep
 
     def line(config: Path) -> str:
-        words = [word.removeprefix(here) for word in train_command(config)]
-        return shlex.join([*without, *words])
+        arguments = [argument.removeprefix(current_folder) for argument in train_command(config)]
+        return shlex.join([*prefix, *arguments])
 
     lines = [" && ".join(map(line, configs)) for configs in chains]
-    return [*lines, shlex.join([sys.executable.removeprefix(here), *command])]
+    return [*lines, shlex.join([sys.executable.removeprefix(current_folder), *command])]
 
 
-def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Log) -> None:
-    done = len(runs) - len(left)
+def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, log: Log) -> None:
+    done = len(runs) - len(unfinished)
     log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
-    # of whole runs so far
+    # Of the whole runs so far.
     work = 0.0
     seconds = 0.0
-    for number, run in enumerate(runs, 1):
-        if run not in left:
+    for run_number, run in enumerate(runs, 1):
+        if run not in unfinished:
             continue
-        name = f"[{number}/{len(runs)}] {run.name}"
+        name = f"[{run_number}/{len(runs)}] {run.name}"
         if comparison_results.is_over(run):
             log(f"{name}: skipped, because an earlier stage diverged")
             continue
-        before = comparison_results.load_record(run)
-        is_resumed = before is not None and before.steps
+        earlier_record = comparison_results.load_record(run)
+        is_resumed = earlier_record is not None and earlier_record.steps
         began = time.monotonic()
         log(f"{name}: {'resumed' if is_resumed else 'started'}")
         code = train(run)
@@ -212,17 +258,20 @@ def _run_all(runs: Sequence[Trial], left: Sequence[Trial], folder: Path, log: Lo
                 f"Last lines of {run.log}:\n{tail(run.log)}\n"
                 "  Run the same command to resume this run."
             )
-        took = time.monotonic() - began
+        run_seconds = time.monotonic() - began
         if record.state == comparison_results.DIVERGED:
-            log(f"{name}: diverged at step {record.last_step}, {format_duration(took)}")
+            log(f"{name}: diverged at step {record.last_step}, {format_duration(run_seconds)}")
             continue
-        line = f"{name}: validation loss {format_loss(record.final_loss)}, {format_duration(took)}"
+        loss = format_loss(record.final_loss)
+        line = f"{name}: validation loss {loss}, {format_duration(run_seconds)}"
         if not is_resumed:
-            work = work + run.weight
-            seconds = seconds + took
-        ahead = sum(later.weight for later in runs[number:] if later in left)
-        if work and ahead:
-            line += f", about {format_duration(seconds / work * ahead)} left"
+            work += run.weight
+            seconds += run_seconds
+        remaining_work = sum(
+            later_run.weight for later_run in runs[run_number:] if later_run in unfinished
+        )
+        if work and remaining_work:
+            line += f", about {format_duration(seconds / work * remaining_work)} left"
         log(line)
         for row in record.events:
             if row["event"] == "warning":
@@ -242,6 +291,7 @@ def subprocess_env() -> dict[str, str]:
 
 
 def train_command(config: Path) -> list[str]:
+    """Returns the command that trains a configuration file."""
     # A relative path with "=" (labels contain it) would parse as key=value.
     is_like_key = "=" in str(config) and not config.is_absolute()
     return [sys.executable, str(TRAIN), f"./{config}" if is_like_key else str(config)]
@@ -250,7 +300,7 @@ def train_command(config: Path) -> list[str]:
 def count_devices(hardware: str) -> int:
     """Returns the device count of this machine; raises UserError if none."""
     command = [sys.executable, "-c", _COUNT_DEVICES, hardware]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=REPOSITORY,
         env=subprocess_env(),
@@ -259,15 +309,16 @@ def count_devices(hardware: str) -> int:
         errors="replace",
         check=False,
     )
-    words = done.stdout.split()
-    if done.returncode or words[:1] != ["devices"]:
-        error = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    output_words = process.stdout.split()
+    if process.returncode or output_words[:1] != ["devices"]:
+        error = (process.stderr.strip().splitlines() or ["no message"])[-1]
         error = error.removeprefix("MaxText.errors.UserError: ")
         raise UserError(f"cannot count the devices of this machine: {error}")
-    return int(words[1])
+    return int(output_words[1])
 
 
 def tail(log: Path, count: int = 12) -> str:
+    """Returns the last lines of a log, indented to be quoted in a message."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     return "\n".join(f"  | {line}" for line in lines[-count:]) or "  | (nothing)"
 
@@ -335,10 +386,13 @@ def write_config(run: Trial) -> None:
     """Writes the run's configuration next to its folder."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     # Keys of a module that only other configurations import are unknown to this run.
-    others = [one.keys.model_fields for one in registrations() if one.keys and not one.is_built_in]
     values = flatten(run.config)
-    known = all_keys()
-    omitted = {n for fields in others for n in fields if values[n] == known[n].default}
+    keys = all_keys()
+    omitted: set[str] = set()
+    for registration in registrations():
+        if registration.keys and not registration.is_built_in:
+            names = registration.keys.model_fields
+            omitted |= {name for name in names if values[name] == keys[name].default}
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 
 
@@ -358,7 +412,7 @@ def _terminate(process: subprocess.Popen) -> None:
 
 def time_steps(plan: Plan, variants: Sequence[Variant], log: Log) -> None:
     """Adds missing measurements to the plan and saves it after each."""
-    stages = {name: config for one in variants for name, config in one.named_stages}
+    stages = {name: config for variant in variants for name, config in variant.named_stages}
     for name, config in stages.items():
         batch = config.batch
         if batch.enable_rampup_batch_size or batch.sequence_length_stages:
@@ -413,8 +467,9 @@ def short_config(config: Config, folder: Path) -> Config:
 
 
 def _step_seconds(name: str, config: Config, folder: Path) -> list[float]:
+    """Returns the seconds of each step of a short run, without its warm-up."""
     shutil.rmtree(folder, ignore_errors=True)
-    run = Trial(name, 0, short_config(config, folder), folder, 0.0)
+    run = Trial(label=name, seed=0, config=short_config(config, folder), folder=folder, weight=0.0)
     code = train(run)
     if code:
         raise UserError(

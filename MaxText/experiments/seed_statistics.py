@@ -5,6 +5,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+from MaxText.pluralize import pluralize
+
 CONFIDENCE = 0.95
 
 
@@ -21,6 +23,7 @@ class Estimate:
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> "Estimate":
+        """Returns the estimate from one number per seed."""
         count = len(numbers)
         if count < 2:
             return cls(count, *numbers)
@@ -32,7 +35,14 @@ class Estimate:
         error = std / math.sqrt(count)
         half = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * error
         p_value = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
-        return cls(count, mean, std, mean - half, mean + half, p_value)
+        return cls(
+            count=count,
+            mean=mean,
+            std=std,
+            ci_low=mean - half,
+            ci_high=mean + half,
+            p_value=p_value,
+        )
 
     @property
     def is_significant(self) -> bool:
@@ -56,13 +66,15 @@ def holm_corrected(estimates: Mapping[str, Estimate]) -> dict[str, Estimate]:
     The chance of any false finding stays that of a single estimate. Intervals stay as they are.
     """
     tested = sorted(
-        (one.p_value, name) for name, one in estimates.items() if one.p_value is not None
+        (estimate.p_value, name)
+        for name, estimate in estimates.items()
+        if estimate.p_value is not None
     )
     corrected = dict(estimates)
-    least = 0.0
+    corrected_p = 0.0
     for rank, (p_value, name) in enumerate(tested):
-        least = max(least, min(p_value * (len(tested) - rank), 1.0))
-        corrected[name] = dataclasses.replace(estimates[name], p_value=least)
+        corrected_p = max(corrected_p, min(p_value * (len(tested) - rank), 1.0))
+        corrected[name] = dataclasses.replace(estimates[name], p_value=corrected_p)
     return corrected
 
 
@@ -73,7 +85,7 @@ def format_difference(
     mean = difference.mean
     low = difference.ci_low
     high = difference.ci_high
-    seeds = f"{difference.count} seed{'s' if difference.count > 1 else ''}"
+    seeds = pluralize(difference.count, "seed")
     if mean is None:
         return f"{other} and {first} have no completed seed in common."
     direction = "lower" if mean < 0 else "higher"

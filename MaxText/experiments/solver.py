@@ -18,15 +18,14 @@ from typing import Any, cast
 
 from MaxText.config.rules import RULES, broken_letters
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
-from MaxText.cost.abstract_step import abstract_model
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import DEPTH, KEY_OF, SLOTS, STEPS, UNITS, WIDTH, Match
 from MaxText.experiments.comparison_plan import Plan, SolvedConfig, SolvedStage
 from MaxText.experiments.variants import Variant
 from MaxText.hardware.peak_flops import PeakFlops
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
 from MaxText.run.training_stats import TrainingStats
-from MaxText.training.backend_defaults import resolve_auto
+from MaxText.training.backend_defaults import abstract_model
 
 _MLP = "base_mlp_dim"
 _OWN_SLOTS = ("qkv_slot_num", "proj_slot_num", "ffn_slot_num")
@@ -49,7 +48,7 @@ Amount = Callable[[Stages], float]
 def cost(config: Config, num_devices: int) -> SolvedStage:
     """Returns a run with its cost; UserError if its batch does not fit."""
 
-    def samples(per_device: float) -> int:
+    def batch_size_of(per_device: float) -> int:
         rows = per_device * num_devices
         if rows != int(rows):
             raise UserError(
@@ -58,11 +57,18 @@ def cost(config: Config, num_devices: int) -> SolvedStage:
             )
         return int(rows) * config.batch.gradient_accumulation_steps
 
-    batches = plan_batches(config.batch, config.model.shape.max_target_length, samples)
-    model = abstract_model(resolve_auto(config.model, "cpu")[0])
+    length = config.model.shape.max_target_length
+    batches = schedule_batches(config.batch, length, batch_size_of)
+    model = abstract_model(config.model)
     steps = config.run.steps
     stats = TrainingStats(model, config.batch, batches, num_devices, steps, _NO_PEAK)
-    return SolvedStage({}, model.num_parameters, stats.flops_of_run, stats.tokens_of_run, steps)
+    return SolvedStage(
+        changes={},
+        parameters=model.num_parameters,
+        flops=stats.flops_of_run,
+        tokens=stats.tokens_of_run,
+        steps=steps,
+    )
 
 
 def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[float] = ()) -> Amount:
@@ -79,7 +85,9 @@ def budget_metric(match: Match, num_devices: int, seconds_per_step: Sequence[flo
         if match == "params":
             return cost(stages[-1], num_devices).parameters
         costs = [cost(stage, num_devices) for stage in stages]
-        return sum(of.flops if match == "flops" else of.tokens for of in costs)
+        if match == "flops":
+            return sum(stage_cost.flops for stage_cost in costs)
+        return sum(stage_cost.tokens for stage_cost in costs)
 
     return amount
 
@@ -96,8 +104,17 @@ def solve(
 ) -> Stages:
     """Returns the stages with the solved key nearest to the budget.
 
-    `amount` must grow with the key, which is width, depth, slots, steps or an integer key. Raises
-    UserError if it does not depend on the key, or no value comes close enough.
+    Args:
+        label: of the configuration, for messages.
+        stages: of the configuration; one without a chain.
+        solve_for: width, depth, slots, steps or an integer key.
+        amount: what the budget limits; it must grow with the key.
+        budget: of `amount`.
+        match: the kind of the budget.
+        tolerance: largest relative deviation from the budget.
+
+    Raises:
+        UserError: the amount does not depend on the key, or no value comes close enough.
     """
     if amount(stages) == budget:
         return stages
@@ -116,8 +133,8 @@ def solve(
             f"{label}: {solve_for}={search.start} is derived from other keys. Set it to a number, "
             "or choose another key by solve_for=."
         )
-    further = search.first_from(2 * search.start)
-    if further is not None and search.amount(further) <= search.amount(search.start):
+    doubled = search.first_from(2 * search.start)
+    if doubled is not None and search.amount(doubled) <= search.amount(search.start):
         raise UserError(
             f"{label}: {solve_for} does not change the {UNITS[match]} of a run. "
             f"Set solve_for={' or solve_for='.join(helpful)}."
@@ -142,10 +159,11 @@ def solve(
             f"{search.key}={value} gives {amount:,.6g} ({amount / budget - 1:+.1%})"
             for value, amount in amounts.items()
         )
-        least = min(abs(amount / budget - 1) for amount in amounts.values())
+        smallest_deviation = min(abs(amount / budget - 1) for amount in amounts.values())
         remedies = [f"solve_for={name}" for name in helpful if name != solve_for]
         remedies.append("another budget=")
-        remedies += [f"tolerance={math.ceil(least * 1000) / 1000:g}"] if least < 0.5 else []
+        if smallest_deviation < 0.5:
+            remedies.append(f"tolerance={math.ceil(smallest_deviation * 1000) / 1000:g}")
         raise UserError(
             f"{label}: a budget of {budget:,.6g} {UNITS[match]} cannot be met within "
             f"{tolerance:.1%} by {solve_for}: {nearest}.\n  What to do: {', '.join(remedies)}."
@@ -194,15 +212,15 @@ class _Search:
         if value == self.start:
             return self._stages
         parts = self._parts(value)
-        found = []
+        stages = []
         if min(parts) < self._bound:
             return None
-        for number, part in enumerate(parts):
-            stage = with_overrides(self._stages[number], self._changes(number, part))
+        for number, stage_value in enumerate(parts):
+            stage = with_overrides(self._stages[number], self._changes(number, stage_value))
             if stage is None:
                 return None
-            found.append(stage)
-        return tuple(found)
+            stages.append(stage)
+        return tuple(stages)
 
     def _parts(self, value: int) -> list[int]:
         """Returns the solved key of each stage."""
@@ -211,20 +229,22 @@ class _Search:
             ends = [round(value * end / self.start) for end in itertools.accumulate(self._starts)]
             return [end - begin for begin, end in itertools.pairwise([0, *ends])]
         return [
-            value if own == self.start else _in_proportion(own, value / self.start, self.step)
-            for own in self._starts
+            value
+            if stage_start == self.start
+            else _in_proportion(stage_start, value / self.start, self.step)
+            for stage_start in self._starts
         ]
 
-    def _changes(self, number: int, part: int) -> dict[str, Any]:
+    def _changes(self, number: int, stage_value: int) -> dict[str, Any]:
         """Returns the solved key of a stage and its dependent keys."""
         keys = self._flats[number]
-        factor = part / self._starts[number]
-        changes: dict[str, Any] = {self.key: part}
+        factor = stage_value / self._starts[number]
+        changes: dict[str, Any] = {self.key: stage_value}
         if self.solve_for == WIDTH and not _is_of_slots(self._stages[number]):
             changes[_MLP] = _in_proportion(keys[_MLP], factor, _multiple(keys[_MLP]))
         if self.solve_for == SLOTS:
-            own = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
-            changes |= {name: _in_proportion(value, factor, 1) for name, value in own.items()}
+            slots = {name: keys[name] for name in _OWN_SLOTS if keys[name] != -1}
+            changes |= {name: _in_proportion(value, factor, 1) for name, value in slots.items()}
         return changes
 
     def first_from(self, low: int) -> int | None:
@@ -239,6 +259,7 @@ class _Search:
         return math.inf if value is None else self.amount(value)
 
     def best(self, neighbors: list[int], budget: float) -> int:
+        """Returns the value whose amount is nearest to the budget."""
         return min(neighbors, key=lambda value: abs(self.amount(value) - budget))
 
     def around(self, budget: float) -> list[int]:
@@ -247,12 +268,15 @@ class _Search:
         end = self.start
         while end < self.most and self.amount_from(end) <= budget:
             end *= 2
-        least = _round_up(max(self.least, 1), self.step)
-        values = range(least, min(end, self.most) + 1, self.step)
+        lowest = _round_up(max(self.least, 1), self.step)
+        values = range(lowest, min(end, self.most) + 1, self.step)
         count = bisect.bisect_right(values, budget, key=self.amount_from)
-        above = self.first_from(least + count * self.step)
+        next_value = self.first_from(lowest + count * self.step)
         # Of the values within the budget, the last is allowed: from it, the first is not above.
-        return [*values[:count][-1:], *([] if above is None else [above])]
+        neighbors = [*values[:count][-1:]]
+        if next_value is not None:
+            neighbors.append(next_value)
+        return neighbors
 
 
 def _round_up(value: int, step: int) -> int:
@@ -281,8 +305,9 @@ def with_overrides(config: Config, changes: dict[str, Any]) -> Config | None:
 
 def validation_errors(config: Config) -> list[str]:
     """Returns the messages of train.py's broken configuration rules."""
-    checks = (rule.check(config) for rule in RULES if not rule.programs or "train" in rule.programs)
-    return [message for message in checks if message] or list(broken_letters(config))
+    checked = [rule.check(config) for rule in RULES if rule.applies_to("train")]
+    issues = [issue for issue in checked if issue is not None] or list(broken_letters(config))
+    return [issue.text for issue in issues]
 
 
 def _adjust_mlp_to_budget(stages: Stages, amount: Amount, budget: float) -> Stages:
@@ -315,20 +340,33 @@ def solve_plan(plan: Plan, variants: Sequence[Variant]) -> None:
             budget = float(amount(variant.stages))
         key = question.solve_for[label]
         tolerance = question.tolerance
-        solved = solve(label, variant.stages, key, amount, budget, match=match, tolerance=tolerance)
+        solved = solve(
+            label,
+            variant.stages,
+            solve_for=key,
+            amount=amount,
+            budget=budget,
+            match=match,
+            tolerance=tolerance,
+        )
         stages = []
-        for old, new, of_step in zip(variant.stages, solved, seconds, strict=True):
-            before = flatten(old)
-            after = flatten(new)
-            changes = {name: value for name, value in after.items() if value != before[name]}
-            of = cost(new, question.num_devices)
-            time = of_step * of.steps if match == "time" else None
-            stages.append(dataclasses.replace(of, changes=changes, seconds=time))
+        for config, solved_config, seconds_per_step in zip(
+            variant.stages, solved, seconds, strict=True
+        ):
+            keys_before = flatten(config)
+            keys_after = flatten(solved_config)
+            changes = {
+                name: value for name, value in keys_after.items() if value != keys_before[name]
+            }
+            stage_cost = cost(solved_config, question.num_devices)
+            stage_seconds = seconds_per_step * stage_cost.steps if match == "time" else None
+            stages.append(dataclasses.replace(stage_cost, changes=changes, seconds=stage_seconds))
         plan.planned[label] = SolvedConfig(tuple(stages), amount(solved) / budget - 1)
     plan.budget = budget
 
 
 def solved_variants(plan: Plan, variants: Sequence[Variant]) -> list[Variant]:
+    """Returns the variants with the keys that a plan solved."""
     solved = []
     for variant in variants:
         pairs = zip(variant.stages, plan.planned[variant.label].stages, strict=True)

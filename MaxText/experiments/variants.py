@@ -87,8 +87,8 @@ KEPT_AT_THE_END = {"enable_checkpointing": True, "save_checkpoint_on_completion"
 def read_stages(value: Any) -> list[dict[str, Any]]:
     """Returns each stage's keys; InvalidValueError below two mappings."""
     if not isinstance(value, list) or not all(isinstance(stage, dict) for stage in value):
-        what = f"{values.format_value(value)} is not a list of mappings"
-        raise values.InvalidValueError(f"{what}; write one mapping of keys per stage")
+        problem = f"{values.format_value(value)} is not a list of mappings"
+        raise values.InvalidValueError(f"{problem}; write one mapping of keys per stage")
     if len(value) < 2:
         raise values.InvalidValueError("a chain needs two or more stages")
     return [dict(stage) for stage in value]
@@ -137,8 +137,8 @@ class Variant(NamedTuple):
 
     @property
     def keys_that_differ(self) -> set[str]:
-        first, *others = map(flatten, self.stages)
-        return {name for name in first for other in others if other[name] != first[name]}
+        first, *later_stages = map(flatten, self.stages)
+        return {name for name in first for other in later_stages if other[name] != first[name]}
 
 
 def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) -> list[Variant]:
@@ -146,54 +146,58 @@ def expand_variants(request: CompareArgs, problems: Sequence[ConfigIssue] = ()) 
 
     Raises ConfigurationError for `problems` and every mistake in any of them, once.
     """
-    found = list(problems)
+    issues = list(problems)
     if not request.configs and request.sweep is None:
         fact = ("write", "python MaxText/compare.py A.yml B.yml match=params seeds=3")
-        found.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
-        raise ConfigurationError(found)
+        issues.append(ConfigIssue("no configurations are given", ("command line",), (fact,)))
+        raise ConfigurationError(issues)
     entries = []
     labels = []
     stems = _stems(request.configs)
     for source, path in enumerate(request.configs or ("",)):
-        chain = [({}, "")]  # keys of stages and their place
+        chain = [({}, "")]  # keys of stages and their origin
         assignments = request.sweep or [{}]
-        place = "command line, sweep=..."
+        origin = "command line, sweep=..."
         in_file = sources.collect([path]).sweep_blocks if path else {}
         if request.sweep is None and "sweep" in in_file:
-            place = in_file["sweep"].origin.place
+            origin = in_file["sweep"].origin.place
             try:
                 assignments = expand_sweep(in_file["sweep"].value)
             except values.InvalidValueError as error:
-                found.append(ConfigIssue(f"sweep: {error}", (place,)))
+                issues.append(ConfigIssue(f"sweep: {error}", (origin,)))
         if stages := in_file.get("stages"):
-            at = stages.origin.place
+            stages_origin = stages.origin.place
             try:
-                each = enumerate(read_stages(stages.value), 1)
-                chain = [(keys, f"{at}, stage {n}") for n, keys in each]
+                numbered_stages = enumerate(read_stages(stages.value), 1)
+                chain = [(keys, f"{stages_origin}, stage {n}") for n, keys in numbered_stages]
             except values.InvalidValueError as error:
-                found.append(ConfigIssue(f"stages: {error}", (at,)))
-        entries += [(source, assignment, place, chain) for assignment in assignments]
-        labels += [_label(stems[source], one, len(stems) > 1) for one in assignments]
+                issues.append(ConfigIssue(f"stages: {error}", (stages_origin,)))
+        entries += [(source, assignment, origin, chain) for assignment in assignments]
+        labels += [_label(stems[source], variant, len(stems) > 1) for variant in assignments]
 
     variants = []
     with _deduplicate_notices():
-        for (source, assignment, place, chain), label in zip(entries, _unique(labels), strict=True):
+        for (source, assignment, origin, chain), label in zip(
+            entries, _unique(labels), strict=True
+        ):
             try:
-                configs = _load_stages(request, source, assignment, place, chain)
+                configs = _load_stages(request, source, assignment, origin, chain)
             except ConfigurationError as error:
-                found += error.problems
+                issues += error.problems
             else:
-                variants.append(Variant(label, source, tuple(map(_own_name, assignment)), configs))
-    if len(entries) == 1 and not found:
-        what = "only one configuration is given, so there is nothing to compare"
-        another = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
-        facts = (("write", "a second CONFIG.yml,"), another)
-        found.append(ConfigIssue(what, ("command line",), facts))
-    if found:
-        raise ConfigurationError(list(dict.fromkeys(found)))
-    for one, other in itertools.combinations(variants, 2):
-        if one.identity == other.identity:
-            note = f"note: {one.label} and {other.label} are the same configuration"
+                variants.append(
+                    Variant(label, source, tuple(map(_canonical_name, assignment)), configs)
+                )
+    if len(entries) == 1 and not issues:
+        message = "only one configuration is given, so there is nothing to compare"
+        alternative = ("or", "'sweep={learning_rate: [1e-3, 3e-3]}', in quotes")
+        facts = (("write", "a second CONFIG.yml,"), alternative)
+        issues.append(ConfigIssue(message, ("command line",), facts))
+    if issues:
+        raise ConfigurationError(list(dict.fromkeys(issues)))
+    for variant, other_variant in itertools.combinations(variants, 2):
+        if variant.identity == other_variant.identity:
+            note = f"note: {variant.label} and {other_variant.label} are the same configuration"
             sources.print_notices([note])
     return variants
 
@@ -202,21 +206,36 @@ def _load_stages(
     request: CompareArgs,
     source: int,
     assignment: Mapping[str, Any],
-    place: str,
+    origin: str,
     chain: Sequence[tuple[dict[str, Any], str]],
 ) -> tuple[Config, ...]:
-    """Returns one configuration per stage of `chain`: keys and their place."""
-    given = {_own_name(word.partition("=")[0]): "command line" for word in request.keys}
-    swept = _words(assignment, place)
-    _check_names("sweep", assignment, place, given)
-    taken = given | dict.fromkeys(map(_own_name, assignment), place)
+    """Returns the configuration of each stage.
+
+    Args:
+        request: the comparison.
+        source: index of the configuration's file.
+        assignment: values of swept keys.
+        origin: of the sweep, for messages.
+        chain: for each stage its keys and their origin.
+
+    Raises:
+        ConfigurationError: with the problems of all stages.
+    """
+    origins_of_run = {
+        _canonical_name(argument.partition("=")[0]): "command line" for argument in request.keys
+    }
+    swept_arguments = _as_arguments(assignment, origin)
+    _check_names("sweep", assignment, origin, origins_of_run)
+    origins = origins_of_run | dict.fromkeys(map(_canonical_name, assignment), origin)
     stages = []
     problems = []
-    for number, (keys, where) in enumerate(chain):
+    for number, (keys, stage_origin) in enumerate(chain):
         try:
-            _check_names("stages", keys, where, taken)
-            words = _words(keys, where) | ({f"{SOURCE}={PREVIOUS}": where} if number else {})
-            stages.append(_load(request, source, swept | words))
+            _check_names("stages", keys, stage_origin, origins)
+            stage_arguments = _as_arguments(keys, stage_origin)
+            if number:
+                stage_arguments[f"{SOURCE}={PREVIOUS}"] = stage_origin
+            stages.append(_load(request, source, swept_arguments | stage_arguments))
         except ConfigurationError as error:
             problems += error.problems
     if problems:
@@ -224,50 +243,53 @@ def _load_stages(
     return tuple(stages)
 
 
-def _own_name(name: str) -> str:
+def _canonical_name(name: str) -> str:
     return sources.ALIASES.get(name, name)
 
 
-def _words(assignment: Mapping[str, Any], place: str) -> dict[str, str]:
+def _as_arguments(assignment: Mapping[str, Any], origin: str) -> dict[str, str]:
     """Returns `key=value` as it would be typed -> its origin."""
-    return {f"{name}={to_override(value)}": place for name, value in assignment.items()}
+    return {f"{name}={to_override(value)}": origin for name, value in assignment.items()}
 
 
 def _check_names(
     block: Literal["sweep", "stages"],
     assignment: Mapping[str, Any],
-    place: str,
-    given: Mapping[str, str],
+    origin: str,
+    origins: Mapping[str, str],
 ) -> None:
     """Refuses keys set per run or stage, or also given elsewhere."""
-    done = "swept" if block == "sweep" else "set by a stage"
-    for name in map(_own_name, assignment):
+    verb = "swept" if block == "sweep" else "set by a stage"
+    for name in map(_canonical_name, assignment):
         problem = ""
-        places = (place,)
+        locations = (origin,)
         if block == "stages" and name in (SOURCE, "load_full_state_path"):
             problem = f"stages: {name}: each stage starts from the previous one"
         elif name in _PLACE:
             setter = SET_PER_RUN.get(name, "output=")
-            problem = f"{block}: {name} cannot be {done}; {setter} sets it for each run"
-        elif name in given:
-            problem = f"{name}: set for all runs and also {done}"
-            places = (given[name], place)
+            problem = f"{block}: {name} cannot be {verb}; {setter} sets it for each run"
+        elif name in origins:
+            problem = f"{name}: set for all runs and also {verb}"
+            locations = (origins[name], origin)
         if problem:
-            raise ConfigurationError([ConfigIssue(problem, places)])
+            raise ConfigurationError([ConfigIssue(problem, locations)])
 
 
-def _load(request: CompareArgs, source: int, words: Mapping[str, str]) -> Config:
-    """Loads a configuration; `words` maps extra arguments to their origin."""
+def _load(request: CompareArgs, source: int, arguments: Mapping[str, str]) -> Config:
+    """Loads a configuration; `arguments` maps extra ones to their origin."""
     path = [request.configs[source]] if request.configs else []
     try:
-        return load([*path, *request.keys, *words], _PROGRAM, for_compare=True).config
+        return load([*path, *request.keys, *arguments], _PROGRAM, for_compare=True).config
     except ConfigurationError as error:
-        # These words apply like typed ones, but originate elsewhere.
-        places = {f"command line, {word}": f"{place}, {word}" for word, place in words.items()}
-        problems = [
-            dataclasses.replace(one, location=tuple(places.get(at, at) for at in one.location))
-            for one in error.problems
-        ]
+        # These arguments apply like typed ones, but originate elsewhere.
+        locations = {
+            f"command line, {argument}": f"{origin}, {argument}"
+            for argument, origin in arguments.items()
+        }
+        problems = []
+        for issue in error.problems:
+            location = tuple(locations.get(line, line) for line in issue.location)
+            problems.append(dataclasses.replace(issue, location=location))
         raise ConfigurationError(problems) from error
 
 
@@ -352,23 +374,28 @@ def solve_key_by_label(request: CompareArgs, variants: Sequence[Variant]) -> dic
     elif len(names) == len(variants):
         chosen = list(names)
     else:
-        what = f"solve_for: {len(names)} names for {len(variants)} configurations"
+        problem = f"solve_for: {len(names)} names for {len(variants)} configurations"
         remedy = ("write", "one for each")
-        raise ConfigurationError([ConfigIssue(what, ("command line",), (remedy,))])
-    found: dict[str, str] = {}  # problem -> what to write
+        raise ConfigurationError([ConfigIssue(problem, ("command line",), (remedy,))])
+    remedies: dict[str, str] = {}  # problem -> what to write
     for variant, name in zip(variants, chosen, strict=True):
         if request.match == "time" and name != STEPS:
-            what = f"solve_for={name}: match=time measures the given model, and solves for steps"
-            found[what] = "solve_for=steps"
+            problem = f"solve_for={name}: match=time measures the given model, and solves for steps"
+            remedies[problem] = "solve_for=steps"
         if request.match == "params" and name == STEPS:
-            what = "solve_for=steps: the number of parameters does not depend on the steps"
-            found[what] = "solve_for=width or depth"
+            problem = "solve_for=steps: the number of parameters does not depend on the steps"
+            remedies[problem] = "solve_for=width or depth"
         if KEY_OF.get(name, name) in variant.swept:
-            what = f"{name} is swept, but match={request.match} solves for it"
-            found[what] = f"solve_for= another key, or remove {name} from the sweep"
-    if found:
-        at = ("command line",)
-        raise ConfigurationError([ConfigIssue(a, at, (("write", b),)) for a, b in found.items()])
+            problem = f"{name} is swept, but match={request.match} solves for it"
+            remedies[problem] = f"solve_for= another key, or remove {name} from the sweep"
+    if remedies:
+        location = ("command line",)
+        raise ConfigurationError(
+            [
+                ConfigIssue(problem, location, (("write", remedy),))
+                for problem, remedy in remedies.items()
+            ]
+        )
     return {variant.label: name for variant, name in zip(variants, chosen, strict=True)}
 
 
@@ -398,7 +425,9 @@ def confounding_keys(variants: Sequence[Variant], solved: Mapping[str, set[str]]
         for label, config in flats.items():
             by_value.setdefault(values.to_yaml(config[name]), []).append(label)
         if len(by_value) > 1:
-            parts = "; ".join(f"{value} ({', '.join(who)})" for value, who in by_value.items())
+            parts = "; ".join(
+                f"{value} ({', '.join(labels)})" for value, labels in by_value.items()
+            )
             end = ": losses may not be of the same thing" if name in _UNLIKE_LOSSES else ""
             lines.append(f"{name}: {parts}{end}")
     return lines

@@ -26,66 +26,89 @@ LAYERS = "layers"
 KEY = "load_parameters_path"
 
 Role = Literal["key", "value", "bias"]
-Record = Mapping[str, Any]  # of `make_record`
+Record = Mapping[str, Any]  # of `make_record`: how a run's parameters grew, as JSON
+
+
+class SizeChange(NamedTuple):
+    """A size in the stored model and in the new one."""
+
+    old_size: int
+    new_size: int
 
 
 class AxisResize(NamedTuple):
-    """Stored and wanted size of an axis."""
+    """Stored and new size of an axis; they may be equal."""
 
     axis: int
-    old: int
-    new: int
+    old_size: int
+    new_size: int
+
+    @property
+    def change(self) -> SizeChange | None:
+        """The sizes if they differ, else None."""
+        if self.old_size == self.new_size:
+            return None
+        return SizeChange(self.old_size, self.new_size)
 
 
 class ParamGrowth(NamedTuple):
     """The change of one parameter."""
 
-    old: ArraySpec
-    new: ArraySpec
+    old_spec: ArraySpec  # of the stored array
+    new_spec: ArraySpec
     slots: AxisResize | None  # None without the axis
     layers: AxisResize | None
     role: Role | None  # whether slots are produced (key), summed over (value) or added to (bias)
 
     def takes_fresh(self, mode: GrowthMode) -> bool:
         """Returns whether new slots are freshly initialized instead of zero."""
-        grows = self.slots is not None and self.slots.new > self.slots.old
+        grows = self.slots is not None and self.slots.new_size > self.slots.old_size
         values_grow = mode == "function_preserving" and self.role == "value"
         return grows and (mode == "random" or values_grow)
 
 
 class GrowthPlan(NamedTuple):
-    """Parameter name -> ParamGrowth, in the order of the model."""
+    """What happens to each parameter."""
 
-    leaves: Mapping[str, ParamGrowth]
+    leaves: Mapping[str, ParamGrowth]  # by parameter name, in the order of the model
 
     @property
-    def slots(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> (stored slots, new slots), if different."""
-        sizes = {name: leaf.slots for name, leaf in self.leaves.items() if leaf.slots}
-        return {name: (old, new) for name, (_, old, new) in sizes.items() if old != new}
+    def slots(self) -> dict[str, SizeChange]:
+        """Change of the number of slots by parameter name, without parameters that keep it."""
+        changes = {name: leaf.slots.change for name, leaf in self.leaves.items() if leaf.slots}
+        return {name: change for name, change in changes.items() if change}
 
     @property
     def stored_slots(self) -> dict[str, int]:
-        return {name: leaf.slots.old for name, leaf in self.leaves.items() if leaf.slots}
+        """Number of stored slots by parameter name."""
+        return {name: leaf.slots.old_size for name, leaf in self.leaves.items() if leaf.slots}
 
     @property
-    def layers(self) -> tuple[int, int] | None:
-        """(stored layers, new layers) if they differ, else None."""
-        stacked = (leaf.layers for leaf in self.leaves.values() if leaf.layers)
-        return next(((old, new) for _, old, new in stacked if old != new), None)
+    def layers(self) -> SizeChange | None:
+        """Change of the number of layers; None if it stays."""
+        for leaf in self.leaves.values():
+            if leaf.layers and leaf.layers.change:
+                return leaf.layers.change
+        return None
 
     @property
     def adds_slots(self) -> bool:
-        return any(new > old for old, new in self.slots.values())
+        """Whether any parameter gets more slots."""
+        return any(change.new_size > change.old_size for change in self.slots.values())
 
     @property
     def drops(self) -> list[str]:
         """Descriptions of dropped stored slots and layers."""
-        slots = {name: f"{old} -> {new}" for name, (old, new) in self.slots.items() if new < old}
-        words = [f"{SLOTS} {slots_by_place(slots)}"] if slots else []
-        if self.layers and self.layers[1] < self.layers[0]:
-            words.append("{} {} -> {}".format(LAYERS, *self.layers))
-        return words
+        dropped_slots = {
+            name: f"{change.old_size} -> {change.new_size}"
+            for name, change in self.slots.items()
+            if change.new_size < change.old_size
+        }
+        descriptions = [f"{SLOTS} {slots_by_place(dropped_slots)}"] if dropped_slots else []
+        layers = self.layers
+        if layers and layers.new_size < layers.old_size:
+            descriptions.append(f"{LAYERS} {layers.old_size} -> {layers.new_size}")
+        return descriptions
 
 
 class SourceCheckpoint(NamedTuple):
@@ -97,28 +120,47 @@ class SourceCheckpoint(NamedTuple):
     parameters: Mapping[str, ArraySpec]  # name -> shape and dtype
     read: Callable[[str], np.ndarray]  # returns a parameter by name
     stored: checkpoint_files.StoredCheckpoint | None = None  # None for a Hugging Face checkpoint
-    others: Mapping[str, ArraySpec] = {}  # by path: the whole train state, with moments
-    read_other: Callable[[str], np.ndarray] | None = None  # returns one of them by path
+    state_specs: Mapping[str, ArraySpec] = {}  # by path: the whole train state, with moments
+    read_state: Callable[[str], np.ndarray] | None = None  # returns an array of it by path
 
-    def plan(self, wanted: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]) -> GrowthPlan:
-        """Returns the plan for a model; raises UserError with all misfits."""
-        stored = self.parameters
-        specs = {name: ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for name, x in wanted.items()}
-        problems = _fixed_depth(stored, wanted) or mismatches(
-            stored, specs, lambda name: _forbidden_change(stored[name], wanted[name])
+    def plan(
+        self, param_specs: Mapping[str, ParamSpec], config_flat: Mapping[str, Any]
+    ) -> GrowthPlan:
+        """Returns the plan for a model with the parameters `param_specs`.
+
+        Args:
+          config_flat: The configuration of that model by key, to explain a misfit.
+
+        Raises:
+          UserError: With all misfits.
+        """
+        stored_specs = self.parameters
+        new_specs = {
+            name: ArraySpec(tuple(spec.shape), np.dtype(spec.dtype))
+            for name, spec in param_specs.items()
+        }
+        problems = _fixed_depth(stored_specs, param_specs) or mismatches(
+            stored_specs,
+            new_specs,
+            lambda name: _forbidden_change(stored_specs[name], param_specs[name]),
         )
         if problems:
-            hint = ConfigDiff(self.metadata.get("config"), config_flat)
-            lines = [f"{self.folder}: {format_mismatches(problems, hint)}"]
+            config_diff = ConfigDiff(self.metadata.get("config"), config_flat)
+            lines = [f"{self.folder}: {format_mismatches(problems, config_diff)}"]
             if self.stored is None:
                 command = f"python MaxText/convert.py from=hf:{self.folder} to=RUN"
                 lines.append(f"  {command} writes a config.yml with these keys.")
             raise UserError("\n".join(lines))
-        leaves = {}
-        for name, spec in wanted.items():
-            old = stored[name]
-            sizes = _resize(SLOTS, old, spec), _resize(LAYERS, old, spec)
-            leaves[name] = ParamGrowth(old, specs[name], *sizes, _role(spec))
+        leaves = {
+            name: ParamGrowth(
+                old_spec=stored_specs[name],
+                new_spec=new_specs[name],
+                slots=_resize(SLOTS, stored_specs[name], param_spec),
+                layers=_resize(LAYERS, stored_specs[name], param_spec),
+                role=_role(param_spec),
+            )
+            for name, param_spec in param_specs.items()
+        }
         return GrowthPlan(leaves)
 
     def position(self) -> dict[str, Any]:
@@ -142,15 +184,19 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
     from MaxText.conversion.hf_checkpoint import is_hf_checkpoint
 
     if is_hf_checkpoint(path):
-        from MaxText.conversion.hf_import import open_weights
+        from MaxText.conversion.hf_import import open_hf_weights
 
-        weights, source_config = open_weights(path, KEY, config_flat)
+        weights, source_config = open_hf_weights(path, KEY, config_flat)
         parameters = {
             name: ArraySpec(tuple(spec.shape), weights.formats[name])
             for name, spec in weights.model.parameters.items()
         }
         return SourceCheckpoint(
-            str(weights.folder), None, {"config": source_config}, parameters, weights.read
+            folder=str(weights.folder),
+            step=None,
+            metadata={"config": source_config},
+            parameters=parameters,
+            read=weights.read,
         )
     from MaxText.conversion.weight_source import PARAMS, LazyCheckpointReader
 
@@ -163,61 +209,77 @@ def open_source(path: str, config_flat: Mapping[str, Any]) -> SourceCheckpoint:
         parameters=arrays.params,
         read=lambda name: arrays.read(PARAMS + name),
         stored=stored,
-        others=arrays.leaves,
-        read_other=arrays.read,
+        state_specs=arrays.leaves,
+        read_state=arrays.read,
     )
 
 
-def _fixed_depth(stored: Mapping[str, ArraySpec], wanted: Mapping[str, ParamSpec]) -> list[str]:
+def _fixed_depth(
+    stored_specs: Mapping[str, ArraySpec], param_specs: Mapping[str, ParamSpec]
+) -> list[str]:
     """Returns why the depth cannot change, if it has to."""
-    old = _layers(stored)
-    new = _layers(wanted)
-    depths = sum(old.values()), sum(new.values())
-    if depths[0] == depths[1]:
+    old_layers = _layers(stored_specs)
+    new_layers = _layers(param_specs)
+    old_depth = sum(old_layers.values())
+    new_depth = sum(new_layers.values())
+    if old_depth == new_depth:
         return []
-    connected = any(name.startswith("connections/") for name in wanted)
-    if not connected and {*filter(str.isdigit, old)} == {*filter(str.isdigit, new)}:
+    connected = any(name.startswith("connections/") for name in param_specs)
+    if not connected and {*filter(str.isdigit, old_layers)} == {*filter(str.isdigit, new_layers)}:
         return []  # any number of repeats of a cycle has the same shapes
     reason = "no two layers have the same shapes, so none can be a copy of another"
     if connected:
         reason = "each layer of a model with dense connections sums another number of outputs"
-    has_slots = any(SLOTS in spec.logical_axes for spec in wanted.values())
+    has_slots = any(SLOTS in spec.logical_axes for spec in param_specs.values())
     only_slots = "; only slots can grow" if has_slots else ""
-    return ["layers {} -> {}: {}{}".format(*depths, reason, only_slots)]
+    return [f"layers {old_depth} -> {new_depth}: {reason}{only_slots}"]
 
 
 def _layers(parameters: Mapping[str, ArraySpec | ParamSpec]) -> dict[str, int]:
-    """Returns the number of layers by layer or place in a cycle, or in all."""
-    layers = {}
+    """Returns the number of layers in each group of layers that the parameters' names show.
+
+    Names are "layers/3/..." for layer 3, "layers/cycle/0/..." for the layers at the first position
+    of a repeated cycle, and "layers/..." for all layers stacked. The keys are "3", "cycle/0" and
+    "" then.
+    """
+    num_layers = {}
     for name, spec in parameters.items():
-        folder, first, *rest = *name.split("/"), ""
-        if folder == LAYERS and first.isdigit():
-            layers[first] = 1
-        elif folder == LAYERS and spec.shape:
-            layers["cycle/" + rest[0] if first == "cycle" else ""] = spec.shape[0]
-    return layers
+        folder, _, within = name.partition("/")
+        first, _, after_first = within.partition("/")
+        if folder != LAYERS:
+            continue
+        if first.isdigit():
+            num_layers[first] = 1
+        elif spec.shape:
+            position = after_first.partition("/")[0]
+            group = f"cycle/{position}" if first == "cycle" else ""
+            num_layers[group] = spec.shape[0]
+    return num_layers
 
 
-def _forbidden_change(old: ArraySpec, spec: ParamSpec) -> str | None:
+def _forbidden_change(stored_spec: ArraySpec, param_spec: ParamSpec) -> str | None:
     """Describes forbidden size changes ("" for another rank), or None."""
-    if len(old.shape) != len(spec.shape):
+    if len(stored_spec.shape) != len(param_spec.shape):
         return ""
-    changed = [
-        f"{axis or 'unnamed'} {before} -> {after}"
-        for axis, before, after in zip(spec.logical_axes, old.shape, spec.shape, strict=True)
-        if before != after and axis not in (SLOTS, LAYERS)
+    axes = zip(param_spec.logical_axes, stored_spec.shape, param_spec.shape, strict=True)
+    changes = [
+        f"{axis or 'unnamed'} {old_size} -> {new_size}"
+        for axis, old_size, new_size in axes
+        if old_size != new_size and axis not in (SLOTS, LAYERS)
     ]
-    return f" ({', '.join(changed)})" if changed else None
+    return f" ({', '.join(changes)})" if changes else None
 
 
-def _resize(name: str, old: ArraySpec, spec: ParamSpec) -> AxisResize | None:
-    if name not in spec.logical_axes:
+def _resize(logical_axis: str, stored_spec: ArraySpec, param_spec: ParamSpec) -> AxisResize | None:
+    """Returns the sizes along a logical axis; None if the parameter has no such axis."""
+    if logical_axis not in param_spec.logical_axes:
         return None
-    axis = spec.logical_axes.index(name)
-    return AxisResize(axis, old.shape[axis], spec.shape[axis])
+    axis = param_spec.logical_axes.index(logical_axis)
+    return AxisResize(axis, stored_spec.shape[axis], param_spec.shape[axis])
 
 
 def _role(spec: ParamSpec) -> Role | None:
+    """Returns what a parameter does with slots; None if it has none."""
     axes = [axis for axis in spec.logical_axes if axis != LAYERS]
     if SLOTS not in axes:
         return None
@@ -233,32 +295,40 @@ Index = tuple[slice, ...]
 def grow_shard(
     leaf: ParamGrowth,
     stored: np.ndarray,
-    index: Index | None = None,  # a slice per axis of the new array; None for all of it
-    fresh: np.ndarray | float = 0.0,  # like the part, or a scalar
+    index: Index | None = None,
+    fresh: np.ndarray | float = 0.0,
 ) -> np.ndarray:
     """Returns a shard of a new array: stored slots, then `fresh` ones.
 
     Layer j of the new model copies layer floor(j * old / new): layers repeat or are omitted evenly.
+
+    Args:
+      stored: The whole stored array.
+      index: The shard: a slice for each axis of the new array; None for all of it.
+      fresh: Values of new slots: an array of the shard's shape, or a scalar.
     """
-    shape = leaf.new.shape
-    index = (slice(None),) * len(shape) if index is None else index
-    spans = [piece.indices(size)[:2] for piece, size in zip(index, shape, strict=True)]
-    part = np.full([stop - start for start, stop in spans], fresh, leaf.new.dtype)
-    source = [slice(*span) for span in spans]
-    place = [slice(None)] * len(shape)
+    shape = leaf.new_spec.shape
+    if index is None:
+        index = (slice(None),) * len(shape)
+    bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
+    shard = np.full([stop - start for start, stop in bounds], fresh, leaf.new_spec.dtype)
+    # What is copied: stored[source_index] to shard[target_index].
+    source_index = [slice(start, stop) for start, stop in bounds]
+    target_index = [slice(None)] * len(shape)
     if leaf.slots:
-        axis, old, _ = leaf.slots
-        start, stop = spans[axis]
-        count = max(0, min(stop, old) - start)
-        source[axis], place[axis] = slice(start, start + count), slice(count)
-    if leaf.layers and leaf.layers.old != leaf.layers.new:
-        axis, old, new = leaf.layers
-        layers = [layer * old // new for layer in range(*spans[axis])]
-        source[axis] = slice(None)
-        part[tuple(place)] = np.take(stored[tuple(source)], layers, axis)
+        axis = leaf.slots.axis
+        start, stop = bounds[axis]
+        num_stored = max(0, min(stop, leaf.slots.old_size) - start)
+        source_index[axis] = slice(start, start + num_stored)
+        target_index[axis] = slice(num_stored)
+    if leaf.layers and leaf.layers.change:
+        axis, old_size, new_size = leaf.layers
+        copied_layers = [layer * old_size // new_size for layer in range(*bounds[axis])]
+        source_index[axis] = slice(None)
+        shard[tuple(target_index)] = np.take(stored[tuple(source_index)], copied_layers, axis)
     else:
-        part[tuple(place)] = stored[tuple(source)]
-    return part
+        shard[tuple(target_index)] = stored[tuple(source_index)]
+    return shard
 
 
 def make_record(
@@ -266,12 +336,13 @@ def make_record(
 ) -> Record:
     """Returns the record of a growth, as JSON in the run's checkpoints.
 
-    `zoom` are the keys of the configuration that the growth fixed.
+    Args:
+      zoom: The keys of the configuration that the growth fixed.
     """
     rate = checkpoint.growth.existing_slots_lr_scale
     return {
         "mode": checkpoint.growth.mode,
-        "slots": {name: list(pair) for name, pair in growth.slots.items()},
+        "slots": {name: list(change) for name, change in growth.slots.items()},
         "layers": list(growth.layers) if growth.layers else None,
         "zoom": dict(zoom),
         "moments": checkpoint.growth.opt_state,
@@ -282,15 +353,13 @@ def make_record(
 
 def from_metadata(metadata: Mapping[str, Any]) -> Record | None:
     """Returns the growth record in a checkpoint's metadata, or None."""
-    record: Record | None = parent(metadata).get("growth")
-    earlier = {"old_slots_learning_rate": "existing_slots_lr_scale"}  # read for one release
-    return {earlier.get(name, name): one for name, one in record.items()} if record else None
+    return parent(metadata).get("growth") or None
 
 
 def existing_slots(record: Record | None) -> dict[str, int]:
     """Returns parameter name -> number of leading, pre-existing slots."""
-    slots = record["slots"] if record else {}
-    return {name: old for name, (old, new) in slots.items() if old < new}
+    changes = record["slots"] if record else {}
+    return {name: old_size for name, (old_size, new_size) in changes.items() if old_size < new_size}
 
 
 def parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -300,14 +369,16 @@ def parent(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def sizes(record: Record) -> dict[str, str]:
     """Describes changed sizes: {"slots": "24 -> 40", "layers": "18 -> 24"}."""
-    slots = {name: f"{old} -> {new}" for name, (old, new) in record["slots"].items()}
-    found = {"slots": slots_by_place(slots)} if slots else {}
+    slots = {
+        name: f"{old_size} -> {new_size}" for name, (old_size, new_size) in record["slots"].items()
+    }
+    descriptions = {"slots": slots_by_place(slots)} if slots else {}
     if record["layers"]:
-        found["layers"] = "{} -> {}".format(*record["layers"])
-    return found
+        descriptions["layers"] = "{} -> {}".format(*record["layers"])
+    return descriptions
 
 
 def event_fields(record: Record) -> dict[str, Any]:
     """Returns the fields of a `growth` event, besides its folders."""
-    others = {name: record[name] for name in ("moments", "data", "existing_slots_lr_scale")}
-    return {"mode": record["mode"], **sizes(record), **record["zoom"], **others}
+    settings = {name: record[name] for name in ("moments", "data", "existing_slots_lr_scale")}
+    return {"mode": record["mode"], **sizes(record), **record["zoom"], **settings}

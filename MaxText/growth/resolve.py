@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from MaxText.checkpointing import checkpoint_files
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.schema import Config, all_keys, flatten, unflatten
-from MaxText.config.serialization import renamed
 from MaxText.config.training_sections import GrowthMode
 from MaxText.errors import UserError
 from MaxText.growth import growth_plan
@@ -42,27 +41,32 @@ class ResolvedGrowth(NamedTuple):
 
     @property
     def existing_slots(self) -> dict[str, int]:
+        """Number of leading, pre-existing slots by parameter name."""
         return growth_plan.existing_slots(self.record)
 
     @property
     def existing_slots_lr_scale(self) -> float:
+        """The factor of the learning rate of pre-existing slots."""
         return self.record["existing_slots_lr_scale"] if self.record else 1.0
 
 
 def resolve_growth(
-    config: Config, own: Sequence[checkpoint_files.StoredCheckpoint]
+    config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint]
 ) -> ResolvedGrowth:
     """Resolves a run's growth without reading arrays; UserError on misfit.
 
-    `own` are checkpoints of this run, oldest first; the newest readable one decides.
+    Args:
+      checkpoints: Those of this run, oldest first; the newest readable one decides.
     """
-    if own:
-        return _as_recorded(config, own, is_resumed=True)
-    if path := config.checkpoint.load_full_state_path:
-        stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
+    full_state_path = config.checkpoint.load_full_state_path
+    parameters_path = config.checkpoint.load_parameters_path
+    if checkpoints:
+        return _as_recorded(config, checkpoints, is_resumed=True)
+    if full_state_path:
+        stored = checkpoint_files.resolve_checkpoint(full_state_path, "load_full_state_path")
         return _as_recorded(config, [stored], is_resumed=False)
-    if path := config.checkpoint.load_parameters_path:
-        return resolve_growth_from(config, open_source(path, flatten(config)))
+    if parameters_path:
+        return resolve_growth_from(config, open_source(parameters_path, flatten(config)))
     _refuse_rate(config, "a run without load_parameters_path")
     return ResolvedGrowth(config)
 
@@ -71,95 +75,111 @@ def _as_recorded(
     config: Config, checkpoints: Sequence[checkpoint_files.StoredCheckpoint], *, is_resumed: bool
 ) -> ResolvedGrowth:
     """Resolves a run with a restored full state, its own or another's."""
-    newest_first = (each.try_metadata() for each in reversed(checkpoints))
+    newest_first = (checkpoint.try_metadata() for checkpoint in reversed(checkpoints))
     metadata = next(filter(None, newest_first), {})
     stored = checkpoints[-1]
     record = growth_plan.from_metadata(metadata)
     # The zoom that the run was trained with. One that the user sets stays, and
     # restoring reports the difference.
     keys = inherited_zoom(stored_config(metadata), config)
-    asked = config.checkpoint.growth.existing_slots_lr_scale
+    rate = config.checkpoint.growth.existing_slots_lr_scale
     is_run = not metadata.get(checkpoint_files.PARAMETERS_ONLY)  # else restoring reports it
     if is_run and record and growth_plan.existing_slots(record):
-        recorded = record["existing_slots_lr_scale"]
-        if asked is None and recorded != 1:
-            keys |= {_RATE: recorded}
-        if asked is not None and is_resumed and asked != recorded:
+        recorded_rate = record["existing_slots_lr_scale"]
+        if rate is None and recorded_rate != 1:
+            keys |= {_RATE: recorded_rate}
+        if rate is not None and is_resumed and rate != recorded_rate:
             raise UserError(
-                f"{_RATE}={asked:g} conflicts with the checkpoint ({recorded:g}, {stored}). Remove "
-                "the key. To change the rate, start another run_name with "
+                f"{_RATE}={rate:g} conflicts with the checkpoint ({recorded_rate:g}, {stored}). "
+                "Remove the key. To change the rate, start another run_name with "
                 f"load_full_state_path={stored.folder.parent.parent}."
             )
-        if asked is not None:
-            record = {**record, "existing_slots_lr_scale": asked}
+        if rate is not None:
+            record = {**record, "existing_slots_lr_scale": rate}
     elif is_run:
         _refuse_rate(config, f"the run of {stored}")
-    lines = [f"{_words(keys)}, with which {stored} was trained"] if keys else []
+    lines = [f"{_as_arguments(keys)}, with which {stored} was trained"] if keys else []
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
-def _refuse_rate(config: Config, what: str) -> None:
-    """Refuses a rate of pre-existing slots if there are no others."""
-    asked = config.checkpoint.growth.existing_slots_lr_scale
-    if asked is not None and asked != 1:
+def _refuse_rate(config: Config, run: str) -> None:
+    """Refuses a rate of pre-existing slots if there are no others.
+
+    Args:
+      run: Which run that is, for the message: "a run without load_parameters_path".
+    """
+    rate = config.checkpoint.growth.existing_slots_lr_scale
+    if rate is not None and rate != 1:
         raise UserError(
-            f"{_RATE}={asked:g}: {what} adds no slots, so none counts as pre-existing. "
+            f"{_RATE}={rate:g}: {run} adds no slots, so none counts as pre-existing. "
             "learning_rate_overrides sets rates by name."
         )
 
 
 def resolve_growth_from(config: Config, source: SourceCheckpoint) -> ResolvedGrowth:
-    """Resolves a run without checkpoints; load_parameters_path names `source`."""
-    from MaxText.conversion.weight_source import abstract_model
+    """Resolves a run without checkpoints; load_parameters_path names `source`.
+
+    Raises:
+      UserError: If `source` cannot become this model as the configuration asks.
+    """
+    from MaxText.training.backend_defaults import abstract_model
 
     checkpoint = config.checkpoint
-    growth = source.plan(abstract_model(config).parameters, flatten(config))
+    plan = source.plan(abstract_model(config.model).parameters, flatten(config))
     mode = checkpoint.growth.mode
-    changes = growth.slots or growth.layers
-    _check_slot_number(checkpoint.growth.stored_slot_num, growth, source)
-    if changes:
-        _check_possible(config, growth, source)
-    keys = _zoom_keys(config, growth, source)
-    lines = [f"{_words(keys)}, with which {source.folder} was trained"] if keys else []
-    if keys and growth.slots and mode != "function_preserving":
+    is_changed = bool(plan.slots or plan.layers)
+    _check_slot_number(checkpoint.growth.stored_slot_num, plan, source)
+    if is_changed:
+        _check_possible(config, plan, source)
+    keys = _zoom_keys(config, plan, source)
+    lines = [f"{_as_arguments(keys)}, with which {source.folder} was trained"] if keys else []
+    if keys and plan.slots and mode != "function_preserving":
         names = " and ".join(keys)
         lines.append(f"To scale scores by the new number of slots instead, set {names} to it.")
-    if not changes:
+    if not is_changed:
         return _resolve_without_change(config, source, keys, lines)
-    record = growth_plan.make_record(growth, checkpoint, keys)
+    record = growth_plan.make_record(plan, checkpoint, keys)
     position = None
     if checkpoint.growth.data == "continue":
         position = {**source.position(), "step": 0}
-    asked = PendingGrowth(source, growth, mode, checkpoint.growth.opt_state, position)
-    changed = ", ".join(f"{name} {words}" for name, words in growth_plan.sizes(record).items())
-    changed_lines = [f"Growth from {source.folder}: {changed}; growth.mode={mode}"]
-    if growth.drops:
-        changed_lines.append(f"What is dropped can change the function: {', '.join(growth.drops)}")
-    return ResolvedGrowth(_with(config, keys), asked, record, [*changed_lines, *lines])
+    growth = PendingGrowth(source, plan, mode, checkpoint.growth.opt_state, position)
+    changes = growth_plan.sizes(record).items()
+    description = ", ".join(f"{name} {sizes}" for name, sizes in changes)
+    growth_lines = [f"Growth from {source.folder}: {description}; growth.mode={mode}"]
+    if plan.drops:
+        growth_lines.append(f"What is dropped can change the function: {', '.join(plan.drops)}")
+    return ResolvedGrowth(_with(config, keys), growth, record, [*growth_lines, *lines])
 
 
 def _resolve_without_change(
     config: Config, source: SourceCheckpoint, keys: Mapping[str, float], lines: Sequence[str]
 ) -> ResolvedGrowth:
+    """Resolves a run whose load_parameters_path has this model's slots and layers already.
+
+    Args:
+      keys: Keys that keep the zoom of `source`.
+      lines: Messages for the user.
+    """
     checkpoint = config.checkpoint
-    for name, unasked in (("opt_state", "zeroed"), ("data", "restart")):
-        if (value := getattr(checkpoint.growth, name)) != unasked:
+    for name, default in (("opt_state", "zeroed"), ("data", "restart")):
+        value = getattr(checkpoint.growth, name)
+        if value != default:
             raise UserError(
                 f"growth.{name}={value} has no effect: {source.folder} already has this model's "
                 "slots and layers. To keep optimizer state and data position, use "
                 "load_full_state_path."
             )
     # A model that convert.py grew is trained for the first time here.
-    grown_by_itself = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
-    record = growth_plan.from_metadata(source.metadata) if grown_by_itself else None
+    is_untrained = source.metadata.get(checkpoint_files.PARAMETERS_ONLY)
+    record = growth_plan.from_metadata(source.metadata) if is_untrained else None
     if record:
         rate = checkpoint.growth.existing_slots_lr_scale
         record = {**record, "existing_slots_lr_scale": 1.0 if rate is None else rate}
     if not growth_plan.existing_slots(record):
         _refuse_rate(config, f"a run from {source.folder}")
     if keys:
-        empty = growth_plan.make_record(GrowthPlan({}), checkpoint, keys)
-        record = {**(record or empty), "zoom": dict(keys)}
+        empty_record = growth_plan.make_record(GrowthPlan({}), checkpoint, keys)
+        record = {**(record or empty_record), "zoom": dict(keys)}
     return ResolvedGrowth(_with(config, keys), None, record, lines)
 
 
@@ -167,89 +187,113 @@ def _with(config: Config, keys: Mapping[str, Any]) -> Config:
     return unflatten(flatten(config) | dict(keys)) if keys else config
 
 
-def _words(keys: Mapping[str, float]) -> str:
+def _as_arguments(keys: Mapping[str, float]) -> str:
+    """Returns keys as a user types them: "zoom_dim=24, slot_num=40"."""
     return ", ".join(f"{name}={value:g}" for name, value in keys.items())
 
 
-def _check_slot_number(number: int, growth: GrowthPlan, source: SourceCheckpoint) -> None:
-    stored = growth.stored_slots
-    quarters = {slots / 4 for name, slots in stored.items() if slot_place(name) == "ffn"}
-    if number in {-1, *stored.values(), *quarters}:
+def _check_slot_number(number: int, plan: GrowthPlan, source: SourceCheckpoint) -> None:
+    """Checks growth.stored_slot_num against the stored slots; -1 leaves them unchecked.
+
+    The feed-forward part has four times as many slots as `slot_num` says.
+    """
+    num_slots = plan.stored_slots
+    quarters = {slots / 4 for name, slots in num_slots.items() if slot_place(name) == "ffn"}
+    if number in {-1, *num_slots.values(), *quarters}:
         return
-    found = slots_by_place({name: str(slots) for name, slots in stored.items()}) or "0"
+    stored = slots_by_place({name: str(slots) for name, slots in num_slots.items()}) or "0"
     raise UserError(
-        f"growth.stored_slot_num={number}: the slots of {source.folder} are {found}. The number is "
-        "read from the checkpoint; remove the key."
+        f"growth.stored_slot_num={number}: the slots of {source.folder} are {stored}. The number "
+        "is read from the checkpoint; remove the key."
     )
 
 
-def _check_possible(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> None:
-    checkpoint = config.checkpoint
-    if growth.drops and not checkpoint.growth.allow_truncation:
+def _check_possible(config: Config, plan: GrowthPlan, source: SourceCheckpoint) -> None:
+    """Raises UserError if a model cannot grow as the configuration asks."""
+    growth_config = config.checkpoint.growth
+    if plan.drops and not growth_config.allow_truncation:
         raise UserError(
-            f"{source.folder} is larger than this model: {', '.join(growth.drops)}. To drop the "
+            f"{source.folder} is larger than this model: {', '.join(plan.drops)}. To drop the "
             "last slots, or layers evenly, set growth.allow_truncation=true."
         )
-    if not growth.adds_slots:
+    if not plan.adds_slots:
         _refuse_rate(config, f"a run from {source.folder}")
-    if checkpoint.growth.mode != "function_preserving":
-        return
-    if growth.layers:
-        old, new = growth.layers
+    if growth_config.mode == "function_preserving":
+        _check_function_preserving(config, plan, source)
+
+
+def _check_function_preserving(config: Config, plan: GrowthPlan, source: SourceCheckpoint) -> None:
+    """Raises UserError if the grown model cannot compute the same function."""
+    if plan.layers:
+        old_depth, new_depth = plan.layers
         raise UserError(
-            f"growth.mode=function_preserving: a model of {new} layers made of one of {old} "
-            f"({source.folder}) computes something else, as layer j becomes a copy of layer "
-            "floor(j * old / new).\n  Set growth.mode=random to do so, or base_num_decoder_layers "
-            f"back to {old}."
+            f"growth.mode=function_preserving: a model of {new_depth} layers made of one of "
+            f"{old_depth} ({source.folder}) computes something else, as layer j becomes a copy of "
+            "layer floor(j * old / new).\n  Set growth.mode=random to do so, or "
+            f"base_num_decoder_layers back to {old_depth}."
         )
-    for layer in dict.fromkeys(config.model.layers) if growth.adds_slots else ():
-        for problem in filter(None, (part.slots_problem(layer) for part in layer.parts)):
-            raise UserError(f"growth.mode=function_preserving is impossible with {problem}")
-    if changed := _other_changes(stored_config(source.metadata), config):
+    if plan.adds_slots:
+        for layer in dict.fromkeys(config.model.layers):
+            for part in layer.parts:
+                problem = part.slots_problem(layer)
+                if problem:
+                    raise UserError(f"growth.mode=function_preserving is impossible with {problem}")
+    changes = _changed_scores(stored_config(source.metadata), config)
+    if changes:
         raise UserError(
             f"growth.mode=function_preserving: {source.folder} was trained with other scores: "
-            f"{'; '.join(changed)}.\n  Set them back, or set growth.mode=random."
+            f"{'; '.join(changes)}.\n  Set them back, or set growth.mode=random."
         )
 
 
-def _zoom_keys(config: Config, growth: GrowthPlan, source: SourceCheckpoint) -> dict[str, float]:
+def _zoom_keys(config: Config, plan: GrowthPlan, source: SourceCheckpoint) -> dict[str, float]:
+    """Returns keys to keep the zoom with which `source` was trained; empty if none is needed.
+
+    Raises:
+      UserError: If the configuration fixes another zoom although the function is to stay.
+    """
     stored = stored_config(source.metadata)
-    if growth.slots and config.checkpoint.growth.mode != "function_preserving":
+    if plan.slots and config.checkpoint.growth.mode != "function_preserving":
         # As in TokenFormer's JAX code, the user sets the scale; one that is already fixed stays.
         return inherited_zoom(stored, config, by_keys=True)
-    if not growth.adds_slots:
+    if not plan.adds_slots:
         return inherited_zoom(stored, config)
-    if not _places(config) or config.model.pattention.normalize_type not in ZOOMED:
+    if not _slot_places(config) or config.model.pattention.normalize_type not in ZOOMED:
         return {}
     zooms = _zooms(stored, config) if stored else _fixed_zooms(config)
-    for name, slots in growth.stored_slots.items():  # unless a configuration says otherwise
-        if place := slot_place(name):
-            zooms.setdefault(place, float(slots))
-    wrong = [
-        f"zoom_dims.{place} {zooms[place]:g}, not {own:g}"
-        for place, own in _fixed_zooms(config).items()
-        if own != zooms[place]
+    for name, num_slots in plan.stored_slots.items():  # unless a configuration says otherwise
+        slots_place = slot_place(name)
+        if slots_place:
+            zooms.setdefault(slots_place, float(num_slots))
+    wrong_zooms = [
+        f"zoom_dims.{name} {zooms[name]:g}, not {fixed_zoom:g}"
+        for name, fixed_zoom in _fixed_zooms(config).items()
+        if fixed_zoom != zooms[name]
     ]
-    if wrong:
+    if wrong_zooms:
         raise UserError(
             "growth.mode=function_preserving keeps the zoom that the stored slots were trained "
-            f"with: {'; '.join(wrong)}.\n  Remove zoom_dim, or set growth.mode=random."
+            f"with: {'; '.join(wrong_zooms)}.\n  Remove zoom_dim, or set growth.mode=random."
         )
     return _zoom_dim_overrides(zooms, config)
 
 
-def _places(config: Config) -> list[SlotPlace]:
-    """Returns the places of slots in a model."""
+def _slot_places(config: Config) -> list[SlotPlace]:
+    """Returns where in a model there are slots: "qkv", "proj" and "ffn", or some of them."""
     projections = config.model.attention.attention_projections
     parts: dict[SlotPlace, str] = {"qkv": projections, "proj": projections}
     parts["ffn"] = config.model.feed_forward.feed_forward_type
-    return [place for place, part in parts.items() if part == "pattention"]
+    return [name for name, part in parts.items() if part == "pattention"]
 
 
 def _fixed_zooms(config: Config) -> dict[SlotPlace, float]:
-    """Returns place -> zoom where it does not follow the number of slots."""
-    fixed = config.model.pattention.fixed_zoom
-    return {place: zoom for place in _places(config) if (zoom := fixed(place))}
+    """Returns the zoom of each place of slots where it does not follow their number."""
+    zooms: dict[SlotPlace, float] = {}
+    for name in _slot_places(config):
+        zoom = config.model.pattention.fixed_zoom(name)
+        if zoom:
+            zooms[name] = zoom
+    return zooms
 
 
 def inherited_zoom(
@@ -257,7 +301,9 @@ def inherited_zoom(
 ) -> dict[str, float]:
     """Returns keys to keep the zoom of `stored`; empty if the user sets one.
 
-    With `by_keys`, a place without a fixed zoom follows its new number of slots.
+    Args:
+      stored: The configuration of a checkpoint, if it has one.
+      by_keys: Lets slots without a fixed zoom follow their new number.
     """
     uses_zoom = config.model.pattention.normalize_type in ZOOMED
     if stored is None or not uses_zoom or not _fixed_zooms(stored) or _fixed_zooms(config):
@@ -266,8 +312,10 @@ def inherited_zoom(
 
 
 def _zooms(stored: Config, config: Config) -> dict[SlotPlace, float]:
-    width = stored.model.shape.dimensions.emb_dim
-    return {place: float(stored.model.pattention.zoom(place, width)) for place in _places(config)}
+    """Returns the zoom of `stored`, at the places where `config` has slots."""
+    emb_dim = stored.model.shape.dimensions.emb_dim
+    pattention = stored.model.pattention
+    return {name: float(pattention.zoom(name, emb_dim)) for name in _slot_places(config)}
 
 
 def stored_config(metadata: Mapping[str, Any]) -> Config | None:
@@ -275,9 +323,8 @@ def stored_config(metadata: Mapping[str, Any]) -> Config | None:
     values = metadata.get("config")
     if not values:
         return None
-    # A checkpoint of an earlier version may hold keys that were removed since.
-    current = renamed(values)
-    return unflatten({name: value for name, value in current.items() if name in all_keys()})
+    # The keys of modules that are no longer imported (import_modules) are unknown now.
+    return unflatten({name: value for name, value in values.items() if name in all_keys()})
 
 
 def _zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dict[str, float]:
@@ -285,26 +332,30 @@ def _zoom_dim_overrides(zooms: Mapping[SlotPlace, float], config: Config) -> dic
     if zooms.items() <= _fixed_zooms(config).items():
         return {}
     pattention = config.model.pattention
-    bases = {zoom / 4 if place == "ffn" else zoom for place, zoom in zooms.items()}
-    is_whole = zooms.keys() == {*_places(config)}
-    if is_whole and len(bases) == 1 and all(own == -1 for _, own in pattention.zoom_dims):
+    # What zoom_dim would be for each place: the zoom of the feed-forward part is four times that.
+    bases = {zoom / 4 if name == "ffn" else zoom for name, zoom in zooms.items()}
+    covers_all = zooms.keys() == {*_slot_places(config)}
+    has_own_zooms = any(zoom_dim != -1 for _, zoom_dim in pattention.zoom_dims)
+    if covers_all and len(bases) == 1 and not has_own_zooms:
         return {"zoom_dim": bases.pop()}
-    return {f"zoom_dims.{place}": zoom for place, zoom in zooms.items()}
+    return {f"zoom_dims.{name}": zoom for name, zoom in zooms.items()}
 
 
-def _other_changes(stored: Config | None, config: Config) -> list[str]:
+def _changed_scores(stored: Config | None, config: Config) -> list[str]:
     """Describes differing keys of model.pattention, except sizes and zoom."""
-    if stored is None or not _places(config):
+    if stored is None or not _slot_places(config):
         return []
-    old = stored.model.pattention
-    new = config.model.pattention
-    was, now = (
-        dict(pattention) | {f"scale_factors.{name}": one for name, one in pattention.scale_factors}
-        for pattention in (old, new)
-    )
+    stored_keys = _pattention_keys(stored)
     return [
-        f"{name} {was[name]} -> {now[name]}"
-        for name in now
+        f"{name} {stored_keys[name]} -> {value}"
+        for name, value in _pattention_keys(config).items()
         if not name.endswith(("slot_num", "zoom_dim", "zoom_dims", "scale_factors"))
-        if was[name] != now[name]
+        if stored_keys[name] != value
     ]
+
+
+def _pattention_keys(config: Config) -> dict[str, Any]:
+    """Returns the keys of model.pattention, with the entries of scale_factors as keys."""
+    pattention = config.model.pattention
+    scale_factors = {f"scale_factors.{name}": factor for name, factor in pattention.scale_factors}
+    return dict(pattention) | scale_factors

@@ -1,7 +1,11 @@
-"""Hardware to plan for, by vendors' names.
+"""Accelerators by their vendors' names: memory, bandwidths, interconnect, peak FLOP/s.
+
+`find_hardware` parses what users type in hardware= and compile_topology= (v5p-128, 8xH100, cpu)
+into a `Hardware`: a kind of chip and how many of them. plan.py estimates memory and step time from
+these figures, and MFU is relative to PEAK_TFLOPS.
 
 Figures are per chip or GPU, from Google's Cloud TPU pages (v2 to Ironwood) and NVIDIA's data
-sheets. Prices vary by region and contract: there are none.
+sheets. Prices vary by region and contract, so there are none here.
 """
 
 import dataclasses
@@ -15,167 +19,256 @@ from MaxText.errors import UserError
 GB = 1e9
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of accelerator, or this machine's CPU."""
+    """A kind of accelerator, or this machine's CPU.
 
-    name: str  # e.g. "v5p", "H100"
-    device_kind: str  # of a JAX device
-    platform: str  # JAX's name
-    memory: float  # usable bytes
-    bandwidth: float  # HBM bytes per second
-    links: float  # bytes per second that a chip sends to its neighbors over all links together
-    # dimensions of the torus; 0 for a switch, which gives all of `links` to any peer
+    Attributes:
+      name: The vendor's name, as users write it: "v5p", "H100".
+      device_kind: `device_kind` of its JAX devices.
+      platform: JAX's name of the platform: "tpu", "gpu" or "cpu".
+      memory: Usable bytes per chip.
+      bandwidth: Bytes per second between the chip and its memory (HBM).
+      links: Bytes per second that a chip sends over all of its links (ICI, NVLink) together.
+      torus: Dimensions of the torus that the links form. 0 for a switch, which gives all of
+        `links` to any peer.
+      num_linked: Chips within reach of `links`. Traffic beyond them goes over `network`.
+      network: Bytes per second that a chip sends to chips beyond `num_linked` (DCN, InfiniBand).
+      cores: TensorCores per chip if accelerator types count TensorCores, else 1.
+      devices: JAX devices per chip.
+      efficiency: Lowest and highest share of the peak FLOP/s that matmuls reach in whole train
+        steps.
+      efficiency_source: Where `efficiency` comes from.
+      speed_of_8_bits: Speed of int8 or fp8 matmuls relative to bfloat16.
+    """
+
+    name: str
+    device_kind: str
+    platform: str
+    memory: float
+    bandwidth: float
+    links: float
     torus: int
-    num_linked: int  # chips within reach of `links`; beyond them `network` counts
-    network: float  # bytes per second of a chip to more distant chips
-    cores: int = 1  # TensorCores per chip if accelerator types count these, else 1
-    devices: int = 1  # JAX devices per chip
-    # share of the peak that matmuls reach in whole train steps, least and most
+    num_linked: int
+    network: float
+    cores: int = 1
+    devices: int = 1
     efficiency: tuple[float, float] = (0.4, 0.7)
     efficiency_source: str = "assumed: no published row"
-    speed_of_8_bits: float = 2.0  # of int8 or fp8 matmuls, relative to bfloat16
+    speed_of_8_bits: float = 2.0
 
 
-_ROWS = "benchmarks/plan.py, published runs"
+_PUBLISHED_RUNS = "benchmarks/plan.py, published runs"
 _TPUS = (
     Chip(
-        "v2", "TPU v2", "tpu", 16 * GB, 700 * GB, 62 * GB, 2, 512, 3 * GB, 2, 2, speed_of_8_bits=1
+        name="v2",
+        device_kind="TPU v2",
+        platform="tpu",
+        memory=16 * GB,
+        bandwidth=700 * GB,
+        links=62 * GB,
+        torus=2,
+        num_linked=512,
+        network=3 * GB,
+        cores=2,
+        devices=2,
+        speed_of_8_bits=1,
     ),
     Chip(
-        "v3", "TPU v3", "tpu", 32 * GB, 900 * GB, 82 * GB, 2, 2048, 3 * GB, 2, 2, speed_of_8_bits=1
+        name="v3",
+        device_kind="TPU v3",
+        platform="tpu",
+        memory=32 * GB,
+        bandwidth=900 * GB,
+        links=82 * GB,
+        torus=2,
+        num_linked=2048,
+        network=3 * GB,
+        cores=2,
+        devices=2,
+        speed_of_8_bits=1,
     ),
     Chip(
-        "v4",
-        "TPU v4",
-        "tpu",
-        32 * GB,
-        1228 * GB,
-        300 * GB,
-        3,
-        4096,
-        6 * GB,
-        2,
-        1,
-        (0.65, 0.80),
-        _ROWS,
-        1,
+        name="v4",
+        device_kind="TPU v4",
+        platform="tpu",
+        memory=32 * GB,
+        bandwidth=1228 * GB,
+        links=300 * GB,
+        torus=3,
+        num_linked=4096,
+        network=6 * GB,
+        cores=2,
+        efficiency=(0.65, 0.80),
+        efficiency_source=_PUBLISHED_RUNS,
+        speed_of_8_bits=1,
     ),
     Chip(
-        "v5e",
-        "TPU v5 lite",
-        "tpu",
-        15.75 * 2**30,
-        819 * GB,
-        200 * GB,
-        2,
-        256,
-        6 * GB,
-        1,
-        1,
-        (0.80, 1.00),
-        _ROWS,
+        name="v5e",
+        device_kind="TPU v5 lite",
+        platform="tpu",
+        memory=15.75 * 2**30,
+        bandwidth=819 * GB,
+        links=200 * GB,
+        torus=2,
+        num_linked=256,
+        network=6 * GB,
+        efficiency=(0.80, 1.00),
+        efficiency_source=_PUBLISHED_RUNS,
     ),
     Chip(
-        "v5p",
-        "TPU v5",
-        "tpu",
-        95.74 * 2**30,
-        2765 * GB,
-        600 * GB,
-        3,
-        8960,
-        6 * GB,
-        2,
-        1,
-        (0.80, 0.92),
-        _ROWS,
+        name="v5p",
+        device_kind="TPU v5",
+        platform="tpu",
+        memory=95.74 * 2**30,
+        bandwidth=2765 * GB,
+        links=600 * GB,
+        torus=3,
+        num_linked=8960,
+        network=6 * GB,
+        cores=2,
+        efficiency=(0.80, 0.92),
+        efficiency_source=_PUBLISHED_RUNS,
     ),
     Chip(
-        "v6e",
-        "TPU v6 lite",
-        "tpu",
-        31.25 * 2**30,
-        1638 * GB,
-        448 * GB,
-        2,
-        256,
-        12 * GB,
-        1,
-        1,
-        (0.55, 0.75),
-        _ROWS,
+        name="v6e",
+        device_kind="TPU v6 lite",
+        platform="tpu",
+        memory=31.25 * 2**30,
+        bandwidth=1638 * GB,
+        links=448 * GB,
+        torus=2,
+        num_linked=256,
+        network=12 * GB,
+        efficiency=(0.55, 0.75),
+        efficiency_source=_PUBLISHED_RUNS,
     ),
-    Chip("tpu7x", "TPU7x", "tpu", 192 * GB, 7380 * GB, 1200 * GB, 3, 9216, 12 * GB, 2, 2),
+    Chip(
+        name="tpu7x",
+        device_kind="TPU7x",
+        platform="tpu",
+        memory=192 * GB,
+        bandwidth=7380 * GB,
+        links=1200 * GB,
+        torus=3,
+        num_linked=9216,
+        network=12 * GB,
+        cores=2,
+        devices=2,
+    ),
 )
 # Servers of 8 GPUs with NVLink and a 400 Gbit/s network card per GPU (A100: 200). PCIe cards have
 # no NVLink.
 _GPUS = (
-    Chip("A100", "NVIDIA A100-SXM4-80GB", "gpu", 80 * GB, 2039 * GB, 300 * GB, 0, 8, 25 * GB),
-    Chip("A100-40", "NVIDIA A100-SXM4-40GB", "gpu", 40 * GB, 1555 * GB, 300 * GB, 0, 8, 25 * GB),
     Chip(
-        "H100",
-        "NVIDIA H100 80GB HBM3",
-        "gpu",
-        80 * GB,
-        3350 * GB,
-        450 * GB,
-        0,
-        8,
-        50 * GB,
-        1,
-        1,
-        (0.42, 0.68),
-        _ROWS,
+        name="A100",
+        device_kind="NVIDIA A100-SXM4-80GB",
+        platform="gpu",
+        memory=80 * GB,
+        bandwidth=2039 * GB,
+        links=300 * GB,
+        torus=0,
+        num_linked=8,
+        network=25 * GB,
     ),
     Chip(
-        "H200",
-        "NVIDIA H200",
-        "gpu",
-        141 * GB,
-        4800 * GB,
-        450 * GB,
-        0,
-        8,
-        50 * GB,
-        1,
-        1,
-        (0.65, 0.90),
-        "benchmarks/gpu.py, one GPU",
+        name="A100-40",
+        device_kind="NVIDIA A100-SXM4-40GB",
+        platform="gpu",
+        memory=40 * GB,
+        bandwidth=1555 * GB,
+        links=300 * GB,
+        torus=0,
+        num_linked=8,
+        network=25 * GB,
     ),
-    Chip("B200", "NVIDIA B200", "gpu", 180 * GB, 8000 * GB, 900 * GB, 0, 8, 50 * GB),
-    Chip("L4", "NVIDIA L4", "gpu", 24 * GB, 300 * GB, 32 * GB, 0, 8, 12 * GB),
-    Chip("L40S", "NVIDIA L40S", "gpu", 48 * GB, 864 * GB, 32 * GB, 0, 8, 25 * GB),
     Chip(
-        "V100",
-        "NVIDIA V100-SXM2-16GB",
-        "gpu",
-        16 * GB,
-        900 * GB,
-        150 * GB,
-        0,
-        8,
-        12 * GB,
+        name="H100",
+        device_kind="NVIDIA H100 80GB HBM3",
+        platform="gpu",
+        memory=80 * GB,
+        bandwidth=3350 * GB,
+        links=450 * GB,
+        torus=0,
+        num_linked=8,
+        network=50 * GB,
+        efficiency=(0.42, 0.68),
+        efficiency_source=_PUBLISHED_RUNS,
+    ),
+    Chip(
+        name="H200",
+        device_kind="NVIDIA H200",
+        platform="gpu",
+        memory=141 * GB,
+        bandwidth=4800 * GB,
+        links=450 * GB,
+        torus=0,
+        num_linked=8,
+        network=50 * GB,
+        efficiency=(0.65, 0.90),
+        efficiency_source="benchmarks/gpu.py, one GPU",
+    ),
+    Chip(
+        name="B200",
+        device_kind="NVIDIA B200",
+        platform="gpu",
+        memory=180 * GB,
+        bandwidth=8000 * GB,
+        links=900 * GB,
+        torus=0,
+        num_linked=8,
+        network=50 * GB,
+    ),
+    Chip(
+        name="L4",
+        device_kind="NVIDIA L4",
+        platform="gpu",
+        memory=24 * GB,
+        bandwidth=300 * GB,
+        links=32 * GB,
+        torus=0,
+        num_linked=8,
+        network=12 * GB,
+    ),
+    Chip(
+        name="L40S",
+        device_kind="NVIDIA L40S",
+        platform="gpu",
+        memory=48 * GB,
+        bandwidth=864 * GB,
+        links=32 * GB,
+        torus=0,
+        num_linked=8,
+        network=25 * GB,
+    ),
+    Chip(
+        name="V100",
+        device_kind="NVIDIA V100-SXM2-16GB",
+        platform="gpu",
+        memory=16 * GB,
+        bandwidth=900 * GB,
+        links=150 * GB,
+        torus=0,
+        num_linked=8,
+        network=12 * GB,
         speed_of_8_bits=1,
     ),
 )
 CHIPS = {chip.name: chip for chip in (*_TPUS, *_GPUS)}
-# No data sheet: a server's memory bandwidth, and the share of its measured peak that steps of small
-# models reached on two cores.
+# This machine's CPU has no data sheet: a server's memory bandwidth, and the share of its measured
+# peak that steps of small models reached on two cores.
 CPU = Chip(
-    "cpu",
-    "cpu",
-    "cpu",
-    float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
-    30 * GB,
-    math.inf,
-    0,
-    1,
-    math.inf,
-    1,
-    1,
-    (0.3, 0.8),
-    "measured: small models on two cores",
+    name="cpu",
+    device_kind="cpu",
+    platform="cpu",
+    memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+    bandwidth=30 * GB,
+    links=math.inf,
+    torus=0,
+    num_linked=1,
+    network=math.inf,
+    efficiency=(0.3, 0.8),
+    efficiency_source="measured: small models on two cores",
 )
 _BY_NAME = {chip.name.lower(): chip for chip in (*_TPUS, *_GPUS, CPU)}
 # Dense bfloat16 TFLOP/s per JAX device, from data sheets, without sparsity; float16 for V100 and
@@ -216,66 +309,88 @@ _NAME = re.compile(r"(?:(\d+)x)?(7x|[a-z][a-z0-9]*)(?:-(\d+))?")
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    name: str  # as the user wrote it
+    """Machines of one kind of chip that train one run.
+
+    Attributes:
+      name: The name as the user wrote it, for messages.
+      chip: Kind of accelerator.
+      num_chips: Chips over all slices or servers; of a CPU, the number of simulated devices.
+      num_slices: Groups of chips that are connected to each other by `chip.network` only: TPU
+        slices, or GPU servers.
+    """
+
+    name: str
     chip: Chip
-    num_chips: int  # over all slices or servers; of a CPU, simulated devices
-    num_slices: int = 1  # groups connected only by a slow network
+    num_chips: int
+    num_slices: int = 1
 
     @property
     def num_devices(self) -> int:
+        """JAX devices over all chips."""
         return self.num_chips * self.chip.devices
 
     @property
     def memory(self) -> float:
-        """Bytes of a device; devices of a CPU share the machine's."""
-        return self.chip.memory / (self.num_chips if self.chip is CPU else self.chip.devices)
+        """Bytes per device; simulated devices of a CPU share the machine's memory."""
+        num_sharing = self.num_chips if self.chip is CPU else self.chip.devices
+        return self.chip.memory / num_sharing
 
     def describe(self) -> str:
+        """Returns for example "128 x v5p in 2 slices", or "this machine's CPU as one device"."""
         if self.chip is CPU:
             devices = "one device" if self.num_chips == 1 else f"{self.num_chips} devices"
             return f"this machine's CPU as {devices}"
-        counted = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
+        devices = f" ({self.num_devices} jax devices)" if self.chip.devices > 1 else ""
         slices = f" in {self.num_slices} slices" if self.num_slices > 1 else ""
-        return f"{self.num_chips} x {self.chip.name}{counted}{slices}"
+        return f"{self.num_chips} x {self.chip.name}{devices}{slices}"
 
 
 def find_hardware(name: str) -> Hardware:
-    """Returns the hardware of a name.
+    """Returns the hardware that a name stands for.
 
-    TPUs use accelerator types, which count TensorCores (two per chip) for v2, v3, v4, v5p and
-    tpu7x, and chips for v5e (v5litepod) and v6e. "2xv5p-128" is two slices. "8xH100" and "h100-8"
-    are 8 GPUs, "cpu" is this machine, "cpu-4" this machine as 4 devices.
+    Args:
+      name: For TPUs an accelerator type. It counts TensorCores (two per chip) for v2, v3, v4, v5p
+        and tpu7x, and chips for v5e (v5litepod) and v6e; "2xv5p-128" is two slices. "8xH100" and
+        "h100-8" are 8 GPUs, "cpu" is this machine, "cpu-4" this machine as 4 simulated devices.
+
+    Raises:
+      UserError: The name is unknown, or lacks the number of chips.
     """
     match = _NAME.fullmatch(name.strip().lower())
-    count, kind, number = match.groups() if match else (None, "", None)
-    if count and f"{kind}-{number}" in _BY_NAME:  # 8xA100-40, of 40 GB each
-        kind = f"{kind}-{number}"
-        number = None
+    prefix, kind, suffix = match.groups() if match else (None, "", None)
+    if prefix and f"{kind}-{suffix}" in _BY_NAME:  # 8xA100-40, of 40 GB each
+        kind = f"{kind}-{suffix}"
+        suffix = None
     chip = _BY_NAME.get(ALIASES.get(kind, kind))
     if chip is None:
-        words = [*CHIPS, *ALIASES]
-        close = close_matches(re.sub(r"^\d+x|-\d+$", "", name), words)
-        meant = f" Nearest: {', '.join(close)}." if close else ""
-        raise UserError(
-            f"hardware={name}: unknown.{meant}\n"
-            "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a "
-            f"number of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
-        )
-    times = int(count or 1)
-    number = None if number is None else int(number)
-    if 0 in (times, number):
+        raise _unknown_hardware(name)
+    multiplier = 1 if prefix is None else int(prefix)
+    size = None if suffix is None else int(suffix)
+    if 0 in (multiplier, size):
         raise UserError(f"hardware={name}: numbers start at 1.")
     if chip.platform == "tpu":
-        if number is None or number % chip.cores:
-            counted = "TensorCores, two per chip" if chip.cores == 2 else "chips"
+        if size is None or size % chip.cores:
+            unit = "TensorCores, two per chip" if chip.cores == 2 else "chips"
             raise UserError(
-                f"hardware={name}: the name ends in the number of {counted}, for example "
+                f"hardware={name}: the name ends in the number of {unit}, for example "
                 f"{chip.name}-{8 * chip.cores}."
             )
-        return Hardware(name, chip, times * number // chip.cores, times)
-    if chip is not CPU and count is None and number is None:
+        num_chips = multiplier * size // chip.cores
+        return Hardware(name, chip, num_chips, num_slices=multiplier)
+    if chip is not CPU and prefix is None and size is None:
         raise UserError(
             f"hardware={name}: the number of GPUs is missing. Write 8x{chip.name} or {kind}-8."
         )
-    times *= number or 1
-    return Hardware(name, chip, times, 1 if chip is CPU else -(-times // chip.num_linked))
+    num_chips = multiplier * (size or 1)
+    num_servers = 1 if chip is CPU else math.ceil(num_chips / chip.num_linked)
+    return Hardware(name, chip, num_chips, num_slices=num_servers)
+
+
+def _unknown_hardware(name: str) -> UserError:
+    close = close_matches(re.sub(r"^\d+x|-\d+$", "", name), [*CHIPS, *ALIASES])
+    nearest = f" Nearest: {', '.join(close)}." if close else ""
+    return UserError(
+        f"hardware={name}: unknown.{nearest}\n"
+        "  What to do: write an accelerator type (v5p-128, v5e-16, v6e-256, 2xv5p-128), a "
+        f"number of GPUs (8xH100, h100-8) or cpu. Known: {', '.join(CHIPS)}."
+    )

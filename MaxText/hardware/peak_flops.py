@@ -1,4 +1,8 @@
-"""Peak FLOP/s of a device: the denominator of MFU."""
+"""Peak FLOP/s of a device: the denominator of MFU (model FLOPs utilization).
+
+Accelerators have the figure of their data sheet. Other devices, such as CPUs, are measured with a
+large matmul, and the result is cached so that all runs of a machine report MFU against one peak.
+"""
 
 import contextlib
 import functools
@@ -36,20 +40,22 @@ class PeakFlops(NamedTuple):
 def peak_flops(
     device: Any = None, *, cache_folder: str | None = None, beaten_by: float | None = None
 ) -> PeakFlops:
-    """Returns an accelerator's data sheet peak, else a measurement (0.3 s).
+    """Returns the peak of a device: from its data sheet, from the cache, or measured (0.3 s).
 
-    Measure while the machine is idle: MFU of later runs uses the number cached in `cache_folder`
-    (may be gs://), by processor model and number of devices that share it. None measures each time.
+    Call it while the machine is idle, because later runs use the measured number.
 
     Args:
+      device: A JAX device; by default the first of this process.
+      cache_folder: Folder, local or gs://, of the measured peaks by processor model and number of
+        devices that share it. None measures each time.
       beaten_by: TFLOP/s that the device has reached. A cached peak that is not above was measured
         while the machine was busy, so it is measured again, and the larger one is cached.
     """
     if device is None:
         device = jax.local_devices()[0]
-    known = datasheet_peak(device.device_kind)
-    if known is not None:
-        return known
+    datasheet = datasheet_peak(device.device_kind)
+    if datasheet is not None:
+        return datasheet
     if not cache_folder:
         return measure_peak(device)
     file = epath.Path(cache_folder) / _MEASURED_FILE
@@ -84,7 +90,11 @@ def _name_of(device: Any) -> str:
 
 
 def datasheet_peak(device_kind: str) -> PeakFlops | None:
-    """Returns the peak by device name, "NVIDIA H100 80GB HBM3"; else None."""
+    """Returns the data sheet's peak; None for an unknown device.
+
+    Args:
+      device_kind: As JAX reports it, such as "NVIDIA H100 80GB HBM3".
+    """
     for pattern, tflops in PEAK_TFLOPS:
         if re.search(pattern, device_kind, re.IGNORECASE):
             return PeakFlops(tflops, f"data sheet of {device_kind}, dense bfloat16")
@@ -93,27 +103,28 @@ def datasheet_peak(device_kind: str) -> PeakFlops | None:
 
 @functools.cache
 def peak_of(hardware: Hardware) -> PeakFlops:
-    """Returns a device's peak: by data sheet, or measured on this CPU."""
-    if known := datasheet_peak(hardware.chip.device_kind):
-        return known
+    """Returns the peak of one device of `hardware`: by data sheet, or measured on this CPU."""
+    datasheet = datasheet_peak(hardware.chip.device_kind)
+    if datasheet is not None:
+        return datasheet
     measured = measure_peak(jax.devices("cpu")[0])
     return measured._replace(tflops=measured.tflops / hardware.num_chips)
 
 
 def measure_peak(device: Any) -> PeakFlops:
-    """Returns the speed of a float32 matmul per simulated device of a CPU."""
+    """Measures a float32 matmul; devices that a CPU simulates share the result equally."""
     n = _MEASURED_SIZE
     x = jax.device_put(np.ones((n, n), np.float32), device)
     product = jax.jit(lambda x: x @ x)
     jax.block_until_ready(product(x))
     seconds = []
     for _ in range(_MEASURED_RUNS):
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         jax.block_until_ready(product(x))
-        seconds.append(time.perf_counter() - began)
-    sharing = jax.local_device_count() if device.platform == "cpu" else 1
-    tflops = 2 * n**3 / min(seconds) / 1e12 / sharing
+        seconds.append(time.perf_counter() - start_time)
+    num_sharing_devices = jax.local_device_count() if device.platform == "cpu" else 1
+    tflops = 2 * n**3 / min(seconds) / 1e12 / num_sharing_devices
     source = f"{_MEASURED}: float32 product of {n} x {n}, best of {_MEASURED_RUNS}"
-    if sharing > 1:
-        source += f", shared by {sharing} devices"
+    if num_sharing_devices > 1:
+        source += f", shared by {num_sharing_devices} devices"
     return PeakFlops(tflops, source)

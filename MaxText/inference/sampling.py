@@ -12,6 +12,7 @@ B sequences, V vocab_size.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,9 @@ def sample(
     """Samples one id per sequence.
 
     Args:
+      logits_BV: Of any floating dtype.
       key_B: One key per sequence, so that a draw does not depend on its batch.
+      params: Temperature, penalty and filters.
       generated_BV: bool, ids already in a sequence, for the repetition penalty.
       num_ids: Ids from here on are vocabulary padding and never sampled.
 
@@ -105,96 +108,114 @@ def probabilities(
         p_BV = jax.nn.softmax(logits_BV, axis=-1)
     else:
         p_BV = entmax(logits_BV, params.entmax_alpha)
-    filters = (
+    filters: list[tuple[bool, Callable[..., jax.Array], float]] = [
         (params.top_k > 0, _top_k, params.top_k),
         (params.nucleus_p < 1, _top_mass_mask, params.nucleus_p),
         (params.min_p > 0, _min_p, params.min_p),
         (params.typical_p < 1, _typical, params.typical_p),
         (params.eta > 0, _eta, params.eta),
-    )
-    for on, kept, setting in filters:
-        if on:
-            p_BV = jnp.where(kept(p_BV, setting), p_BV, 0.0)
+    ]
+    for is_enabled, keep_mask, threshold in filters:
+        if is_enabled:
+            p_BV = jnp.where(keep_mask(p_BV, threshold), p_BV, 0.0)
             p_BV = p_BV / jnp.sum(p_BV, axis=-1, keepdims=True)
     return p_BV
 
 
-def _adjusted_logits(logits_BV, params, generated_BV, num_ids):
+def _adjusted_logits(
+    logits_BV: jax.Array,
+    params: SamplingParams,
+    generated_BV: jax.Array | None,
+    num_ids: int | None,
+) -> jax.Array:
+    """Returns float32 logits with the repetition penalty, -inf from `num_ids` on."""
     logits_BV = logits_BV.astype(jnp.float32)
     if params.repetition_penalty != 1:
         penalty = params.repetition_penalty
-        penalised_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
-        logits_BV = jnp.where(generated_BV, penalised_BV, logits_BV)
+        penalized_BV = jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+        assert generated_BV is not None, "the repetition penalty needs the generated ids"
+        logits_BV = jnp.where(generated_BV, penalized_BV, logits_BV)
     if num_ids is not None and num_ids < logits_BV.shape[-1]:
         logits_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) < num_ids, logits_BV, -jnp.inf)
     return logits_BV
 
 
-def _argmax(logits_BV):
+def _argmax(logits_BV: jax.Array) -> jax.Array:
     """Returns jnp.argmax along V, in a third of its time for 8 rows on a CPU."""
     ids_BV = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
-    behind_BV = logits_BV < jnp.max(logits_BV, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(behind_BV, logits_BV.shape[-1], ids_BV), axis=-1)
+    is_smaller_BV = logits_BV < jnp.max(logits_BV, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(is_smaller_BV, logits_BV.shape[-1], ids_BV), axis=-1)
 
 
-def _draw(key, p_V):
+def _draw(key: jax.Array, p_V: jax.Array) -> jax.Array:
     """Samples a block of about sqrt(V) ids, then an id within the block.
 
     Needs 2 sqrt(V) random numbers; a draw over V = 50,000 takes longer on CPU than all else here.
     """
-    size = math.isqrt(p_V.shape[-1] - 1) + 1
-    num_blocks = -(-p_V.shape[-1] // size)
-    blocks = jnp.pad(p_V, (0, num_blocks * size - p_V.shape[-1])).reshape(num_blocks, size)
+    block_size = math.isqrt(p_V.shape[-1] - 1) + 1
+    num_blocks = -(-p_V.shape[-1] // block_size)
+    num_padding = num_blocks * block_size - p_V.shape[-1]
+    blocks = jnp.pad(p_V, (0, num_padding)).reshape(num_blocks, block_size)
     block_key, inner_key = jax.random.split(key)
     block = jax.random.categorical(block_key, jnp.log(jnp.sum(blocks, axis=-1)))
-    return block * size + jax.random.categorical(inner_key, jnp.log(blocks[block]))
+    return block * block_size + jax.random.categorical(inner_key, jnp.log(blocks[block]))
 
 
-def _top_k(p_BV, k):
+# Filters. Each takes a distribution and its setting, and returns a mask of the ids to keep.
+
+
+def _top_k(p_BV: jax.Array, k: int) -> jax.Array:
     # min instead of the last column: XLA fuses a slice into top_k and then sorts everything.
     kth_B1 = jnp.min(jax.lax.top_k(p_BV, min(k, p_BV.shape[-1]))[0], axis=-1, keepdims=True)
     return p_BV >= kth_B1
 
 
-def _min_p(p_BV, fraction):
+def _min_p(p_BV: jax.Array, fraction: float) -> jax.Array:
     return p_BV >= fraction * (1 - _SLACK) * jnp.max(p_BV, axis=-1, keepdims=True)
 
 
-def _typical(p_BV, mass):
+def _typical(p_BV: jax.Array, mass: float) -> jax.Array:
     distance_BV = jnp.abs(-jnp.log(p_BV) - _entropy(p_BV))
     return _top_mass_mask(p_BV, mass, 1 / distance_BV)
 
 
-def _eta(p_BV, eta):
+def _eta(p_BV: jax.Array, eta: float) -> jax.Array:
     bound_B1 = jnp.minimum(eta, math.sqrt(eta) * jnp.exp(-_entropy(p_BV))) * (1 - _SLACK)
     return p_BV >= jnp.minimum(bound_B1, jnp.max(p_BV, axis=-1, keepdims=True))
 
 
-def _entropy(p_BV):
+def _entropy(p_BV: jax.Array) -> jax.Array:
+    """Returns the entropy in nats, [B, 1]."""
     return jnp.sum(jax.scipy.special.entr(p_BV), axis=-1, keepdims=True)
 
 
-def _top_mass_mask(p_BV, mass, score_BV=None):
+def _top_mass_mask(p_BV: jax.Array, mass: float, score_BV: jax.Array | None = None) -> jax.Array:
     """Keeps ids by descending score until their probability reaches `mass`.
 
-    `score_BV` is float32 from 0 to inf, by default the probability. Equal scores are kept or
-    dropped together.
+    Bisects the score threshold over the bit patterns of float32, see the module's docstring.
+
+    Args:
+      p_BV: The distribution.
+      mass: The probability to reach.
+      score_BV: float32 from 0 to inf, by default the probability. Equal scores are kept or dropped
+        together.
     """
     score_BV = p_BV if score_BV is None else score_BV
 
-    def as_float(bits_B1):
+    def as_float(bits_B1: jax.Array) -> jax.Array:
         # Bit patterns of non-negative floats order like integers.
         return jax.lax.bitcast_convert_type(bits_B1, jnp.float32)
 
-    def halve(_, bounds):
+    def halve(_, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # The threshold, the largest one that reaches the mass, is in [low, high].
         low_B1, high_B1 = bounds
         middle_B1 = low_B1 + (high_B1 - low_B1 + 1) // 2
-        held_BV = jnp.where(score_BV >= as_float(middle_B1), p_BV, 0.0)
-        enough_B1 = jnp.sum(held_BV, axis=-1, keepdims=True) >= mass * (1 - _SLACK)
-        low_B1 = jnp.where(enough_B1, middle_B1, low_B1)
-        return low_B1, jnp.where(enough_B1, high_B1, middle_B1 - 1)
+        kept_p_BV = jnp.where(score_BV >= as_float(middle_B1), p_BV, 0.0)
+        reaches_mass_B1 = jnp.sum(kept_p_BV, axis=-1, keepdims=True) >= mass * (1 - _SLACK)
+        low_B1 = jnp.where(reaches_mass_B1, middle_B1, low_B1)
+        return low_B1, jnp.where(reaches_mass_B1, high_B1, middle_B1 - 1)
 
     low_B1 = jnp.zeros((p_BV.shape[0], 1), jnp.int32)
     bounds = (low_B1, jnp.full_like(low_B1, _BITS_OF_INFINITY))
-    cut_B1, _ = jax.lax.fori_loop(0, _BITS_OF_INFINITY.bit_length(), halve, bounds)
-    return score_BV >= as_float(cut_B1)
+    threshold_B1, _ = jax.lax.fori_loop(0, _BITS_OF_INFINITY.bit_length(), halve, bounds)
+    return score_BV >= as_float(threshold_B1)

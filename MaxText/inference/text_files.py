@@ -32,25 +32,42 @@ def is_json_lines(path: str) -> bool:
     return path.lower().endswith((".jsonl", ".json"))
 
 
-def read_lines(path: str, key: str, field: str) -> list[tuple[int, str, dict[str, Any]]]:
-    """Returns (line number from 1, text, object) of plain lines or JSON Lines.
+class TextLine(NamedTuple):
+    """A text of a file of plain lines or JSON Lines."""
 
-    JSON Lines hold objects with the text in `field`. Raises UserError if the file is unreadable,
-    empty or something else.
+    number: int  # of the line, from 1
+    text: str
+    fields: dict[str, Any]  # the JSON object; empty for a plain line
+
+
+def read_lines(path: str, key: str, field: str) -> list[TextLine]:
+    """Returns the lines of a file, except blank ones.
+
+    Args:
+      path: A plain text file, or JSON Lines by its name.
+      key: Configuration key of the path, for messages.
+      field: Field of the text in a JSON object.
+
+    Raises:
+      UserError: The file is unreadable, empty, or has a line that is not such an object.
     """
-    rows = []
+    lines = []
     # Only \n separates lines, unlike in splitlines().
     for number, line in enumerate(read_text_file(path, key).split("\n"), 1):
-        if line.strip() and is_json_lines(path):
-            rows.append((number, *_text_of_object(line, field, f"{key}={path}:{number}")))
-        elif line.strip():
-            rows.append((number, line.removesuffix("\r"), {}))
-    if not rows:
+        if not line.strip():
+            continue
+        if is_json_lines(path):
+            text, fields = _text_of_object(line, field, f"{key}={path}:{number}")
+            lines.append(TextLine(number, text, fields))
+        else:
+            lines.append(TextLine(number, line.removesuffix("\r"), {}))
+    if not lines:
         raise UserError(f"{key}={path} is empty. Write one text per line.")
-    return rows
+    return lines
 
 
 def _text_of_object(line: str, field: str, location: str) -> tuple[str, dict[str, Any]]:
+    """Returns the text of a JSON object, and the object; `location` is for messages."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -67,8 +84,9 @@ def _text_of_object(line: str, field: str, location: str) -> tuple[str, dict[str
 
 def check_not_input(output_key: str, output: str, input_key: str, input_file: str) -> None:
     """Refuses to overwrite an input file with the output."""
-    first, second = (os.path.realpath(os.path.expanduser(path)) for path in (output, input_file))
-    if output and first == second:
+    real_output = os.path.realpath(os.path.expanduser(output))
+    real_input = os.path.realpath(os.path.expanduser(input_file))
+    if output and real_output == real_input:
         raise UserError(f"{output_key}={output} is the file of {input_key}. Choose another path.")
 
 
@@ -84,19 +102,26 @@ def read_prompts(config: DecodingConfig) -> list[Prompt]:
     path = config.prompt_file
     if not path:
         return [Prompt(without_surrogates(config.prompt), {})]
-    return [Prompt(text, row) for _, text, row in read_lines(path, "prompt_file", "prompt")]
+    return [Prompt(line.text, line.fields) for line in read_lines(path, "prompt_file", "prompt")]
 
 
 class JsonlWriter:
-    """JSON lines of finished texts; overwrites the file."""
+    """Writes decode_output_path: a JSON line per completion, as it finishes.
 
-    def __init__(self, name: str):
-        """Checks that `name`, if any, is writable."""
-        self._path = Path(name).expanduser() if name else None
-        self._mode = "w"  # of the first text, which replaces the contents
+    The contents of an existing file stay until the first line is written.
+    """
+
+    def __init__(self, path: str):
+        """Checks that the file is writable; without a path, writes nothing.
+
+        Raises UserError if it is not.
+        """
+        self._path = Path(path).expanduser() if path else None
+        self._mode = "w"  # of the first line, which replaces the contents
         self._write("a", "")
 
     def _write(self, mode: str, text: str) -> None:
+        """Writes text with an open() mode; raises UserError on failure."""
         if self._path is None:
             return
         try:
@@ -110,5 +135,6 @@ class JsonlWriter:
             ) from error
 
     def add(self, row: dict[str, Any]) -> None:
+        """Writes one line, at once."""
         self._write(self._mode, json.dumps(row, ensure_ascii=False) + "\n")
         self._mode = "a"

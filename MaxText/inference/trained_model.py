@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from MaxText.compilation import compilation_cache
 from MaxText.config import import_modules
@@ -13,6 +13,11 @@ from MaxText.errors import UserError
 from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import start_up
 
+if TYPE_CHECKING:
+    from MaxText.layers.assembly.model import Model
+    from MaxText.layers.params import Params
+    from MaxText.parallelism.mesh import ShardingPlan
+
 Log = Callable[[str], None]
 
 
@@ -20,7 +25,7 @@ class ResolvedWeights(NamedTuple):
     """Existing weights, not yet read."""
 
     path: str  # of one step, even if a run in progress saves another
-    key: str  # that named them
+    key: str  # configuration key that named them, for messages
     folder: str  # checkpoint step folder, or Hugging Face checkpoint
     metadata: Mapping[str, Any]  # of checkpointing.compatibility.checkpoint_metadata
 
@@ -30,9 +35,9 @@ class TrainedModel:
     """A model with trained weights."""
 
     config: Config
-    model: Any  # layers.model.Model, with backend defaults resolved
-    sharding: Any
-    params: Any
+    model: "Model"  # with backend defaults resolved
+    sharding: "ShardingPlan"
+    params: "Params"  # on device
     source: str  # one-line description of the weights' origin
     folder: str  # as of ResolvedWeights
     metadata: Mapping[str, Any]
@@ -45,14 +50,21 @@ class TrainedModel:
 def load_model(
     config: Config, log: Log = print, weights: ResolvedWeights | None = None
 ) -> TrainedModel:
-    """Loads weights, by default those of resolve_weights.
+    """Loads weights on the devices of the mesh.
 
-    Call start_up.choose_platform first: this imports jax. Raises UserError if weights are missing
-    or of another model, or if the mesh does not fit the devices.
+    Call start_up.choose_platform first: this imports jax.
+
+    Args:
+      config: Configuration of the model and its mesh.
+      log: Takes lines for the terminal.
+      weights: Default: those of resolve_weights.
+
+    Raises:
+      UserError: Weights are missing or of another model, or the mesh does not fit the devices.
     """
     import jax
 
-    from MaxText.conversion.weight_source import open_pretrained
+    from MaxText.conversion.open_weights import open_pretrained
     from MaxText.layers.assembly.model import Model
     from MaxText.parallelism.mesh import ShardingPlan, make_mesh
     from MaxText.training import backend_defaults
@@ -66,16 +78,24 @@ def load_model(
     model_config, _ = backend_defaults.resolve_auto(config.model, devices[0].platform, sharding)
     model = Model(model_config)
     abstract = sharding.abstract_state(model.initialize, model.parameters)
-    began = time.perf_counter()
-    given = open_pretrained(weights.path, weights.key, abstract, flatten(config), log)
-    params = jax.block_until_ready(given.read())
-    print_notices(import_modules.changes(given.metadata))
+    start_time = time.perf_counter()
+    pretrained = open_pretrained(weights.path, weights.key, abstract, flatten(config), log)
+    params = jax.block_until_ready(pretrained.read())
+    print_notices(import_modules.changes(pretrained.metadata))
     log(
-        f"{model.num_parameters:,} parameters of {given.folder} in "
-        f"{time.perf_counter() - began:.1f} s; {model_config.numerics.dtype} on {len(devices)} x "
-        f"{devices[0].device_kind}"
+        f"{model.num_parameters:,} parameters of {pretrained.folder} in "
+        f"{time.perf_counter() - start_time:.1f} s; {model_config.numerics.dtype} on "
+        f"{len(devices)} x {devices[0].device_kind}"
     )
-    return TrainedModel(config, model, sharding, params, given.source, given.folder, given.metadata)
+    return TrainedModel(
+        config=config,
+        model=model,
+        sharding=sharding,
+        params=params,
+        source=pretrained.source,
+        folder=pretrained.folder,
+        metadata=pretrained.metadata,
+    )
 
 
 def with_stored_zoom(config: Config, metadata: Mapping[str, Any]) -> Config:
@@ -85,12 +105,15 @@ def with_stored_zoom(config: Config, metadata: Mapping[str, Any]) -> Config:
     """
     from MaxText.growth.resolve import inherited_zoom, stored_config
 
-    keys = inherited_zoom(stored_config(metadata), config)
-    return unflatten(flatten(config) | keys) if keys else config
+    zoom_keys = inherited_zoom(stored_config(metadata), config)
+    return unflatten(flatten(config) | zoom_keys) if zoom_keys else config
 
 
 def resolve_weights(config: Config) -> ResolvedWeights:
-    """Finds load_parameters_path, or else the newest checkpoint of run_name."""
+    """Finds the weights of load_parameters_path, or else of run_name's newest checkpoint.
+
+    Raises UserError if there are none.
+    """
     from MaxText.checkpointing import checkpoint_files
     from MaxText.conversion import hf_checkpoint
     from MaxText.storage.paths import parse_path
@@ -112,6 +135,11 @@ def resolve_weights(config: Config) -> ResolvedWeights:
             )
     if hf_checkpoint.is_hf_checkpoint(path):
         folder = str(hf_checkpoint.resolve_hf_path(path, key))
-        return ResolvedWeights(path, key, folder, {})
-    stored = checkpoint_files.resolve_checkpoint(path, key)
-    return ResolvedWeights(str(stored), key, str(stored), stored.try_metadata())
+        return ResolvedWeights(path=path, key=key, folder=folder, metadata={})
+    checkpoint = checkpoint_files.resolve_checkpoint(path, key)
+    return ResolvedWeights(
+        path=str(checkpoint),
+        key=key,
+        folder=str(checkpoint),
+        metadata=checkpoint.try_metadata(),
+    )

@@ -2,7 +2,7 @@
 
 Tokens are read in blocks, all or evenly spaced, so memory does not grow with their number.
 
-Legend: B sequences of a batch, T tokens of a sequence, N ids of a block, D documents.
+Legend: B rows of a batch, T tokens of a row, N ids of a block, D documents.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ from MaxText.input_pipeline.data_sources import ANY_ID, OpenDataSource
 from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.prepare.process_pool import progress_in_bytes
-from MaxText.input_pipeline.sequences.batch_schedule import plan_batches
+from MaxText.input_pipeline.sequences.batch_schedule import schedule_batches
+from MaxText.input_pipeline.sequences.slicing import TokenOrigin
 from MaxText.input_pipeline.token_store.store import TokenStore
 from MaxText.input_pipeline.tokenization.interface import Tokenizer
 from MaxText.input_pipeline.tokenization.load_tokenizer import load_tokenizer
@@ -42,12 +43,12 @@ _SHOWN_IDS = 60
 
 @dataclasses.dataclass
 class TokenStatistics:
-    """Statistics of the tokens of a split."""
+    """Statistics of the tokens of a token store."""
 
     num_read: int = 0
-    smallest_id: int = ANY_ID
+    min_token_id: int = ANY_ID
     max_token_id: int = -1
-    largest_at: int = 0  # position of the first largest id
+    max_id_offset: int = 0  # of the first token with the largest id, in the store
     sha256: str = ""  # of the ids as stored, if all were read
 
 
@@ -56,9 +57,12 @@ def measure_tokens(
 ) -> TokenStatistics:
     """Measures evenly spaced blocks of 2**20 tokens.
 
-    Reads about `max_tokens` in all, and at least one block.
+    Args:
+      store: The tokens.
+      max_tokens: About as many are read, and at least one block.
+      progress: Called with the number of tokens of each block.
     """
-    found = TokenStatistics()
+    statistics = TokenStatistics()
     digest = hashlib.sha256()
     num_blocks = -(-len(store) // BLOCK_TOKENS)
     num_read = num_blocks if max_tokens >= len(store) else max(max_tokens // BLOCK_TOKENS, 1)
@@ -66,27 +70,30 @@ def measure_tokens(
         start = block * BLOCK_TOKENS
         stop = min(start + BLOCK_TOKENS, len(store))
         ids_N = store.read(np.array([start]), np.array([stop]))
-        found.num_read += ids_N.size
-        found.smallest_id = min(found.smallest_id, int(ids_N.min()))
-        if (high := int(ids_N.max())) > found.max_token_id:
-            found.max_token_id, found.largest_at = high, start + int(ids_N.argmax())
+        statistics.num_read += ids_N.size
+        statistics.min_token_id = min(statistics.min_token_id, int(ids_N.min()))
+        max_id = int(ids_N.max())
+        if max_id > statistics.max_token_id:
+            statistics.max_token_id = max_id
+            statistics.max_id_offset = start + int(ids_N.argmax())
         digest.update(ids_N.astype(store.dtype).data)
         progress(ids_N.size)
-    found.sha256 = digest.hexdigest() if num_read == num_blocks else ""
-    return found
+    if num_read == num_blocks:
+        statistics.sha256 = digest.hexdigest()
+    return statistics
 
 
-def _compare_checksums(source: OpenDataSource, found: TokenStatistics) -> str:
+def _compare_checksums(source: OpenDataSource, statistics: TokenStatistics) -> str:
     """Returns what protects the tokens; UserError if they changed."""
-    data = source.data
+    dataset = source.dataset
     location = source.entry.location
-    if data.store.is_checked:
+    if dataset.store.is_checked:
         return "CRC-32C of every 4 KiB, compared at each read"
-    if not data.tokens_sha256:
+    if not dataset.tokens_sha256:
         return "none"
-    if not found.sha256:
-        return f"not compared; sample={len(data.store)} compares the SHA-256 of the manifest"
-    if found.sha256 != data.tokens_sha256:
+    if not statistics.sha256:
+        return f"not compared; sample={len(dataset.store)} compares the SHA-256 of the manifest"
+    if statistics.sha256 != dataset.tokens_sha256:
         raise UserError(
             f"{location} is damaged: the SHA-256 of its tokens is not tokens_sha256 in "
             "manifest.json. Copy the data set again, or delete it and prepare it again."
@@ -100,14 +107,21 @@ class Inspection:
     def __init__(
         self, config: Config, num_devices: int, has_model: bool, log: Callable[[str], None]
     ):
-        """Opens the data; raises UserError if train.py would reject it."""
+        """Opens the data; raises UserError if train.py would reject it.
+
+        Args:
+          config: The run's configuration.
+          num_devices: Devices that share the batch.
+          has_model: Check that vocab_size holds all ids.
+          log: Receives the results.
+        """
         if config.data.dataset_type == "synthetic":
             raise UserError(
                 "dataset_type=synthetic is random tokens, of which there is nothing to inspect. "
                 "Name a data set."
             )
 
-        def samples(per_device: float) -> int:
+        def batch_size_of(per_device: float) -> int:
             count = per_device * num_devices
             if count != int(count):
                 raise UserError(
@@ -128,10 +142,10 @@ class Inspection:
         self._vocab_size = shape.vocab_size if has_model else None
         self._batches: TrainIterator = make_train_iterator(
             unflatten(flatten(config) | keys),
-            plan_batches(config.batch, shape.max_target_length, samples),
+            schedule_batches(config.batch, shape.max_target_length, batch_size_of),
             log=log,
         )
-        self._tokenizer = _load(config.preparation, self._batches.tokenizer_folder, log)
+        self._tokenizer = _load_tokenizer(config.preparation, self._batches.tokenizer_folder, log)
 
     def show_batch(self, step: int) -> None:
         """Shows one batch; UserError past the end or for too large ids."""
@@ -144,8 +158,8 @@ class Inspection:
         batches.seek(step)
         with contextlib.closing(batches):
             batch = next(batches)
-        pad_id = batches.opened[0].data.pad_id
-        origins = batches.source.origin(step)
+        pad_id = batches.opened[0].dataset.pad_id
+        origins = batches.source.origins(step)
         self._log("\n".join(batch_lines(step, batch, origins, self._tokenizer, pad_id)))
         # Targets that are labels need not occur among the tokens.
         self._check_ids(int(max(batch.tokens_BT.max(), batch.targets_BT.max())))
@@ -162,31 +176,35 @@ class Inspection:
         self._check_ids(max(max_token_ids))
 
     def _show_source(self, source: OpenDataSource, max_tokens: int) -> int:
-        store = source.data.store
-        windows = source.rows.windows
+        """Shows statistics of a dataset; returns the largest id that was read."""
+        store = source.dataset.store
+        slicer = source.sequences.slicer
         num_bytes = _ID_BYTES * min(max_tokens, len(store))
         progress = progress_in_bytes("Reading tokens", num_bytes, self._log)
-        found = measure_tokens(store, max_tokens, lambda done: progress(_ID_BYTES * done))
+        statistics = measure_tokens(
+            store, max_tokens, lambda num_tokens: progress(_ID_BYTES * num_tokens)
+        )
         offsets = store.document_offsets
-        document = int(np.searchsorted(offsets, found.largest_at, side="right")) - 1
-        num_ids = source.data.vocab_size
+        document = int(np.searchsorted(offsets, statistics.max_id_offset, side="right")) - 1
+        num_ids = source.dataset.vocab_size
         if num_ids is None and self._tokenizer is not None:
             num_ids = self._tokenizer.entry.vocab_size
         sizes_D = np.diff(offsets)
-        middle, high = np.quantile(sizes_D, (0.5, 0.99), method="inverted_cdf").tolist()
+        median, quantile_99 = np.quantile(sizes_D, (0.5, 0.99), method="inverted_cdf").tolist()
         self._log(
-            f"Tokens read: {found.num_read:,} of {len(store):,}\n"
-            f"  ids: {found.smallest_id} to {found.max_token_id}, which is token "
-            f"{found.largest_at - offsets[document]} of {store.document_name(document)}\n"
+            f"Tokens read: {statistics.num_read:,} of {len(store):,}\n"
+            f"  ids: {statistics.min_token_id} to {statistics.max_token_id}, which is token "
+            f"{statistics.max_id_offset - offsets[document]} of {store.document_name(document)}\n"
             f"  ids of the tokenizer: {'unknown' if num_ids is None else num_ids}\n"
-            f"Checksums: {_compare_checksums(source, found)}\n"
+            f"Checksums: {_compare_checksums(source, statistics)}\n"
             f"Documents: {sizes_D.size:,} of {sizes_D.min():,} to {sizes_D.max():,} tokens, median "
-            f"{middle:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {high:,}\n"
-            f"Sequences of {windows.length:,} tokens: {len(windows):,} in an epoch"
+            f"{median:,}, mean {sizes_D.mean():,.1f}, 99 % of them up to {quantile_99:,}\n"
+            f"Sequences of {slicer.length:,} tokens: {len(slicer):,} in an epoch"
         )
-        return found.max_token_id
+        return statistics.max_token_id
 
     def _check_ids(self, max_token_id: int) -> None:
+        """Raises UserError for an id that the model lacks."""
         if self._vocab_size is not None and max_token_id >= self._vocab_size:
             raise UserError(
                 f"vocab_size={self._vocab_size} is too small: id {max_token_id} occurs. Set "
@@ -195,17 +213,18 @@ class Inspection:
             )
 
 
-def _load(
+def _load_tokenizer(
     preparation: PreparationConfig, folder: Path | None, log: Callable[[str], None]
 ) -> Tokenizer | None:
     """Returns the tokenizer of the dataset, else tokenizer_path, else None."""
     try:
-        asked = preparation.tokenizer_path
+        configured_path = preparation.tokenizer_path
+        is_configured = bool(configured_path) and folder == Path(configured_path).expanduser()
         # tokenizer_type only applies to tokenizer_path.
-        if folder is not None and (not asked or folder != Path(asked).expanduser()):
+        if folder is not None and not is_configured:
             return load_tokenizer(str(folder))
-        if asked:
-            return load_tokenizer(asked, preparation.tokenizer_type)
+        if configured_path:
+            return load_tokenizer(configured_path, preparation.tokenizer_type)
     except UserError as error:
         log(f"Showing ids instead of text: {error}")
     return None
@@ -214,19 +233,23 @@ def _load(
 def batch_lines(
     step: int,
     batch: Batch,
-    origins: Sequence[Sequence[tuple[str, int, int]]],
+    origins: Sequence[Sequence[TokenOrigin]],
     tokenizer: Tokenizer | None,
     pad_id: int,
 ) -> list[str]:
-    """Describes a batch, sequence by sequence.
+    """Describes a batch, row by row.
 
-    `origins` are (document, first token, tokens) by sample, which is several rows if sequences are
-    shortened.
+    Args:
+      step: The step of the batch.
+      batch: The whole batch.
+      origins: Documents of each sequence, which is several rows if sequences are shortened.
+      tokenizer: Decodes the tokens; None to show ids.
+      pad_id: Id of padding, for batches without segments.
     """
     tokens_BT = np.asarray(batch.tokens_BT)
     loss_mask_BT = np.asarray(batch.loss_mask_BT)
     num_rows, length = tokens_BT.shape
-    rows_of_sample = num_rows // len(origins)
+    rows_per_sequence = num_rows // len(origins)
     lines = [
         f"Step {step}: {num_rows:,} sequences of {length:,} tokens, "
         f"{np.count_nonzero(loss_mask_BT):,} of {loss_mask_BT.size:,} targets count, ids "
@@ -234,33 +257,42 @@ def batch_lines(
         "sequence, if it is a target."
     ]
     has_token_BT = tokens_BT != pad_id if batch.segments_BT is None else batch.segments_BT > 0
-    used_BT = (loss_mask_BT > 0) | has_token_BT
+    is_used_BT = (loss_mask_BT > 0) | has_token_BT
     for row in range(num_rows):
-        used = int(np.max(np.flatnonzero(used_BT[row]), initial=-1)) + 1
-        padding = f", {length - used:,} tokens of padding" if used < length else ""
-        counted = np.count_nonzero(loss_mask_BT[row])
-        sample, part = divmod(row, rows_of_sample)
-        continues = f", continues sequence {row - 1}" if part else ""
-        lines.append(f"Sequence {row}: {counted:,} targets of {length:,}{padding}{continues}")
-        if not part:
-            lines += [
-                f"  {name}: tokens {first:,} to {first + count - 1:,}"
-                for name, first, count in origins[sample]
-            ]
-        lines += [f"  | {line}" for line in show_sequence(tokens_BT[row, :used], tokenizer)]
+        num_used = int(np.max(np.flatnonzero(is_used_BT[row]), initial=-1)) + 1
+        num_targets = np.count_nonzero(loss_mask_BT[row])
+        sequence, part = divmod(row, rows_per_sequence)
+        line = f"Sequence {row}: {num_targets:,} targets of {length:,}"
+        if num_used < length:
+            line += f", {length - num_used:,} tokens of padding"
+        if part > 0:
+            line += f", continues sequence {row - 1}"
+        lines.append(line)
+        if part == 0:
+            for document, first_token, num_tokens in origins[sequence]:
+                last_token = first_token + num_tokens - 1
+                lines.append(f"  {document}: tokens {first_token:,} to {last_token:,}")
+        lines += [f"  | {line}" for line in show_sequence(tokens_BT[row, :num_used], tokenizer)]
     return lines
 
 
 def show_sequence(tokens_T: np.ndarray, tokenizer: Tokenizer | None) -> list[str]:
     """Returns both ends of the text of a sequence, or of its ids."""
     if tokenizer is None:
-        return _both_ends([*map(str, tokens_T.tolist())], _SHOWN_IDS, "ids", " ")
-    ends = _both_ends(tokenizer.decode(tokens_T.tolist()), _SHOWN_CHARACTERS, "characters", "")
+        ids = [str(token) for token in tokens_T.tolist()]
+        return _both_ends(ids, _SHOWN_IDS, unit="ids", separator=" ")
+    text = tokenizer.decode(tokens_T.tolist())
+    ends = _both_ends(text, _SHOWN_CHARACTERS, unit="characters", separator="")
     return [repr(line)[1:-1] for line in ends]
 
 
-def _both_ends(words: Sequence[str], shown: int, unit: str, space: str) -> list[str]:
-    if len(words) <= 2 * shown:
-        return [space.join(words)]
-    excluded = f"... {len(words) - 2 * shown:,} more {unit} ..."
-    return [space.join(words[:shown]), excluded, space.join(words[-shown:])]
+def _both_ends(elements: Sequence[str], num_shown: int, *, unit: str, separator: str) -> list[str]:
+    """Returns the first and last `num_shown` elements as lines, with a note on the rest."""
+    num_hidden = len(elements) - 2 * num_shown
+    if num_hidden <= 0:
+        return [separator.join(elements)]
+    return [
+        separator.join(elements[:num_shown]),
+        f"... {num_hidden:,} more {unit} ...",
+        separator.join(elements[-num_shown:]),
+    ]

@@ -1,4 +1,4 @@
-"""Batch iterators of one host, for training and evaluation."""
+"""Batch iterators of one process, for training and evaluation."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,13 +10,13 @@ import numpy as np
 from MaxText.errors import UserError
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.prefetch import Prefetcher, Retries
-from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, GlobalBatch
+from MaxText.input_pipeline.sequences.batch_source import BatchSource, ExcludedRanges
 from MaxText.layers.batch import Batch
 from MaxText.storage import file_access
 from MaxText.storage.errors import FileReadError
 
-# Position field -> the configuration keys it depends on, for messages.
-_KEY_OF = {
+# Field of a data position -> the configuration keys it depends on, for messages.
+_IDENTITY_NAMES = {
     "data_set": "the data (its contents, or the names and sizes of its files)",
     "split": "train_split",
     "seed": "data_shuffle_seed",
@@ -30,41 +30,49 @@ _KEY_OF = {
 }
 
 
-class _HostBatches:
-    """Batches of one host, prefetched and with retries; lazy.
+class _ProcessBatches:
+    """Batches of one process, prefetched and with retries; lazy.
 
     After a failed read the reader is abandoned, its files are reopened, and reading resumes at
     exactly the step that failed. Not thread-safe.
+
+    Attributes:
+      source: Returns the arrays of any step.
+      opened: The datasets that `source` reads; none for random tokens.
+      retries: Policy and messages of failed reads.
+      has_documents: Batches hold positions and segment ids.
+      skipped: Messages about bad records that were skipped when the data was imported.
     """
 
-    _what: str
+    _data_name: str  # for messages
 
     def __init__(
         self,
-        source: GlobalBatch,
+        source: BatchSource,
         opened: Sequence[OpenDataSource],
         retries: Retries,
         num_workers: int = 0,
     ):
+        """Initializes without reading; `num_workers` processes read ahead, or a thread if 0."""
         self.source = source
         self.opened = opened
         self.retries = retries
         self.has_documents = source.has_documents
-        self.skipped = [message for one in opened for message in one.data.skipped]
+        self.skipped = [message for source in opened for message in source.dataset.skipped]
         self._num_workers = num_workers
         self._prefetcher: Prefetcher | None = None
-        self._last: dict[str, Any] | None = None  # arrays of the step before the next one
+        self._previous: dict[str, np.ndarray] | None = None  # arrays of the step before the next
 
-    def stop_waiting(self, when: Callable[[], bool]) -> None:
-        """Makes reads raise WaitCancelledError once `when` is true."""
-        self.retries.stopping = when
+    def stop_waiting(self, should_stop: Callable[[], bool]) -> None:
+        """Makes reads raise WaitCancelledError once `should_stop` returns true."""
+        self.retries.should_stop = should_stop
 
     def close(self) -> None:
         """Stops the readers; the next read restarts them at any step."""
-        self._last = None
-        self._stop()
+        self._previous = None
+        self._stop_prefetching()
 
-    def _stop(self) -> None:
+    def _stop_prefetching(self) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -75,11 +83,11 @@ class _HostBatches:
         Raises UserError after all retries or if the data does not fit the model, or
         WaitCancelledError.
         """
-        where = ", ".join(one.entry.location for one in self.opened)
+        locations = ", ".join(source.entry.location for source in self.opened)
         arrays = self.retries.call(
-            f"Step {step} of the {self._what} ({where}) could not be read",
-            lambda: self._attempt(step),
-            lambda error: isinstance(error, (FileReadError, OSError)),
+            lambda: self._try_to_read(step),
+            failure=f"Step {step} of the {self._data_name} ({locations}) could not be read",
+            is_retryable=lambda error: isinstance(error, (FileReadError, OSError)),
         )
         return Batch(
             tokens_BT=arrays["tokens"],
@@ -89,52 +97,63 @@ class _HostBatches:
             segments_BT=arrays.get("segments"),
         )
 
-    def _attempt(self, step: int) -> dict[str, Any]:
+    def _try_to_read(self, step: int) -> dict[str, np.ndarray]:
+        """Returns the arrays of `step`, after an error from new readers that reopen the files."""
         try:
             if self._prefetcher is None:
-                first = step if self._last is None else step - 1
-                self._prefetcher = Prefetcher(self.source, first, self._num_workers)
-                if self._last is not None:
-                    self._check_unchanged(self._prefetcher, first, self._last)
-            self._last = self._next(self._prefetcher)
-            return self._last
+                first_step = step if self._previous is None else step - 1
+                self._prefetcher = Prefetcher(self.source, first_step, self._num_workers)
+                if self._previous is not None:
+                    self._check_unchanged(self._prefetcher, first_step, self._previous)
+            self._previous = self._next(self._prefetcher)
+            return self._previous
         except Exception:
-            self._stop()
-            stores = [store for one in self.opened for store in (one.data.store, one.data.labels)]
-            file_access.invalidate_cache([file for one in stores if one for file in one.files])
+            self._stop_prefetching()
+            self._forget_files()
             raise
 
-    def _next(self, prefetcher: Prefetcher) -> dict[str, Any]:
-        return prefetcher.next(self.retries.options.timeout, self.retries.stopping)
+    def _forget_files(self) -> None:
+        """Makes the next read open the files again: they may have been replaced."""
+        for source in self.opened:
+            for store in (source.dataset.store, source.dataset.labels):
+                if store is not None:
+                    file_access.invalidate_cache(store.files)
 
-    def _check_unchanged(self, prefetcher: Prefetcher, step: int, last: dict[str, Any]) -> None:
-        """Reads the last batch again; FileReadError if it is another one."""
+    def _next(self, prefetcher: Prefetcher) -> dict[str, np.ndarray]:
+        return prefetcher.next(self.retries.options.timeout, self.retries.should_stop)
+
+    def _check_unchanged(
+        self, prefetcher: Prefetcher, step: int, previous: dict[str, np.ndarray]
+    ) -> None:
+        """Reads the previous batch again; FileReadError if it is another one."""
         try:
-            again = self._next(prefetcher)
+            arrays = self._next(prefetcher)
         except FileReadError:
             raise
         except UserError:  # ids beyond vocab_size
-            again = {}
-        if not all(np.array_equal(again.get(name, ()), last[name]) for name in last):
+            arrays = {}
+        if not all(np.array_equal(arrays.get(name, ()), previous[name]) for name in previous):
             raise FileReadError(
                 f"The files changed: step {step}, read again, gives another batch. Restore the "
                 "files that the run was started with, or start a new run (another run_name)."
             )
 
 
-class TrainIterator(_HostBatches, Iterator[Batch]):
-    """This host's training batches in order, from any step. Not thread-safe.
+class TrainIterator(_ProcessBatches, Iterator[Batch]):
+    """This process's training batches in order, from any step. Not thread-safe.
 
-    `identity` holds the data settings that determine the meaning of sample numbers.
+    Attributes:
+      identity: The data settings that decide which sequence an order index of the run is.
     """
 
-    _what = "training data"
+    _data_name = "training data"
 
     def __init__(
         self,
-        source: GlobalBatch,
+        source: BatchSource,
         opened: Sequence[OpenDataSource],
         retries: Retries,
+        *,
         num_workers: int,
         identity: dict[str, Any],
     ):
@@ -150,12 +169,13 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
 
     @property
     def unigram_entropy_nats(self) -> float | None:
-        """Unigram entropy of the training data in nats per token, or None."""
-        return self.opened[0].data.unigram_entropy_nats if len(self.opened) == 1 else None
+        """Unigram entropy of the training data in nats per token, or None if unknown."""
+        return self.opened[0].dataset.unigram_entropy_nats if len(self.opened) == 1 else None
 
     @property
     def facts(self) -> dict[str, Any]:
-        tokenizers = {source.data.tokenizer_sha256 for source in self.opened} - {""}
+        """What the start event records about the training data."""
+        tokenizers = {source.dataset.tokenizer_sha256 for source in self.opened} - {""}
         return {
             "train": "; ".join(source.entry.location for source in self.opened) or "random tokens",
             "identity": self.identity["data_set"],
@@ -164,47 +184,49 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
 
     @property
     def tokenizer_folder(self) -> Path | None:
-        return self.opened[0].data.tokenizer_folder if self.opened else None
+        """Folder or file of the tokenizer of the (first) dataset, or None if unknown."""
+        return self.opened[0].dataset.tokenizer_folder if self.opened else None
 
     def exclude(self, first: int, end: int) -> bool:
-        """Excludes samples [first, end) from the next batch on, if they are not.
+        """Excludes the order indices [first, end) from the next batch on.
 
-        Commutes with a seek to an earlier position. Returns whether anything changed. Raises
-        UserError unless 0 <= first < end.
+        Commutes with a seek to an earlier position. Returns whether anything changed: they may have
+        been excluded. Raises UserError unless 0 <= first < end.
         """
         exclusions = ExcludedRanges([(first, end)])
-        known = self.source.excluded
-        if known | exclusions == known:
+        excluded = self.source.excluded
+        if excluded | exclusions == excluded:
             return False
         self.close()
         self.source.exclude(exclusions, self._step)
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """Returns a JSON-serializable state, equal on every host.
+        """Returns the data position: a JSON-serializable state, equal on every process.
 
-        `step` comes next, `samples` counts those before it, `excluded` are ranges [first, end).
+        `step` comes next, `samples` is the order index of its first sequence, `excluded` are ranges
+        [first, end) of order indices. The rest is `identity`.
         """
         return {
             "step": self._step,
-            "samples": self.source.samples_before(self._step),
-            "excluded": [list(pair) for pair in self.source.excluded.pairs],
+            "samples": self.source.first_index_of(self._step),
+            "excluded": [list(bounds) for bounds in self.source.excluded.ranges],
             **self.identity,
         }
 
     def seek(self, step: int) -> None:
         """Makes `step` the next one yielded, in constant time.
 
-        Its samples follow from this run's batch sizes since step 0 and the current exclusions.
+        Its sequences follow from this run's batch sizes since step 0 and the current exclusions.
         """
         self.close()
         self.source.begin_at(0, 0)
         self._step = step
 
     def set_state(self, position: Mapping[str, Any]) -> None:
-        """Resumes at a saved state, even with a different batch size.
+        """Resumes at a data position of `get_state`, even with a different batch size.
 
-        Saved exclusions are added to excluded_samples and `exclude`. Raises UserError, naming each
+        Its exclusions are added to excluded_samples and `exclude`. Raises UserError, naming each
         key with both values, if the dataset, its processing or the seed differ.
         """
         if differences := self.differences(position):
@@ -215,21 +237,19 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
                 "run_name) from its weights with load_parameters_path."
             )
         step = position["step"]
-        samples = position.get("samples")
-        saved = ExcludedRanges(position.get("excluded", ()))
-        self.source.exclusions |= saved
+        excluded = ExcludedRanges(position["excluded"])
+        self.source.exclusions |= excluded
         self.seek(step)
-        if samples is not None:
-            self.source.begin_at(step, samples, passed=saved)
-        if ahead := self.source.exclusions.within(self.source.first_sample):
-            self.retries.log(f"Excluded samples of the training data: {ahead}.")
+        self.source.begin_at(step, position["samples"], skipped=excluded)
+        if upcoming := self.source.exclusions.within(self.source.first_order_index):
+            self.retries.log(f"Excluded samples of the training data: {upcoming}.")
 
     def differences(self, position: Mapping[str, Any]) -> list[str]:
-        """Returns the reasons against a position of other data, if any."""
+        """Returns the reasons why a position is of other data; none if it is of these."""
         return [
-            f"{words} was {position.get(name)!r} and is {self.identity.get(name)!r}"
-            for name, words in _KEY_OF.items()
-            if position.get(name) != self.identity.get(name)
+            f"{keys} was {position.get(field)!r} and is {self.identity.get(field)!r}"
+            for field, keys in _IDENTITY_NAMES.items()
+            if position.get(field) != self.identity.get(field)
         ]
 
     def __iter__(self) -> "TrainIterator":
@@ -244,10 +264,10 @@ class TrainIterator(_HostBatches, Iterator[Batch]):
         return batch
 
 
-class EvalBatches(_HostBatches):
+class EvalBatches(_ProcessBatches):
     """One ordered pass over a split per iteration; `len` counts batches."""
 
-    _what = "evaluation data"
+    _data_name = "evaluation data"
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,17 +1,17 @@
-"""Options of every place, the command line of train.py, external commands."""
+"""What all launchers share: options, the command line of train.py, external commands."""
 
+import dataclasses
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from MaxText.config.command_line import ProgramOptions
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Natural, Parser, key
 from MaxText.config.loading import load
+from MaxText.config.program_options import integer_option, option
 from MaxText.config.sources import Source
 from MaxText.errors import UserError
 
@@ -28,32 +28,21 @@ _NO_CAPACITY = re.compile(
 )
 
 
-def _repeated(text: str) -> tuple[str, ...]:
-    return (text,)
-
-
-Repeated = Annotated[tuple[str, ...], Parser(_repeated, "text; may be given several times", True)]
-
-
-class LaunchOptions(ProgramOptions):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
     """Options of all places."""
 
-    RENAMED: ClassVar = {
-        "devices": "devices_per_process",
-        "grace": "grace_period",
-        "job": "job_id",
-        "lines": "tail",
-        "logs": "log_dir",
-        "tries": "max_attempts",
-        "type": "accelerator_type",
-    }
-
-    dry_run: bool = key(False, "Print the commands.")
-    max_restarts: Natural = key(10, "Maximum restarts without a new checkpoint (SLURM: in total).")
+    dry_run: bool = option(False, "Print the commands.")
+    max_restarts: int = integer_option(
+        10, "Maximum restarts without a new checkpoint (SLURM: in total).", minimum=0
+    )
 
 
 class RunArguments(NamedTuple):
-    """Arguments of train.py with a fixed run_name, the same for every process."""
+    """Arguments of train.py with a fixed run_name, the same for every process.
+
+    `folder` is base_output_directory/run_name.
+    """
 
     arguments: list[str]
     run_name: str
@@ -61,16 +50,20 @@ class RunArguments(NamedTuple):
 
 
 def resolve_run_args(arguments: Sequence[str]) -> RunArguments:
-    """Checks the configuration like train.py, and fixes a time-based run_name."""
+    """Checks the configuration as train.py does, and fixes a run_name that contains the time.
+
+    Raises:
+      UserError: train.py would refuse the arguments.
+    """
     loaded = load(list(arguments), "train.py")
     run = loaded.config.run
     folder = f"{run.base_output_directory}/{run.run_name}"
-    given = list(arguments)
+    train_arguments = list(arguments)
     # A run_name derived from a given path is the same every time.
     origin = loaded.origins["run_name"]
     if origin.source is Source.DERIVED and "time of start" in origin.note:
-        given.append(f"run_name={run.run_name}")
-    return RunArguments(given, run.run_name, folder)
+        train_arguments.append(f"run_name={run.run_name}")
+    return RunArguments(train_arguments, run.run_name, folder)
 
 
 class Commands:
@@ -83,36 +76,53 @@ class Commands:
     def run(self, command: Sequence[str], *, max_attempts: int = 1, delay: float = 0.0) -> None:
         """Runs a command with its output on the terminal.
 
-        Repeats it, `delay` seconds apart, while the cloud reports a lack of capacity. Raises
-        UserError if it fails.
+        Args:
+          command: The program and its arguments.
+          max_attempts: How often to try while the cloud reports a lack of capacity.
+          delay: Seconds between attempts.
+
+        Raises:
+          UserError: The command fails.
         """
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return
-        kept = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-        for number in range(1, max_attempts + 1):
-            done = self._start(command, **(kept if max_attempts > 1 else {}))
-            if errors := done.stderr or "":
-                self._log(errors.rstrip())
-            if done.returncode == 0:
+        # Without further attempts nobody reads the errors, so they go to the terminal at once.
+        capture: dict[str, Any] = {}
+        if max_attempts > 1:
+            capture = {"stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+        for attempt in range(1, max_attempts + 1):
+            completed = self._start(command, **capture)
+            error_output = completed.stderr or ""
+            if error_output:
+                self._log(error_output.rstrip())
+            if completed.returncode == 0:
                 return
-            is_full = _NO_CAPACITY.search(errors) and "quota" not in errors.lower()
-            if not is_full or number == max_attempts:
-                many = f" (attempt {number}/{max_attempts})" if is_full else ""
-                code = done.returncode
-                raise UserError(f"{shlex.join(command)} exited with code {code}{many}; see above.")
-            self._log(f"No capacity. Attempt {number + 1}/{max_attempts} in {delay:g} s.")
+            no_capacity = _NO_CAPACITY.search(error_output) and "quota" not in error_output.lower()
+            if not no_capacity or attempt == max_attempts:
+                attempt_text = f" (attempt {attempt}/{max_attempts})" if no_capacity else ""
+                code = completed.returncode
+                raise UserError(
+                    f"{shlex.join(command)} exited with code {code}{attempt_text}; see above."
+                )
+            self._log(f"No capacity. Attempt {attempt + 1}/{max_attempts} in {delay:g} s.")
             time.sleep(delay)
 
     def output(self, command: Sequence[str], *, in_dry_run: str = "") -> str:
-        """Returns the stripped output of a command, or `in_dry_run`."""
+        """Returns the stripped output of a command, or `in_dry_run` in a dry run.
+
+        Raises:
+          UserError: The command fails.
+        """
         self._log(f"+ {shlex.join(command)}")
         if self.dry_run:
             return in_dry_run
-        done = self._start(command, stdout=subprocess.PIPE, encoding="utf-8")
-        if done.returncode != 0:
-            raise UserError(f"{shlex.join(command)} exited with code {done.returncode}; see above.")
-        return done.stdout.strip()
+        completed = self._start(command, stdout=subprocess.PIPE, encoding="utf-8")
+        if completed.returncode != 0:
+            raise UserError(
+                f"{shlex.join(command)} exited with code {completed.returncode}; see above."
+            )
+        return completed.stdout.strip()
 
     def _start(self, command: Sequence[str], **options) -> subprocess.CompletedProcess:
         try:

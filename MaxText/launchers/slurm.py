@@ -1,35 +1,51 @@
-"""Submits a run as a SLURM job."""
+"""Submits a run as a SLURM job.
 
+The batch script starts train.py on every node with srun. It requeues itself when the run was
+preempted or lost a process, so that the run resumes from its newest checkpoint.
+"""
+
+import dataclasses
 import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText import exit_codes
-from MaxText.config.keys import Count, Natural, key
+from MaxText.config.program_options import integer_option, option
 from MaxText.errors import UserError
-from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log, Repeated
+from MaxText.launchers.commands import TRAIN_COMMAND, Commands, LaunchOptions, Log
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 _SECONDS_BEFORE_END = 180  # for saving, before the job's time limit
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SlurmOptions(LaunchOptions):
     """slurm submit, status or stop: a SLURM job."""
 
-    name: str = key("", "Job name, by default run_name.")
-    nodes: Count = key(1, "Nodes of the job.")
-    processes_per_node: Count = key(1, "Processes per node.")
-    gpus_per_node: Natural = key(0, "GPUs per node.")
-    sbatch: Repeated = key((), "Extra #SBATCH line, e.g. --sbatch=--partition=long.")
-    job_id: str = key("", "Job id, for status and stop.")
-    log_dir: str = key("", "Log folder.")
+    name: str = option("", "Job name, by default run_name.", metavar="NAME")
+    nodes: int = integer_option(1, "Nodes of the job.", minimum=1)
+    processes_per_node: int = integer_option(1, "Processes per node.", minimum=1)
+    gpus_per_node: int = integer_option(0, "GPUs per node.", minimum=0)
+    sbatch: tuple[str, ...] = option(
+        (),
+        "Extra #SBATCH line, e.g. --sbatch=--partition=long; may be given several times.",
+        metavar="FLAG",
+        repeated=True,
+    )
+    job_id: str = option("", "Job id, for status and stop.", metavar="ID")
+    log_dir: str = option("", "Log folder.", metavar="DIR")
 
 
 def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
-    """Returns the batch script; it requeues itself on restartable codes.
+    """Returns the batch script of a job.
 
-    Signals to the script are passed on to the processes, which save and exit.
+    The script requeues itself if the run ends with a restartable exit code or by a signal, at most
+    `max_restarts` times. Signals to the script are passed on to the processes, which save and exit.
+
+    Args:
+      job: Options of the job; `name` and `log_dir` are set.
+      arguments: Arguments of train.py.
     """
     logs = shlex.quote(job.log_dir)
     lines = [
@@ -81,22 +97,35 @@ def render_batch_script(job: SlurmOptions, arguments: Sequence[str]) -> str:
 
 
 def submit(job: SlurmOptions, arguments: Sequence[str], commands: Commands, log: Log) -> str:
-    """Submits the batch script; returns the job id, empty in a dry run."""
-    text = render_batch_script(job, arguments)
+    """Writes the batch script to the log folder and submits it.
+
+    Args:
+      job: Options of the job; `name` and `log_dir` are set.
+      arguments: Arguments of train.py.
+      commands: Runs sbatch, or prints it in a dry run.
+      log: Prints a line.
+
+    Returns:
+      The job id; empty in a dry run.
+
+    Raises:
+      UserError: The script cannot be written, or sbatch fails.
+    """
+    script = render_batch_script(job, arguments)
     path = Path(job.log_dir, f"{job.name}.sh")
     if commands.dry_run:
-        log(f"# {path}\n{text}")
+        log(f"# {path}\n{script}")
     else:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(script, encoding="utf-8")
         except OSError as error:
-            what = f"cannot write {path}: {error}. Set --log-dir to another folder."
-            raise UserError(what) from error
+            message = f"cannot write {path}: {error}. Set --log-dir to another folder."
+            raise UserError(message) from error
     answer = commands.output(["sbatch", "--parsable", str(path)])
-    number = answer.partition(";")[0]
+    job_id = answer.partition(";")[0]
     if not commands.dry_run:
-        if not re.fullmatch(r"\d+", number):
+        if not re.fullmatch(r"\d+", job_id):
             raise UserError(f"sbatch printed {answer!r} instead of a job id.")
-        log(f"job {number}; output in {job.log_dir}/{number}-<process>.log")
-    return number
+        log(f"job {job_id}; output in {job.log_dir}/{job_id}-<process>.log")
+    return job_id

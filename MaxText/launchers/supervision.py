@@ -1,6 +1,11 @@
-"""Starts a run's processes on this machine, restarts them after failures."""
+"""Starts the processes of a run on this machine, and restarts them after failures.
+
+All processes of a run depend on each other: after one fails, the others are stopped and all are
+started again, from the newest checkpoint.
+"""
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import signal
@@ -14,7 +19,7 @@ from pathlib import Path
 
 from MaxText import exit_codes
 from MaxText.checkpointing import checkpoint_files
-from MaxText.config.keys import key
+from MaxText.config.program_options import integer_option, number, option
 from MaxText.launchers.commands import LaunchOptions, Log
 from MaxText.program_start import NOTICES, STOP_SIGNALS, handled
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
@@ -31,26 +36,47 @@ SECONDS_TO_REPORT = 25.0
 _DRAIN_SECONDS = 5.0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalOptions(LaunchOptions):
     """local N: processes of this machine."""
 
-    devices_per_process: int | None = key(None, "Devices (CPU or GPU) per process.", ge=1)
-    supervise: bool = key(False, "Restart after a failure.")
-    backoff: float = key(1.0, "Delay before a restart.", unit="seconds")
-    grace_period: float = key(60.0, "Grace period for processes to exit.", unit="seconds")
-    log_dir: str = key("", "Log folder.")
+    devices_per_process: int | None = integer_option(
+        None, "Devices (CPU or GPU) per process.", minimum=1
+    )
+    supervise: bool = option(False, "Restart after a failure.")
+    backoff: float = option(
+        1.0, "Delay before a restart.", read=number, accepts="a number", metavar="SECONDS"
+    )
+    grace_period: float = option(
+        60.0,
+        "Grace period for processes to exit.",
+        read=number,
+        accepts="a number",
+        metavar="SECONDS",
+    )
+    log_dir: str = option("", "Log folder.", metavar="DIR")
 
 
 def supervise(
-    command: Sequence[str], number: int, options: LocalOptions, run_folder: str, log: Log
+    command: Sequence[str], num_processes: int, options: LocalOptions, run_folder: str, log: Log
 ) -> int:
-    """Runs `number` processes to completion, restarting all after a failure.
+    """Runs the processes of a run to completion, restarting all after a failure.
 
-    The backoff doubles with each restart, up to 60 s; checkpoints in `run_folder` reset the count.
-    SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded and end restarting. A second SIGTERM
-    or SIGINT kills. Returns the last attempt's exit code, or 128 + n for signal n.
+    The delay before a restart doubles with each, up to 60 s. A new checkpoint resets the count of
+    restarts. SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 are forwarded to the processes and end
+    restarting; a second SIGTERM or SIGINT kills them.
+
+    Args:
+      command: The command of each process.
+      num_processes: Number of processes.
+      options: Options of launch.py local; `log_dir` is set.
+      run_folder: Folder of the run, whose checkpoints count as progress.
+      log: Prints a line.
+
+    Returns:
+      The exit code of the last attempt, or 128 + n for signal n.
     """
-    most = options.max_restarts if options.supervise else 0
+    max_restarts = options.max_restarts if options.supervise else 0
     restarts = 0
     received: list[int] = []
     attempt: LocalProcesses | None = None
@@ -58,42 +84,42 @@ def supervise(
     def forward(signal_number: int, _frame: object) -> None:
         received.append(signal_number)
         # A notice may come twice, and SIGTERM follows it: none of these cuts a save short.
-        demands = [number for number in received if number not in NOTICES]
-        is_second = signal_number not in NOTICES and len(demands) > 1
+        stop_demands = [number for number in received if number not in NOTICES]
+        is_second = signal_number not in NOTICES and len(stop_demands) > 1
         if attempt is not None:
             attempt.send(signal.SIGKILL if is_second else signal_number)
 
     with handled((*STOP_SIGNALS, signal.SIGINT), forward):
         while True:
-            before = newest_checkpoint(run_folder)
+            checkpoint_before = newest_checkpoint(run_folder)
             port = free_port()  # the last port may still be in TIME_WAIT
             environments = [
-                process_env(os.environ, number, process, port, options.devices_per_process)
-                for process in range(number)
+                process_env(os.environ, num_processes, process, port, options.devices_per_process)
+                for process in range(num_processes)
             ]
             attempt = LocalProcesses(command, environments, Path(options.log_dir))
             if received:  # the signal came while they were being started
                 attempt.send(received[0])
             code = combined_exit_code(attempt.wait(options.grace_period))
-            if received or not is_restartable(code) or most == 0:
+            if received or not is_restartable(code) or max_restarts == 0:
                 break
-            if newest_checkpoint(run_folder) > before:
+            if newest_checkpoint(run_folder) > checkpoint_before:
                 restarts = 0
-            if restarts >= most:
+            if restarts >= max_restarts:
                 log(
-                    f"launch: {_words(code)}. Giving up after {restarts} restarts without a new "
-                    "checkpoint (--max-restarts). Logs of each process are in "
+                    f"launch: {_describe_exit(code)}. Giving up after {restarts} restarts "
+                    "without a new checkpoint (--max-restarts). Logs of each process are in "
                     f"{shlex.quote(options.log_dir)}"
                 )
                 break
             seconds = min(_LONGEST_WAIT, options.backoff * 2**restarts)
             restarts += 1
             log(
-                f"launch: {_words(code)}. Restarting all {number} processes in {seconds:g} s "
-                f"(restart {restarts}/{most} since the last checkpoint)."
+                f"launch: {_describe_exit(code)}. Restarting all {num_processes} processes in "
+                f"{seconds:g} s (restart {restarts}/{max_restarts} since the last checkpoint)."
             )
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and not received:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and not received:
                 time.sleep(_POLL_SECONDS)
             if received:
                 code = -received[0]
@@ -102,7 +128,7 @@ def supervise(
 
 
 def newest_checkpoint(run_folder: str) -> int:
-    """Returns the newest complete step; -1 if none or storage fails."""
+    """Returns the step of the newest complete checkpoint; -1 if there is none or storage fails."""
     with contextlib.suppress(Exception):  # storage is unavailable
         folder = parse_path(run_folder, "base_output_directory") / checkpoint_files.CHECKPOINTS
         return max(checkpoint_files.finalized_steps(folder), default=-1)
@@ -110,11 +136,14 @@ def newest_checkpoint(run_folder: str) -> int:
 
 
 def combined_exit_code(codes: Sequence[int | None]) -> int:
-    """Combines the exit codes of all processes; negative for a signal.
+    """Returns the exit code of a run from those of its processes; negative for a signal.
 
     Errors that a restart cannot fix take precedence: 2, then 1, then other error codes; then
     signals, 76, SIGABRT, 75 and 0. SIGABRT ranks below 76 because jax aborts processes whose
-    coordinator exited first. Processes that had to be stopped (None) are ignored.
+    coordinator exited first.
+
+    Args:
+      codes: Exit code of each process; None for one that had to be stopped, which is ignored.
     """
     ranks = [
         exit_codes.USER_ERROR,
@@ -128,10 +157,12 @@ def combined_exit_code(codes: Sequence[int | None]) -> int:
     ]
 
     def rank(code: int) -> int:
-        return ranks.index(code if code in ranks else "error" if code > 0 else "signal")
+        if code in ranks:
+            return ranks.index(code)
+        return ranks.index("error" if code > 0 else "signal")
 
-    own = (code for code in codes if code is not None)
-    return min(own, key=rank, default=exit_codes.STALLED)
+    own_exit_codes = (code for code in codes if code is not None)
+    return min(own_exit_codes, key=rank, default=exit_codes.STALLED)
 
 
 def is_restartable(code: int) -> bool:
@@ -139,7 +170,7 @@ def is_restartable(code: int) -> bool:
     return code < 0 or code in exit_codes.RESTARTABLE
 
 
-def _words(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code < 0:
         return f"a process was killed by {signal.Signals(-code).name}"
     reasons = {
@@ -150,6 +181,7 @@ def _words(code: int) -> str:
 
 
 def free_port() -> int:
+    """Returns a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -158,10 +190,14 @@ def free_port() -> int:
 def process_env(
     base: Mapping[str, str], number: int, process: int, port: int, devices: int | None
 ) -> dict[str, str]:
-    """Returns the environment of one of `number` processes.
+    """Returns the environment of one process of a run.
 
-    With `devices`, each process gets that many CPU devices, or that many GPUs of its own. None
-    leaves jax's default. `port` is the coordinator's.
+    Args:
+      base: Environment to extend.
+      number: Processes of the run.
+      process: Id of this one, from 0.
+      port: Port of the coordinator, which is process 0.
+      devices: CPU devices, or GPUs of its own, per process; None leaves jax's default.
     """
     environment = dict(base)
     if number > 1:
@@ -178,7 +214,7 @@ def process_env(
 
 
 class LocalProcesses:
-    """Processes of one command, with output on the terminal and in files."""
+    """Running processes of one command, whose output goes to the terminal and to log files."""
 
     def __init__(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path
@@ -223,9 +259,12 @@ class LocalProcesses:
     def wait(self, grace_seconds: float) -> list[int | None]:
         """Waits for all processes; stops the others after one has failed.
 
-        These have `grace_seconds` to exit, or a few if the process was killed by a signal that did
-        not come from here, and as long again after SIGTERM. Returns exit codes: negative
-        for signals, None for processes that had to be stopped.
+        Args:
+          grace_seconds: Time for the others to exit by themselves, and again after SIGTERM. Only a
+            few seconds of it count if the failed process was killed by a signal from elsewhere.
+
+        Returns:
+          The exit code of each process: negative for a signal, None if it had to be stopped.
         """
         try:
             while self._running() and not any(process.returncode for process in self._processes):
@@ -236,12 +275,15 @@ class LocalProcesses:
                 first_wait = min(grace_seconds, SECONDS_AFTER_A_KILL)
                 second_wait = min(grace_seconds, SECONDS_TO_REPORT)
             self._wait_to_end(first_wait)
-            ended_by_us = self._running()
+            stopped_processes = self._running()
             self.send(signal.SIGTERM)
             self._wait_to_end(second_wait)
         finally:
             self._kill()
-        return [None if one in ended_by_us else one.returncode for one in self._processes]
+        return [
+            None if process in stopped_processes else process.returncode
+            for process in self._processes
+        ]
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self._processes if process.poll() is None]

@@ -1,6 +1,7 @@
-"""Manages Cloud TPU VMs through gcloud."""
+"""Manages Cloud TPU VMs through gcloud: create, copy the working tree, set up, run, stop."""
 
 import contextlib
+import dataclasses
 import os
 import shlex
 import subprocess
@@ -11,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from MaxText.config.config_files import REPOSITORY
-from MaxText.config.keys import Count, key
+from MaxText.config.program_options import integer_option, number, option
 from MaxText.errors import UserError
 from MaxText.hardware.chips import find_hardware
-from MaxText.launchers.commands import Commands, LaunchOptions, Repeated
+from MaxText.launchers.commands import Commands, LaunchOptions
 from MaxText.runtime.start_up import NUM_DEVICES_VARIABLE
 
 FOLDER = "maxtext"  # on each host, below the home folder
@@ -25,28 +26,33 @@ _QUEUED = "queued-resources"
 _WAITING = ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "CREATING")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GcloudOptions(LaunchOptions):
     """gcloud ACTION ...: Cloud TPU VMs."""
 
-    REQUIRED = ("name", "zone")
-
-    name: str = key("", "TPU VM name.")
-    zone: str = key("", "Zone of the TPU VM.")
-    project: str = key(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
-    accelerator_type: str = key("", "Accelerator type, e.g. v5p-32.")
-    version: str = key("", "Runtime version.")
-    spot: bool = key(False, "Spot VM: cheaper, preempted at any time.")
-    preemptible: bool = key(False, "As spot, but for at most 24 hours; of create only.")
-    best_effort: bool = key(False, "The best-effort tier of queued resources; of queue only.")
-    service_account: str = key("", "Service account of the VM.")
-    scopes: str = key("", "Scopes of the service account, separated by commas.")
-    gcloud: Repeated = key(())
-    """Extra flag of create and queue, e.g. --gcloud=--network=NAME."""
-    max_attempts: Count = key(100, "Attempts while no capacity is available.")
-    retry_seconds: float = key(60.0, "Delay between attempts.", unit="seconds")
-    tail: Count = key(50, "Number of log lines.")
-    follow: bool = key(False, "Stream new log lines.")
-    worker: str = key("all", "Worker to read logs from.")
+    name: str = option("", "TPU VM name.", required=True)
+    zone: str = option("", "Zone of the TPU VM.", required=True)
+    project: str = option(os.environ.get("CLOUDSDK_CORE_PROJECT", ""), "Project of the TPU VM.")
+    accelerator_type: str = option("", "Accelerator type, e.g. v5p-32.", metavar="TYPE")
+    version: str = option("", "Runtime version.")
+    spot: bool = option(False, "Spot VM: cheaper, preempted at any time.")
+    preemptible: bool = option(False, "As spot, but for at most 24 hours; of create only.")
+    best_effort: bool = option(False, "The best-effort tier of queued resources; of queue only.")
+    service_account: str = option("", "Service account of the VM.")
+    scopes: str = option("", "Scopes of the service account, separated by commas.")
+    gcloud: tuple[str, ...] = option(
+        (),
+        "Extra flag of create and queue, e.g. --gcloud=--network=NAME; may be given several times.",
+        metavar="FLAG",
+        repeated=True,
+    )
+    max_attempts: int = integer_option(100, "Attempts while no capacity is available.", minimum=1)
+    retry_seconds: float = option(
+        60.0, "Delay between attempts.", read=number, accepts="a number", metavar="SECONDS"
+    )
+    tail: int = integer_option(50, "Number of log lines.", minimum=1)
+    follow: bool = option(False, "Stream new log lines.")
+    worker: str = option("all", "Worker to read logs from.")
 
 
 # Flags of gcloud that exclude each other: the kinds of capacity of a request.
@@ -60,29 +66,18 @@ def check_options(options: GcloudOptions, actions: Sequence[str]) -> None:
     """Refuses contradictory flags of the requested VM, before any action.
 
     Args:
-        options: of the command line. Flags within --gcloud= count as well.
-        actions: of launch.py, such as ("create", "copy").
+      options: Options of the command line. Flags within --gcloud= count as well.
+      actions: Actions of launch.py, such as ("create", "copy").
 
     Raises:
-        UserError: two kinds of capacity, a flag given twice, or one that an action does not have.
+      UserError: Two kinds of capacity, a flag given twice, or one that an action does not have.
     """
-    extra = [word[2:].partition("=")[0] for word in options.gcloud if word.startswith("--")]
-    chosen = [name for name, _ in _vm_flags(options)]
-    if options.zone:
-        chosen.append("zone")
-    if options.project:
-        chosen.append("project")
-    if options.accelerator_type:
-        chosen.append("accelerator-type")
-    if options.version:
-        chosen += ["version", "runtime-version"]
-    problems = []
-    for name in dict.fromkeys(extra):
-        if name in chosen:
-            problems.append(f"--{name} is given both by itself and as --gcloud=--{name}: keep one.")
-        elif extra.count(name) > 1 and name in (*_TIERS, "service-account", "scopes"):
-            problems.append(f"--gcloud=--{name} is given twice: keep one.")
-    tiers = [name for name in _TIERS if name in (*chosen, *extra)]
+    extra_flags = [
+        argument[2:].partition("=")[0] for argument in options.gcloud if argument.startswith("--")
+    ]
+    own_flags = _given_flags(options)
+    tiers = [name for name in _TIERS if name in (*own_flags, *extra_flags)]
+    problems = _repeated_flags(own_flags, extra_flags)
     if len(tiers) > 1 and not _TOGETHER.issuperset(tiers):
         problems.append(
             f"{' and '.join(f'--{name}' for name in tiers)} contradict each other: they name "
@@ -99,8 +94,33 @@ def check_options(options: GcloudOptions, actions: Sequence[str]) -> None:
         raise UserError("\n  ".join(problems))
 
 
+def _given_flags(options: GcloudOptions) -> list[str]:
+    """Returns the names of gcloud's flags that launch.py's own options set."""
+    flags = [name for name, _ in _vm_flags(options)]
+    if options.zone:
+        flags.append("zone")
+    if options.project:
+        flags.append("project")
+    if options.accelerator_type:
+        flags.append("accelerator-type")
+    if options.version:
+        flags += ["version", "runtime-version"]
+    return flags
+
+
+def _repeated_flags(own_flags: Sequence[str], extra_flags: Sequence[str]) -> list[str]:
+    """Returns a message for each flag of --gcloud= that is given twice."""
+    messages = []
+    for name in dict.fromkeys(extra_flags):
+        if name in own_flags:
+            messages.append(f"--{name} is given both by itself and as --gcloud=--{name}: keep one.")
+        elif extra_flags.count(name) > 1 and name in (*_TIERS, "service-account", "scopes"):
+            messages.append(f"--gcloud=--{name} is given twice: keep one.")
+    return messages
+
+
 def _vm_flags(options: GcloudOptions) -> list[tuple[str, str]]:
-    """Returns flags of a request by name, with their texts for gcloud."""
+    """Returns the name and the text for gcloud of each flag of a request."""
     switches = {
         "spot": options.spot,
         "preemptible": options.preemptible,
@@ -127,38 +147,48 @@ class TpuVm:
 
     def queue(self) -> None:
         """Requests a queued resource until it is active; retries if refused."""
-        asked = self._options
-        most = self._options.max_attempts
-        create = [*self._gcloud(_QUEUED, "create", asked.name), f"--node-id={asked.name}"]
-        if asked.best_effort:
+        options = self._options
+        max_attempts = self._options.max_attempts
+        create = [*self._gcloud(_QUEUED, "create", options.name), f"--node-id={options.name}"]
+        if options.best_effort:
             create.insert(1, "alpha")  # whose API has this tier
-        describe = [*self._gcloud(_QUEUED, "describe", asked.name), "--format=value(state.state)"]
-        for number in range(1, most + 1):
+        describe = [*self._gcloud(_QUEUED, "describe", options.name), "--format=value(state.state)"]
+        for attempt in range(1, max_attempts + 1):
             self._request(create, "runtime-version")
-            while (state := self._commands.output(describe, in_dry_run="ACTIVE")) in _WAITING:
-                time.sleep(asked.retry_seconds)
+            state = self._commands.output(describe, in_dry_run="ACTIVE")
+            while state in _WAITING:
+                time.sleep(options.retry_seconds)
+                state = self._commands.output(describe, in_dry_run="ACTIVE")
             if state == "ACTIVE":
                 return
             # A refused or preempted resource keeps its name taken.
             self.delete_queued()
-            if number < most:
-                time.sleep(asked.retry_seconds)
+            if attempt < max_attempts:
+                time.sleep(options.retry_seconds)
         raise UserError(
-            f"the request for {asked.name} ended in state {state}, {most} times. Use another zone "
-            "or type, or more --max-attempts."
+            f"the request for {options.name} ended in state {state}, {max_attempts} times. Use "
+            "another zone or type, or more --max-attempts."
         )
 
     def _request(self, command: list[str], version: str) -> None:
-        asked = self._options
-        if not (asked.accelerator_type and asked.version):
+        options = self._options
+        if not (options.accelerator_type and options.version):
             raise UserError(
                 "create and queue require --accelerator-type and --version, e.g. "
                 "--accelerator-type=v5p-32 --version=v2-alpha-tpuv5 "
                 "(gcloud compute tpus versions list)."
             )
-        kind = [f"--accelerator-type={asked.accelerator_type}", f"--{version}={asked.version}"]
-        command = [*command, *kind, *(text for _, text in _vm_flags(asked)), *asked.gcloud]
-        self._commands.run(command, max_attempts=asked.max_attempts, delay=asked.retry_seconds)
+        machine_flags = [
+            f"--accelerator-type={options.accelerator_type}",
+            f"--{version}={options.version}",
+        ]
+        command = [
+            *command,
+            *machine_flags,
+            *(text for _, text in _vm_flags(options)),
+            *options.gcloud,
+        ]
+        self._commands.run(command, max_attempts=options.max_attempts, delay=options.retry_seconds)
 
     def copy(self) -> None:
         """Copies the working tree, except git-ignored files, to every host."""
@@ -189,8 +219,8 @@ class TpuVm:
             *arguments,
         ]
         with contextlib.suppress(UserError):  # no type given, or newer than the table
-            number = find_hardware(self._options.accelerator_type).num_devices
-            launch = ["env", f"{NUM_DEVICES_VARIABLE}={number}", *launch]
+            num_devices = find_hardware(self._options.accelerator_type).num_devices
+            launch = ["env", f"{NUM_DEVICES_VARIABLE}={num_devices}", *launch]
         self._ssh(
             f"cd {FOLDER} && mkdir -p {_LOGS} && "
             f"if [ -f {_LOGS}/pid ] && kill -0 $(cat {_LOGS}/pid) 2>/dev/null; then "
@@ -201,11 +231,14 @@ class TpuVm:
 
     def logs(self) -> None:
         """Prints the end of the launch log of the hosts."""
-        asked = self._options
-        option = "-F " if asked.follow else ""
-        self._ssh(f"tail -n {asked.tail} {option}{FOLDER}/{_LOGS}/launch.log", asked.worker)
+        options = self._options
+        follow_flag = "-F " if options.follow else ""
+        self._ssh(
+            f"tail -n {options.tail} {follow_flag}{FOLDER}/{_LOGS}/launch.log", options.worker
+        )
 
     def status(self) -> None:
+        """Prints gcloud's description of the VM."""
         self._commands.run(self._gcloud("tpu-vm", "describe", self._options.name))
 
     def stop(self) -> None:
@@ -214,6 +247,7 @@ class TpuVm:
         self._ssh(f"if [ -f {pid} ]; then kill -TERM $(cat {pid}) || true; fi")
 
     def delete(self) -> None:
+        """Deletes the VM."""
         self._commands.run([*self._gcloud("tpu-vm", "delete", self._options.name), "--quiet"])
 
     def delete_queued(self) -> None:
@@ -226,25 +260,28 @@ class TpuVm:
         self._commands.run([*ssh, f"--worker={worker}", f"--command={command}"])
 
     def _gcloud(self, kind: str, action: str, *operands: str) -> list[str]:
-        asked = self._options
-        place = [f"--zone={asked.zone}", *([f"--project={asked.project}"] if asked.project else [])]
-        return ["gcloud", "compute", "tpus", kind, action, *operands, *place]
+        options = self._options
+        location_flags = [
+            f"--zone={options.zone}",
+            *([f"--project={options.project}"] if options.project else []),
+        ]
+        return ["gcloud", "compute", "tpus", kind, action, *operands, *location_flags]
 
 
 def _archive_worktree(archive: Path) -> None:
-    listed = subprocess.run(
+    listing = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
         capture_output=True,
         check=False,
     )
-    if listed.returncode != 0:
+    if listing.returncode != 0:
         raise UserError(
             f"{REPOSITORY} is not a git repository, so its files cannot be listed: "
-            f"{listed.stderr.decode(errors='replace').strip()}. Clone it with git."
+            f"{listing.stderr.decode(errors='replace').strip()}. Clone it with git."
         )
     with tarfile.open(archive, "w:gz") as tar:
-        for name in filter(None, listed.stdout.decode().split("\0")):
+        for name in filter(None, listing.stdout.decode().split("\0")):
             path = REPOSITORY / name
             if path.exists():  # skips uncommitted deletions
                 tar.add(path, arcname=name, recursive=False)

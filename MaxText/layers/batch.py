@@ -1,4 +1,7 @@
-"""The batch between input pipeline and model."""
+"""The batch between input pipeline and model.
+
+Legend: B sequences, T tokens.
+"""
 
 import dataclasses
 from typing import Any
@@ -10,17 +13,41 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A batch of sequences; NumPy arrays on the host, jax arrays on devices."""
+    """A batch of sequences.
 
-    tokens_BT: Any  # int32 input ids
-    targets_BT: Any  # int32 ids to predict
-    loss_mask_BT: Any  # float32, 1 if the target counts in the loss, 0 at padding and boundaries
-    positions_BT: Any = None  # int32 position within the document; None is 0..T-1
-    segments_BT: Any = None  # int32 document from 1, bounds attention; 0: padding; None: only one
+    Its arrays are NumPy's on the host, jax arrays on devices, and shapes before there are values.
+
+    Attributes:
+      tokens_BT: int32 input ids.
+      targets_BT: int32 ids to predict.
+      loss_mask_BT: float32, 1 if the target counts in the loss, 0 at padding and boundaries.
+      positions_BT: int32 positions within the document; None is 0 to T - 1.
+      segments_BT: int32 document of each token, from 1, which bounds attention; 0 is padding. None
+        is a single document.
+    """
+
+    tokens_BT: Any
+    targets_BT: Any
+    loss_mask_BT: Any
+    positions_BT: Any = None
+    segments_BT: Any = None
 
 
 def batch_shapes(batch_size: int, length: int, with_documents: bool) -> Batch:
+    """Returns the shapes of a batch.
+
+    Args:
+      batch_size: B.
+      length: T.
+      with_documents: Whether it has positions and segments.
+    """
     ids = jax.ShapeDtypeStruct((batch_size, length), np.int32)
     weights = jax.ShapeDtypeStruct((batch_size, length), np.float32)
     documents = ids if with_documents else None
-    return Batch(ids, ids, weights, documents, documents)
+    return Batch(
+        tokens_BT=ids,
+        targets_BT=ids,
+        loss_mask_BT=weights,
+        positions_BT=documents,
+        segments_BT=documents,
+    )

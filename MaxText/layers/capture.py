@@ -20,12 +20,20 @@ from jax.extend.core import get_opaque_trace_state
 
 @dataclasses.dataclass
 class Captured:
-    """Values recorded while a model is traced."""
+    """Values recorded while a model is traced.
 
-    patterns: Sequence[str]  # paths to keep, with * as in file names
+    Attributes:
+      patterns: Paths to capture, with * as in file names.
+      values: Captured values by path.
+      paths: All paths that the model has.
+      inner_paths: Paths of values that exist only within a loop or another transformation inside
+        the model, and so cannot be captured.
+      trace_state: The trace in which values can be captured.
+    """
+
+    patterns: Sequence[str]
     values: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    paths: list[str] = dataclasses.field(default_factory=list)  # all paths seen
-    # Paths of values that exist only within a loop or another transformation inside the model.
+    paths: list[str] = dataclasses.field(default_factory=list)
     inner_paths: list[str] = dataclasses.field(default_factory=list)
     trace_state: Any = dataclasses.field(default_factory=get_opaque_trace_state)
 
@@ -36,7 +44,11 @@ _path: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("path", 
 
 @contextlib.contextmanager
 def capturing(patterns: Sequence[str]) -> Iterator[Captured]:
-    """Records matching values of unrolled layers traced in this context."""
+    """Records matching values of unrolled layers traced in this context.
+
+    Args:
+      patterns: Paths to capture, with * as in file names.
+    """
     token = _active.set(Captured(patterns))
     try:
         yield _active.get()  # type: ignore[misc]
@@ -45,11 +57,13 @@ def capturing(patterns: Sequence[str]) -> Iterator[Captured]:
 
 
 def is_on() -> bool:
+    """Returns whether values are captured."""
     return _active.get() is not None
 
 
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
+    """Adds a name to the paths of values that are recorded in this context."""
     token = _path.set((*_path.get(), name))
     try:
         yield
@@ -62,6 +76,10 @@ def record(x: jax.Array, name: str) -> None:
 
     A value inside of `jax.lax.scan`, `jax.vmap`, `jax.jit` and the like cannot leave it. Return it
     from there, and record it outside.
+
+    Args:
+      x: The value.
+      name: Last name of its path. Further values of the same path are called `name:1`, `name:2`.
     """
     captured = _active.get()
     if captured is None:
@@ -82,6 +100,10 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     """Names an intermediate value for remat policies and `capturing`; returns it.
 
     The way to make a value visible, in built-in parts and in those of users.
+
+    Args:
+      x: The value.
+      name: Last name of its path, and its name in remat policies.
     """
     record(x, name)
     return checkpoint_name(x, name)

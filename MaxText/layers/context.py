@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -11,7 +11,7 @@ from MaxText.parallelism.logical_sharding import split_batch
 
 
 class Shared(dict[str, jax.Array]):
-    """Arrays shared by mixers across layers."""
+    """Arrays shared by mixers across layers; a missing one is a UserError."""
 
     def __missing__(self, name: str) -> jax.Array:
         raise UserError(
@@ -20,25 +20,46 @@ class Shared(dict[str, jax.Array]):
         )
 
 
+class MixerPositions(TypedDict, total=False):
+    """What a position encoding tells mixers: fields of `ForwardContext`."""
+
+    rotary: tuple[jax.Array, jax.Array] | None
+    slopes_N: jax.Array | None
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardContext:
-    """Facts about the batch for several parts."""
+    """Facts about the batch for several parts.
 
-    segments_BT: jax.Array | None = None  # document of each token, 0 is padding; None for one
-    rotary: tuple[jax.Array, jax.Array] | None = None  # (sin, cos), float32 [B or 1, T, 1, R/2]
-    dropout_key: jax.Array | None = None  # None disables dropout
-    training: bool = False  # experts have another capacity in training
-    # Whether experts may drop tokens beyond their capacity. Off when texts are scored, as their
-    # padding would decide which.
+    Attributes:
+      segments_BT: Document of each token, from 1; 0 is padding. None is a single document.
+      rotary: Table of the rotary position embedding: (sin, cos), float32 [B or 1, T, 1, R/2].
+      dropout_key: RNG key of this layer; None disables dropout.
+      training: Whether the model is trained. Experts have another capacity in training.
+      drops_tokens: Whether experts may drop tokens beyond their capacity. Off when texts are
+        scored, as their padding would decide which.
+      layer: Index of the layer, an array inside a scan; None outside of layers.
+      slopes_N: Slopes of ALiBi, float32.
+      other_positions: `rotary` and `slopes_N` of layers with other positions than the model's, by
+        Block.positions.
+      capacity: During prefill, the tokens that decode states have room for.
+      lengths_B: During prefill, the tokens of each prompt; padding follows.
+      positions_BT: During decoding, the positions of the new tokens.
+      shared: Arrays [B, T, ...] that mixers pass to later layers and may replace
+        (part.Connection).
+    """
+
+    segments_BT: jax.Array | None = None
+    rotary: tuple[jax.Array, jax.Array] | None = None
+    dropout_key: jax.Array | None = None
+    training: bool = False
     drops_tokens: bool = True
-    layer: jax.Array | int | None = None  # layer index; None outside of layers
-    slopes_N: jax.Array | None = None  # ALiBi slopes, float32
-    # `rotary` and `slopes_N` of layers with other positions than the model's, by Block.positions.
-    others: tuple[Mapping[str, Any], ...] = ()
-    capacity: int | None = None  # during prefill: tokens that decode states have room for
-    lengths_B: jax.Array | None = None  # during prefill: tokens of each prompt, padding follows
-    positions_BT: jax.Array | None = None  # during decoding: positions of the new tokens
-    # Arrays [B, T, ...] that mixers pass to later layers and may replace (part.Connection).
+    layer: jax.Array | int | None = None
+    slopes_N: jax.Array | None = None
+    other_positions: tuple[MixerPositions, ...] = ()
+    capacity: int | None = None
+    lengths_B: jax.Array | None = None
+    positions_BT: jax.Array | None = None
     shared: dict[str, jax.Array] = dataclasses.field(default_factory=Shared)
 
     @property
@@ -47,28 +68,39 @@ class ForwardContext:
         return self.capacity is not None or self.positions_BT is not None
 
     def split(self, num_parts: int) -> Callable[[jax.Array], "ForwardContext"]:
-        """Returns index -> context of a slice of the batch (`split_batch`)."""
+        """Returns a function from an index to the context of a part of the batch.
+
+        Args:
+          num_parts: Parts of equal size, as `split_batch` makes them.
+        """
         assert not self.is_decoding, "states of mixers belong to whole batches"
 
-        def cut(x: jax.Array) -> jax.Array:
+        def split_array(x: jax.Array) -> jax.Array:
             # The whole batch shares one row.
             return x[None] if x.shape[0] == 1 else split_batch(x, num_parts)
 
-        tables = [self.rotary, *(one.get("rotary") for one in self.others)]
-        per_row = jax.tree.map(cut, (self.segments_BT, tables))
+        rotary_tables = [self.rotary, *(fields.get("rotary") for fields in self.other_positions)]
+        split_arrays = jax.tree.map(split_array, (self.segments_BT, rotary_tables))
 
-        def part(number: jax.Array) -> ForwardContext:
-            def own(x: jax.Array) -> jax.Array:
-                index = 0 if x.shape[0] == 1 else number
+        def part(part_index: jax.Array) -> ForwardContext:
+            def select(x: jax.Array) -> jax.Array:
+                index = 0 if x.shape[0] == 1 else part_index
                 return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
-            segments_BT, (rotary, *rest) = jax.tree.map(own, per_row)
-            others = [{**one, "rotary": x} for one, x in zip(self.others, rest, strict=True)]
+            segments_BT, (rotary, *other_tables) = jax.tree.map(select, split_arrays)
+            other_positions: list[MixerPositions] = [
+                {**fields, "rotary": table}
+                for fields, table in zip(self.other_positions, other_tables, strict=True)
+            ]
             key = self.dropout_key
             if key is not None:
-                key = jax.random.fold_in(key, number)
+                key = jax.random.fold_in(key, part_index)
             return dataclasses.replace(
-                self, segments_BT=segments_BT, rotary=rotary, others=tuple(others), dropout_key=key
+                self,
+                segments_BT=segments_BT,
+                rotary=rotary,
+                other_positions=tuple(other_positions),
+                dropout_key=key,
             )
 
         return part
@@ -79,16 +111,30 @@ class ForwardContext:
         shared: Mapping[str, jax.Array] | None = None,
         positions: int = 0,
     ) -> "ForwardContext":
+        """Returns the context of a layer.
+
+        Args:
+          index: Index of the layer, from 0; an array inside a scan.
+          shared: Arrays that mixers share, from the connection.
+          positions: Which position encoding the layer has: 0 is the model's, i is entry i - 1 of
+            `other_positions`.
+        """
         key = self.dropout_key
         if key is not None:
             key = jax.random.fold_in(key, index)
-        own: dict[str, Any] = {"dropout_key": key, "layer": index, "shared": Shared(shared or {})}
+        fields: dict[str, Any] = {
+            "dropout_key": key,
+            "layer": index,
+            "shared": Shared(shared or {}),
+        }
         if positions:
-            own |= {"rotary": None, "slopes_N": None, **self.others[positions - 1]}
-        return dataclasses.replace(self, **own)
+            fields |= {"rotary": None, "slopes_N": None, **self.other_positions[positions - 1]}
+        return dataclasses.replace(self, **fields)
 
     def key_for(self, stream: int) -> jax.Array | None:
+        """Returns the RNG key of a use within a layer, or None without dropout.
+
+        Args:
+          stream: RNG stream id; block.py lists them.
+        """
         return None if self.dropout_key is None else jax.random.fold_in(self.dropout_key, stream)
-
-
-Context = ForwardContext  # the earlier name, for parts from outside

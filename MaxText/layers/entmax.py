@@ -1,4 +1,11 @@
-"""Alpha-entmax, sparse probabilities, and its loss (Peters et al. 2019)."""
+"""Alpha-entmax, sparse probabilities, and its loss (Peters et al. 2019).
+
+Alpha-entmax lies between softmax (alpha = 1) and sparsemax (alpha = 2):
+
+    p_j = max(0, (alpha - 1) z_j - tau) ** (1 / (alpha - 1)), with tau such that p sums to 1
+
+Legend: V vocabulary, 1 a dimension of size 1 that remains of it; leading dimensions are arbitrary.
+"""
 
 import functools
 
@@ -9,7 +16,7 @@ _SLACK = 1e-6  # tolerance for a sum of float32 probabilities to be 1
 
 
 def entmax(logits_V: jax.Array, alpha: float) -> jax.Array:
-    """Returns alpha-entmax of logits [..., V] for 1 < alpha <= 2."""
+    """Returns alpha-entmax of logits [..., V], 1 < alpha <= 2."""
     return _probabilities(logits_V, _shift(logits_V, alpha), alpha)
 
 
@@ -20,11 +27,24 @@ def entmax_loss(logits_V: jax.Array, targets: jax.Array, alpha: float) -> jax.Ar
     (p - onehot(target)) . logits + H(p), H the Tsallis entropy sum_j (p_j - p_j^alpha) / (alpha
     (alpha - 1)) (Peters et al. 2019, equation 9). Convex, nonnegative, finite even if p is 0 at the
     target; the gradient is p - onehot(target). Approaches cross entropy as alpha approaches 1.
+
+    Args:
+      logits_V: Float32 logits [..., V].
+      targets: Ids [...].
+      alpha: Between 1 and 2.
+
+    Returns:
+      Losses [...].
     """
     return _loss_forward(logits_V, targets, alpha)[0]
 
 
-def _loss_forward(logits_V, targets, alpha):
+_LossResiduals = tuple[jax.Array, jax.Array, jax.Array]  # logits, targets, shift
+
+
+def _loss_forward(
+    logits_V: jax.Array, targets: jax.Array, alpha: float
+) -> tuple[jax.Array, _LossResiduals]:
     shift_1 = _shift(logits_V, alpha)
     p_V = _probabilities(logits_V, shift_1, alpha)
     # Centered, as large logits would cost precision in a loss near 0.
@@ -39,7 +59,9 @@ def _loss_forward(logits_V, targets, alpha):
     return expected - target_logits + entropy, (logits_V, targets, shift_1)
 
 
-def _loss_backward(alpha, residuals, gradient):
+def _loss_backward(
+    alpha: float, residuals: _LossResiduals, gradient: jax.Array
+) -> tuple[jax.Array, None]:
     logits_V, targets, shift_1 = residuals
     p_V = _probabilities(logits_V, shift_1, alpha)
     is_target_V = jnp.arange(logits_V.shape[-1]) == targets[..., None]
@@ -50,10 +72,12 @@ entmax_loss.defvjp(_loss_forward, _loss_backward)
 
 
 def _scaled(logits_V: jax.Array, alpha: float) -> jax.Array:
+    """Returns (alpha - 1) (z - max z)."""
     return (alpha - 1) * (logits_V - jnp.max(logits_V, axis=-1, keepdims=True))
 
 
 def _powers(scaled_V: jax.Array, shift_1: jax.Array, power: float) -> jax.Array:
+    """Returns max(0, scaled + 1 - shift) ** power."""
     # Brackets are kept as their difference from 1, which is small for alpha near 1.
     bracket_V = scaled_V - shift_1
     inside_V = bracket_V > -1
@@ -62,6 +86,7 @@ def _powers(scaled_V: jax.Array, shift_1: jax.Array, power: float) -> jax.Array:
 
 
 def _probabilities(logits_V: jax.Array, shift_1: jax.Array, alpha: float) -> jax.Array:
+    """Returns the probabilities for the shift of `_shift`, divided by their sum."""
     p_V = _powers(_scaled(logits_V, alpha), shift_1, 1 / (alpha - 1))
     return p_V / jnp.sum(p_V, axis=-1, keepdims=True)
 
@@ -75,7 +100,7 @@ def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
     q = 1 / (alpha - 1)
     scaled_V = _scaled(logits_V, alpha)
 
-    def climb(carry):
+    def newton_step(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         shift_1, moved_1 = carry
         sum_1 = jnp.sum(_powers(scaled_V, shift_1, q), axis=-1, keepdims=True)
         slope_1 = jnp.sum(_powers(scaled_V, shift_1, q - 1), axis=-1, keepdims=True)
@@ -86,5 +111,5 @@ def _shift(logits_V: jax.Array, alpha: float) -> jax.Array:
 
     start_1 = jnp.zeros_like(scaled_V[..., :1])
     start = (start_1, jnp.ones_like(start_1, bool))
-    shift_1, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), climb, start)
+    shift_1, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), newton_step, start)
     return shift_1

@@ -1,4 +1,7 @@
-"""The linear head: logits from the final hidden states."""
+"""The linear head: logits from the final hidden states.
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
+"""
 
 import math
 from typing import Any
@@ -14,6 +17,7 @@ from MaxText.layers.part import Head, Init
 
 
 def head_and_layer(config: ModelConfig) -> tuple[type[Head], LayerConfig]:
+    """Returns the class of the model's head, and what `Part.build` builds it from."""
     return lookup("head", config.head.name), LayerConfig(config, config.shape.dimensions)
 
 
@@ -29,22 +33,21 @@ class LinearHead(Head):
         if head.logits_via_embedding:
             self.logits_dense = None
         else:
-            draw = init.initializers.kernel
-            has_bias = head.logits_bias
             self.logits_dense = Dense(
                 (D,),
                 (V,),
                 ("embed", "vocab"),
-                draw,
+                init.initializers.kernel,
                 init,
                 rngs,
-                use_bias=has_bias,
+                use_bias=head.logits_bias,
                 used_in=self.dtype,
             )
 
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: Any, positions_BT: jax.Array
     ) -> jax.Array:
+        """Returns float32 logits [B, T, V]; see `Head.__call__`."""
         head = self.config
         if self.logits_dense is None:
             rounded = None if head.logits_embedding_dtype == "auto" else jnp.dtype(jnp.bfloat16)
@@ -61,4 +64,5 @@ class LinearHead(Head):
 
     @classmethod
     def reads_table(cls, config: ModelConfig) -> bool:
+        """Returns whether the head is tied to the token table."""
         return config.head.logits_via_embedding

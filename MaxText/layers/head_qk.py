@@ -27,7 +27,13 @@ from MaxText.layers.part import Flops, Init
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadQKCache:
-    """Context tokens: projected keys, ids and segments (None is one)."""
+    """The tokens of the context.
+
+    Attributes:
+      keys_BSE: h_j Wk of each token.
+      tokens_BS: Their ids.
+      segments_BS: Their documents; None is a single one.
+    """
 
     keys_BSE: jax.Array
     tokens_BS: jax.Array
@@ -35,20 +41,23 @@ class HeadQKCache:
 
     @property
     def capacity(self) -> int:
+        """S, the tokens that it has room for."""
         return self.tokens_BS.shape[1]
 
     def resize(self, capacity: int) -> "HeadQKCache":
+        """Returns the cache of a single document with room for `capacity` tokens."""
         spare = (0, capacity - self.capacity)
         return HeadQKCache(
-            jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
-            jnp.pad(self.tokens_BS, ((0, 0), spare)),
+            keys_BSE=jnp.pad(self.keys_BSE, ((0, 0), spare, (0, 0))),
+            tokens_BS=jnp.pad(self.tokens_BS, ((0, 0), spare)),
         )
 
-    def append(self, new: "HeadQKCache", positions_BT: jax.Array) -> "HeadQKCache":
+    def append(self, tokens: "HeadQKCache", positions_BT: jax.Array) -> "HeadQKCache":
+        """Returns the cache of a single document with new tokens at their positions."""
         rows = jnp.arange(len(positions_BT))[:, None]
         return HeadQKCache(
-            self.keys_BSE.at[rows, positions_BT].set(new.keys_BSE),
-            self.tokens_BS.at[rows, positions_BT].set(new.tokens_BS),
+            keys_BSE=self.keys_BSE.at[rows, positions_BT].set(tokens.keys_BSE),
+            tokens_BS=self.tokens_BS.at[rows, positions_BT].set(tokens.tokens_BS),
         )
 
 
@@ -66,6 +75,7 @@ class HeadQK(LinearHead):
     def __call__(
         self, h_BTD: jax.Array, table: Embedding, state: HeadQKCache, positions_BT: jax.Array
     ) -> jax.Array:
+        """Returns float32 logits [B, T, V]; see `Head.__call__`."""
         logits_BTV = super().__call__(h_BTD, table, None, positions_BT)
         return self.head_qk(logits_BTV, h_BTD, state, positions_BT)
 
@@ -76,14 +86,16 @@ class HeadQK(LinearHead):
         context: ForwardContext,
         earlier: HeadQKCache | None = None,
     ) -> HeadQKCache:
-        new = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)
+        """Returns the context tokens up to the given ones; see `Head.state`."""
+        tokens = HeadQKCache(self.head_qk.key(h_BTD), tokens_BT, context.segments_BT)
         if earlier is not None:
             assert context.positions_BT is not None
-            return earlier.append(new, context.positions_BT)
-        return new if context.capacity is None else new.resize(context.capacity)
+            return earlier.append(tokens, context.positions_BT)
+        return tokens if context.capacity is None else tokens.resize(context.capacity)
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Returns FLOPs of the scores; see `Part.flops`."""
         width = 2 * config.head.head_qk_dim
         by_rule = width * average_keys_visible(length, causal=True)
         return {"Head-QK scores": Flops(by_rule, float(width * length))}
@@ -92,7 +104,8 @@ class HeadQK(LinearHead):
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        return config.head.head_qk_dim * itemsize + 4, 0  # a key and an id
+        """Returns bytes of a key and an id per token; see `Part.state_bytes`."""
+        return config.head.head_qk_dim * itemsize + 4, 0
 
 
 class HeadQKScores(nnx.Module):
@@ -110,20 +123,28 @@ class HeadQKScores(nnx.Module):
     def __call__(
         self, logits_BTV: jax.Array, h_BTD: jax.Array, cache: HeadQKCache, positions_BT: jax.Array
     ) -> jax.Array:
-        """Adds scores of tokens up to `positions_BT`; B may be 1."""
+        """Returns logits plus the scores of context tokens, [B, T, V].
+
+        Args:
+          logits_BTV: Logits of the linear head.
+          h_BTD: Hidden states.
+          cache: Context tokens of whole sequences.
+          positions_BT: Positions of the hidden states in the sequence, up to which they see tokens;
+            B may be 1.
+        """
         query_BTE = self.query(h_BTD)
         scores_BTS = einsum_f32("bte,bse->bts", query_BTE, cache.keys_BSE, self.precision)
         sees_BTS = positions_BT[:, :, None] >= jnp.arange(cache.capacity)
         if cache.segments_BS is not None:
             shape = (len(h_BTD), positions_BT.shape[1])
-            own_BT = jnp.take_along_axis(
+            segments_BT = jnp.take_along_axis(
                 cache.segments_BS, jnp.broadcast_to(positions_BT, shape), axis=1
             )
-            sees_BTS = sees_BTS & (own_BT[:, :, None] == cache.segments_BS[:, None])
+            sees_BTS = sees_BTS & (segments_BT[:, :, None] == cache.segments_BS[:, None])
         scores_BTS = jnp.where(sees_BTS, scores_BTS, 0.0) / query_BTE.shape[-1]
         record(scores_BTS, "head_qk_scores")
 
-        def add(logits_TV, scores_TS, tokens_S):
+        def add(logits_TV: jax.Array, scores_TS: jax.Array, tokens_S: jax.Array) -> jax.Array:
             return logits_TV.at[:, tokens_S].add(scores_TS)
 
         return jax.vmap(add)(logits_BTV, scores_BTS, cache.tokens_BS)

@@ -29,8 +29,18 @@ class RMSNorm(nnx.Module):
         rngs: nnx.Rngs,
         *,
         parametric: bool = True,
-        initial: float = 1.0,  # factor at the start
+        initial: float = 1.0,
     ):
+        """Declares the scale.
+
+        Args:
+          size: Number of scales: the size of the last dimension, or 1 for all.
+          epsilon: eps.
+          init: dtype of the scale, and whether it is stored as its difference from 1.
+          rngs: RNG streams that weights are drawn from.
+          parametric: Whether there is a scale at all.
+          initial: The factor at the start.
+        """
         self.size = size
         self.epsilon = epsilon
         self.zero_centered = init.zero_centered_norms
@@ -39,11 +49,13 @@ class RMSNorm(nnx.Module):
         self.scale = param(rngs, (size,), ("norm",), stored, dtype=dtype) if parametric else None
 
     def factors(self) -> jax.Array:
+        """Returns the factors in float32, [size]; ones without a scale."""
         if self.scale is None:
             return jnp.ones(self.size, jnp.float32)
         return effective_scale(self.scale, self.zero_centered)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x normalized over its last dimension, in its dtype."""
         return rms_normalize(x, None if self.scale is None else self.factors(), self.epsilon)
 
 
@@ -53,6 +65,7 @@ class LayerNorm(RMSNorm):
     bias: nnx.Param | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x normalized over its last dimension, in its dtype."""
         x_float = x.astype(jnp.float32)
         y = super().__call__(x_float - jnp.mean(x_float, axis=-1, keepdims=True))
         if self.bias is not None:
@@ -64,13 +77,20 @@ class ScaleNorm(RMSNorm):
     """g x / |x| with a scalar g, initially sqrt(D) (Nguyen and Salazar 2019)."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns x normalized over its last dimension, in its dtype."""
         y = rms_normalize(x.astype(jnp.float32), None, self.epsilon)
         y = y / math.sqrt(x.shape[-1])  # from a mean of squares to a sum
         return (y if self.scale is None else y * self.factors()).astype(x.dtype)
 
 
 def rms_normalize(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
-    """Returns x / sqrt(mean(x^2) + epsilon) * factors, in the dtype of x."""
+    """Returns x / sqrt(mean(x^2) + epsilon) * factors, in the dtype of x.
+
+    Args:
+      x: Any array; the mean is over its last dimension.
+      factors: Float32 factors that broadcast to x; None is 1.
+      epsilon: Epsilon inside of the root.
+    """
     x_float = x.astype(jnp.float32)
     y = x_float * inverse_rms(x_float, epsilon)
     return (y if factors is None else y * factors).astype(x.dtype)
@@ -96,7 +116,15 @@ def make_norm(
     parametric: bool = True,
     kind: str | None = None,
 ) -> nnx.Module:
-    """Builds the residual stream's norm; `kind` overrides its type."""
+    """Builds a norm of the residual stream.
+
+    Args:
+      config: normalization_type and its constants.
+      init: Sizes and dtypes.
+      rngs: RNG streams that weights are drawn from.
+      parametric: Whether it has a scale and, if its type has one, a bias.
+      kind: Registered name of its type, in place of normalization_type.
+    """
     registered = registration("norm", kind or config.normalization_type)
     make = registered.load()
     norm = make(config, init, rngs, parametric=parametric)
@@ -107,12 +135,14 @@ def make_norm(
 
 @register("norm", "rms_norm")
 def rms_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    """Builds an RMSNorm."""
     epsilon = config.normalization_layer_epsilon
     return RMSNorm(init.dimensions.emb_dim, epsilon, init, rngs, parametric=parametric)
 
 
 @register("norm", "layer_norm")
 def layer_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    """Builds a LayerNorm, with a bias if normalization_bias is set."""
     size = init.dimensions.emb_dim
     epsilon = config.normalization_layer_epsilon
     norm = LayerNorm(size, epsilon, init, rngs, parametric=parametric)
@@ -123,6 +153,7 @@ def layer_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: b
 
 @register("norm", "scale_norm")
 def scale_norm(config: BlockConfig, init: Init, rngs: nnx.Rngs, *, parametric: bool) -> nnx.Module:
+    """Builds a ScaleNorm with g = sqrt(D)."""
     epsilon = config.normalization_layer_epsilon
     initial = math.sqrt(init.dimensions.emb_dim)
     return ScaleNorm(1, epsilon, init, rngs, parametric=parametric, initial=initial)

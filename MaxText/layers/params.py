@@ -1,6 +1,8 @@
-"""Declares a weight on one line: shape, logical axes and initializer.
+"""Declaration of weights: shape, logical axes and initializer.
 
-Logical axes are metadata of the nnx.Param under our own key, so that building needs no mesh.
+`param` declares one. Logical axes are metadata of the nnx.Param under our own key, so that building
+needs no mesh. `initializers` makes the initializers of a `weight_init` scheme, by the role of a
+weight; a part finds them in `Init.initializers`.
 """
 
 import dataclasses
@@ -18,7 +20,7 @@ from MaxText.config.model_sections import InitConfig
 
 Shape = tuple[int, ...]
 Params = dict[str, Any]  # parameters by name: a nested dict whose leaves are arrays
-# (key, shape, number of leading dimensions that are inputs, dtype) -> array
+# Draws a weight from (key, shape, number of leading dimensions that are inputs, dtype).
 Initializer = Callable[[jax.Array, Shape, int, jnp.dtype], jax.Array]
 
 
@@ -28,14 +30,26 @@ class AbstractRngs(nnx.Rngs):
 
 def param(
     rngs: nnx.Rngs,
-    shape: Shape,  # of a matrix: [inputs..., outputs...]
+    shape: Shape,
     logical_axes: tuple[str | None, ...],
     initializer: Initializer,
     *,
     dtype: jnp.dtype,
-    num_input_dims: int = 0,  # input dimensions of a matrix; 0 for other weights
-    used_in: jnp.dtype | None = None,  # dtype that it is always cast to; generation casts it once
+    num_input_dims: int = 0,
+    used_in: jnp.dtype | None = None,
 ) -> nnx.Param:
+    """Declares a weight.
+
+    Args:
+      rngs: RNG streams that it is drawn from. With AbstractRngs it has a shape and no value.
+      shape: Its shape; [inputs..., outputs...] of a matrix.
+      logical_axes: Logical axis of each dimension, which logical_axis_rules map to the mesh; None
+        is never sharded.
+      initializer: Draws it.
+      dtype: Its dtype, usually `Init.weight_dtype`.
+      num_input_dims: Input dimensions of a matrix; 0 for other weights.
+      used_in: dtype that it is always cast to, so that generation casts it once; None if it varies.
+    """
     assert len(shape) == len(logical_axes), (shape, logical_axes)
     if isinstance(rngs, AbstractRngs):
         value = jax.ShapeDtypeStruct(shape, dtype)
@@ -47,22 +61,32 @@ def param(
 
 
 def zeros(key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype) -> jax.Array:
+    """Returns zeros; an Initializer."""
     return jnp.zeros(shape, dtype)
 
 
-def constant(value: float | np.ndarray) -> Initializer:
-    def initialize(key, shape, num_input_dims, dtype):
+def constant(value: float | np.ndarray | jax.Array) -> Initializer:
+    """Returns an initializer with one value, or an array that broadcasts to the shape."""
+
+    def initialize(
+        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+    ) -> jax.Array:
         return jnp.broadcast_to(jnp.asarray(value, dtype), shape)
 
     return initialize
 
 
 def _fans(shape: Shape, num_input_dims: int) -> tuple[int, int]:
+    """Returns the sizes of inputs and outputs of a matrix."""
     return math.prod(shape[:num_input_dims]), math.prod(shape[num_input_dims:])
 
 
 def _normal(std: float | Callable[[int, int], float]) -> Initializer:
-    def initialize(key, shape, num_input_dims, dtype):
+    """Draws from a normal distribution; `std` may depend on (fan in, fan out)."""
+
+    def initialize(
+        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+    ) -> jax.Array:
         scale = std(*_fans(shape, num_input_dims)) if callable(std) else std
         return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
@@ -71,15 +95,21 @@ def _normal(std: float | Callable[[int, int], float]) -> Initializer:
 
 normal_fan_in = _normal(lambda fan_in, _: 1.0 / math.sqrt(fan_in))
 # Glorot and Bengio 2010, equation 16.
-_xavier_normal = _normal(lambda *fans: math.sqrt(2.0 / sum(fans)))
+_xavier_normal = _normal(lambda fan_in, fan_out: math.sqrt(2.0 / (fan_in + fan_out)))
 
 
-def _xavier_uniform(key, shape, num_input_dims, dtype):
+def _xavier_uniform(
+    key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Draws from a uniform distribution with the variance of `_xavier_normal`."""
     bound = math.sqrt(3 * (2.0 / sum(_fans(shape, num_input_dims))))
     return jax.random.uniform(key, shape, jnp.float32, -bound, bound).astype(dtype)
 
 
-def _truncated_fan_in(key, shape, num_input_dims, dtype):
+def _truncated_fan_in(
+    key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+) -> jax.Array:
+    """Draws from a normal distribution truncated at 2 sigma, of variance 1 / fan in."""
     fan_in, _ = _fans(shape, num_input_dims)
     # The divisor is the standard deviation of a unit normal truncated at 2 sigma.
     std = 1.0 / math.sqrt(fan_in) / 0.87962566103423978
@@ -89,7 +119,9 @@ def _truncated_fan_in(key, shape, num_input_dims, dtype):
 def orthogonal(scale: float) -> Initializer:
     """Draws orthonormal rows or columns, times `scale` (Saxe et al. 2014)."""
 
-    def initialize(key, shape, num_input_dims, dtype):
+    def initialize(
+        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+    ) -> jax.Array:
         matrix = jax.nn.initializers.orthogonal(scale)(
             key, _fans(shape, num_input_dims), jnp.float32
         )
@@ -99,7 +131,11 @@ def orthogonal(scale: float) -> Initializer:
 
 
 def _times(factor: Callable[[int], float], initializer: Initializer) -> Initializer:
-    def initialize(key, shape, num_input_dims, dtype):
+    """Multiplies what an initializer draws by a factor that depends on the fan in."""
+
+    def initialize(
+        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+    ) -> jax.Array:
         fan_in, _ = _fans(shape, num_input_dims)
         return factor(fan_in) * initializer(key, shape, num_input_dims, dtype)
 
@@ -128,6 +164,10 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     Wang and Komatsuzaki 2021). tokenformer, wang: that paper's JAX program, which does not truncate
     attention slots, and its PyTorch program; elsewhere key slots are drawn as kernels and value
     slots as outputs. gpt_neo: GPT-Neo's code, with the scale of attention in the queries.
+
+    Args:
+      config: The scheme, and deviations from it.
+      dimensions: Sizes of the model.
     """
     kind = config.weight_init
     depth = dimensions.num_layers
@@ -148,7 +188,8 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     if config.embedding_init_std is not None:
         table = config.embedding_init_std
     if config.init_scale_by.fan_in:
-        kernel, output = (_times(lambda fan_in: fan_in**-0.5, x) for x in (kernel, output))
+        kernel = _times(lambda fan_in: fan_in**-0.5, kernel)
+        output = _times(lambda fan_in: fan_in**-0.5, output)
     if config.init_scale_by.depth:
         output = _times(lambda _: depth**-0.5, output)
     query = key_value = kernel
@@ -163,14 +204,14 @@ def initializers(config: InitConfig, dimensions: Dimensions) -> Initializers:
     if kind == "tokenformer":
         attention_slots = normal_fan_in, normal_fan_in
     return Initializers(
-        kernel,
-        output,
-        query,
-        key_value,
-        attention_output,
-        _normal(table),
-        position,
-        attention_slots,
+        kernel=kernel,
+        output=output,
+        query=query,
+        key_value=key_value,
+        attention_output=attention_output,
+        embedding=_normal(table),
+        position=position,
+        attention_slots=attention_slots,
         persistent_kv=_normal(dimensions.head_dim**-0.5),
     )
 

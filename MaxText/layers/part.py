@@ -5,9 +5,10 @@ A part is a class registered under a kind and a name (config/registry.py)::
     @register("mixer", "my_mixer", keys=MyKeys)
     class MyMixer(Mixer):
         def __init__(self, config, init, rngs): ...    # declares weights: layers/params.py, Dense
-        def __call__(self, x_BTD, context): ...        # (y_BTD, scalars)
+        def __call__(self, x_BTD, context): ...        # (y_BTD, losses)
 
-It declares here all that the rest of the program needs to know; nothing else is edited.
+It declares here all that the rest of the program needs to know; nothing else is edited. Only
+`__init__` and the methods of its kind are needed; docs/tutorials/add_an_architecture.md shows both.
 
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
@@ -22,17 +23,22 @@ from MaxText.config.layer_sections import Dimensions
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import register
 from MaxText.layers.capture import record, tag
-from MaxText.layers.context import ForwardContext
+from MaxText.layers.context import ForwardContext, MixerPositions
 from MaxText.layers.params import Init
 
 __all__ = [
+    "Carry",
     "Connection",
+    "DecodeState",
     "FeedForward",
     "Flops",
+    "ForwardContext",
     "Head",
     "Init",
+    "LayerIndex",
     "LayerInputs",
     "Mixer",
+    "MixerPositions",
     "Nothing",
     "Part",
     "Position",
@@ -42,21 +48,36 @@ __all__ = [
     "tag",
 ]
 
-Scalars = dict[str, jax.Array]  # added to the loss
+Scalars = dict[str, jax.Array]  # losses by name, summed over tokens; their sum is added to the loss
+LayerIndex = jax.Array | int
+Carry = Any  # a tree of arrays that a connection carries from layer to layer
+DecodeState = Any  # a tree of arrays that a mixer or head keeps while it generates
 
 
 class Flops(NamedTuple):
-    """Forward FLOPs per token in one layer, besides 2 per weight."""
+    """Forward FLOPs per token in one layer, besides 2 per weight.
 
-    by_rule: float  # as the MFU counts: products of tokens with tokens or with a state
-    hardware_flops: float | None = None  # masked products included; None is `by_rule`
-    recomputed: float = 0.0  # executed again by the backward pass under every remat policy
-    backward: int = 2  # backward FLOPs per forward FLOP
-    kept: float = 0.0  # executed, and never recomputed by the backward pass; nan if unknown
+    Attributes:
+      by_rule: As the MFU counts (Chowdhery et al. 2022, appendix B): products of tokens with tokens
+        or with a state, without masked ones.
+      hardware_flops: What is executed, masked products included; None is `by_rule`.
+      recomputed: What the backward pass executes again under every remat policy.
+      backward: Backward FLOPs per forward FLOP.
+      kept: What is executed, and never recomputed by the backward pass; nan if unknown.
+    """
+
+    by_rule: float
+    hardware_flops: float | None = None
+    recomputed: float = 0.0
+    backward: int = 2
+    kept: float = 0.0
 
 
 class Part(nnx.Module):
-    """A part of a model.
+    """A part of a model: a mixer, feed-forward, position encoding, connection or head.
+
+    A part declares its weights in `__init__` and computes in the methods of its kind. The class
+    methods are facts about it, for rules, plans and conversion; all are optional.
 
     `tag(x, name)` names an intermediate value, for `Run.forward(capture=...)` and for remat
     policies, which save values named query_proj, key_proj, value_proj, context and out_proj (in a
@@ -80,11 +101,23 @@ class Part(nnx.Module):
     not_recomputed: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, init: Init, rngs: nnx.Rngs):
-        """Declares weights; `config` comes from `config_of`."""
+        """Declares weights.
+
+        Args:
+          config: The part's own keys, or the model's (`config_of`).
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
-        """Builds the part of a layer, or of the model from its keys and sizes."""
+        """Builds the part of a layer, or of the model from its keys and sizes.
+
+        Args:
+          layer: Keys and sizes of the layer.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         return cls(cls.config_of(layer), init, rngs)
 
     @classmethod
@@ -95,55 +128,98 @@ class Part(nnx.Module):
 
     @classmethod
     def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
-        """Returns why keys or sizes are invalid, and on line 2 a remedy."""
+        """Returns why keys or sizes are invalid, or None.
+
+        Args:
+          config: The part's own keys, or the model's.
+          dimensions: Sizes of the layer.
+
+        Returns:
+          The reason, and on a second line a remedy: what to set instead.
+        """
         return None
 
     @classmethod
     def flops(cls, config: Any, dimensions: Dimensions, length: int) -> dict[str, Flops]:
-        """Returns FLOPs table row -> FLOPs, for sequences of `length` tokens."""
+        """Returns FLOPs besides those of the weights, by row of the FLOPs table.
+
+        Args:
+          config: The part's own keys, or the model's.
+          dimensions: Sizes of the layer.
+          length: Tokens of a sequence.
+        """
         return {}
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
-        """Returns key of a size of its own -> (logical axis, size)."""
+        """Returns sizes of its own that a mesh has to divide: key -> (logical axis, size)."""
         return {}
 
     @classmethod
     def slots_problem(cls, layer: LayerConfig) -> str | None:
-        """Returns why new slots with keys of 0 change its output, or None."""
+        """Returns why growth by slots with keys of 0 changes its output, or None."""
         return None
 
     @classmethod
     def state_bytes(
         cls, config: Any, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
-        """Returns bytes of decode state per sequence: (per token, fixed)."""
+        """Returns bytes of decode state per sequence: (per token, fixed).
+
+        Args:
+          config: The part's own keys, or the model's.
+          dimensions: Sizes of the layer.
+          length: Most tokens of a sequence, for states that stop growing.
+          itemsize: Bytes of an element of activations.
+        """
         return 0, 0
 
 
 class Mixer(Part):
-    """A token mixer."""
+    """A token mixer.
 
-    has_separate_inputs = False  # whether x is a tuple (q, k, v), for dense connections
-    has_softmax: ClassVar[bool] = False  # whether it is softmax attention, by the key `attention`
+    Attributes:
+      has_separate_inputs: Whether x is a tuple of the inputs of queries, keys and values, which
+        dense connections tell apart.
+      has_softmax: Whether it is softmax attention, computed as the key `attention` says.
+    """
+
+    has_separate_inputs = False
+    has_softmax: ClassVar[bool] = False
 
     def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and scalars to sum over layers.
+        """Returns the output [B, T, D], and losses to sum over layers.
 
-        Tokens may depend only on earlier tokens of the same segment (`context.segments_BT`).
+        Tokens may depend only on earlier tokens of the same segment.
+
+        Args:
+          x_BTD: Normalized input; a tuple of three if `has_separate_inputs`.
+          context: Facts about the batch, such as `segments_BT`.
         """
         raise NotImplementedError
 
-    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
         """Returns the output of right-padded prompts and the states after them.
 
         State that grows with tokens has room for `context.capacity` and can be enlarged: a
         KeyValueCache, or another registered dataclass with `capacity` and `resize`.
+
+        Args:
+          x_BTD: Normalized input; a tuple of three if `has_separate_inputs`.
+          context: Facts about the batch, such as `lengths_B`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
-    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
-        """Returns the output at `context.positions_BT`, and the new state."""
+    def decode_step(
+        self, x_BTD: Any, state: DecodeState, context: ForwardContext
+    ) -> tuple[jax.Array, DecodeState]:
+        """Returns the output of new tokens, and the new state.
+
+        Args:
+          x_BTD: Normalized input; a tuple of three if `has_separate_inputs`.
+          state: State after the tokens before.
+          context: Facts about the batch, such as `positions_BT` of the new tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no decode state")
 
     @classmethod
@@ -158,6 +234,7 @@ class Nothing(Mixer):
 
     @classmethod
     def decodes(cls) -> bool:
+        """Returns True: it has no state to keep."""
         return True
 
 
@@ -167,7 +244,12 @@ class FeedForward(Part):
     rows = "feed-forward"
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        """Returns the output [B, T, D], and scalars to sum over layers."""
+        """Returns the output [B, T, D], and losses to sum over layers.
+
+        Args:
+          x_BTD: Normalized input.
+          context: Facts about the batch.
+        """
         raise NotImplementedError
 
 
@@ -178,11 +260,19 @@ class Position(Part):
     rows = "position embedding"
 
     def embed(self, positions_BT: jax.Array) -> jax.Array | None:
-        """Returns the addend to the embedding, [B or 1, T, D]."""
+        """Returns what is added to the embedding, [B or 1, T, D], or None.
+
+        Args:
+          positions_BT: Positions of the tokens within their documents; B may be 1.
+        """
         return None
 
-    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """Returns fields of ForwardContext for mixers: `rotary` or `slopes_N`."""
+    def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
+        """Returns fields of ForwardContext for mixers: `rotary` or `slopes_N`.
+
+        Args:
+          positions_BT: Positions of the tokens within their documents; B may be 1.
+        """
         return {}
 
 
@@ -202,6 +292,7 @@ class LayerInputs(NamedTuple):
 
     @classmethod
     def all(cls, x_BTD: jax.Array) -> "LayerInputs":
+        """Returns the same input for all four."""
         return cls(x_BTD, x_BTD, x_BTD, x_BTD)
 
 
@@ -213,30 +304,40 @@ class Connection(Part):
 
     keeps_shapes: ClassVar[bool] = True  # if False, layers are unrolled, on one stage
 
-    def begin(self, x_BTD: jax.Array) -> Any:
+    def begin(self, x_BTD: jax.Array) -> Carry:
         """Returns the state for the first layer, from the embedding."""
         return x_BTD
 
     def read(
-        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
-    ) -> tuple[LayerInputs, Any]:
+        self, index: LayerIndex, carry: Carry, norms: Mapping[str, nnx.Module]
+    ) -> tuple[LayerInputs, Carry]:
         """Returns the inputs of a layer, and the state to carry on.
 
         Args:
-          index: Index of the layer; an array inside a scan.
+          index: Index of the layer, from 0; an array inside a scan.
+          carry: The state from the layers before.
           norms: The layer's norms of single inputs, for results of type PreNormalized.
         """
         raise NotImplementedError
 
-    def shared(self, carry: Any) -> dict[str, jax.Array]:
-        """Returns the replaceable input of mixers in `context.shared`."""
+    def shared(self, carry: Carry) -> dict[str, jax.Array]:
+        """Returns the arrays [B, T, ...] that mixers find, and may replace, in `context.shared`."""
         return {}
 
-    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
-        """Returns the state for the next layer from a layer's output and `shared`."""
+    def write(
+        self, index: LayerIndex, carry: Carry, y_BTD: jax.Array, shared: dict[str, jax.Array]
+    ) -> Carry:
+        """Returns the state for the next layer.
+
+        Args:
+          index: Index of the layer, from 0; an array inside a scan.
+          carry: The state that `read` returned.
+          y_BTD: Output of the layer, its residual stream included.
+          shared: Arrays of `context.shared` after the layer.
+        """
         raise NotImplementedError
 
-    def end(self, carry: Any) -> jax.Array:
+    def end(self, carry: Carry) -> jax.Array:
         """Returns the hidden state for the final norm."""
         raise NotImplementedError
 
@@ -246,14 +347,19 @@ class ResidualStream(Connection):
     """Residual stream: a layer reads the previous output (He et al. 2016)."""
 
     def read(
-        self, index: Any, carry: Any, norms: Mapping[str, nnx.Module]
-    ) -> tuple[LayerInputs, Any]:
+        self, index: LayerIndex, carry: Carry, norms: Mapping[str, nnx.Module]
+    ) -> tuple[LayerInputs, Carry]:
+        """Returns the stream as each input."""
         return LayerInputs.all(carry), carry
 
-    def write(self, index: Any, carry: Any, y_BTD: jax.Array, shared: dict[str, Any]) -> Any:
+    def write(
+        self, index: LayerIndex, carry: Carry, y_BTD: jax.Array, shared: dict[str, jax.Array]
+    ) -> Carry:
+        """Returns the output, which is the new stream."""
         return y_BTD
 
-    def end(self, carry: Any) -> jax.Array:
+    def end(self, carry: Carry) -> jax.Array:
+        """Returns the stream."""
         return carry
 
 
@@ -267,11 +373,12 @@ class Head(Part):
     rows = "head"
 
     def __call__(
-        self, h_BTD: jax.Array, table: Any, state: Any, positions_BT: jax.Array
+        self, h_BTD: jax.Array, table: Any, state: DecodeState, positions_BT: jax.Array
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
         Args:
+          h_BTD: Normalized hidden states.
           table: Token embeddings, for a tied head.
           state: From `state`, of the whole sequence.
           positions_BT: Positions of the hidden states in the sequence; B may be 1.
@@ -279,14 +386,19 @@ class Head(Part):
         raise NotImplementedError
 
     def state(
-        self, h_BTD: jax.Array, tokens_BT: jax.Array, context: ForwardContext, earlier: Any = None
-    ) -> Any:
+        self,
+        h_BTD: jax.Array,
+        tokens_BT: jax.Array,
+        context: ForwardContext,
+        earlier: DecodeState = None,
+    ) -> DecodeState:
         """Returns a tree of arrays for logits besides hidden states, or None.
 
         Args:
           h_BTD: Hidden states: of whole sequences (`context.segments_BT`), of prompts
             (`context.lengths_B`), or of the next tokens (`context.positions_BT`).
           tokens_BT: Their tokens.
+          context: Facts about the batch.
           earlier: The state before the next tokens.
 
         State that grows with tokens is as in Mixer.prefill.

@@ -16,22 +16,39 @@ from MaxText.layers.part import Connection, LayerInputs, Part, Position
 
 
 def describe(part: Any) -> str:
-    """Names a part, its class or function, with its registered place."""
+    """Names a part, its class or function, with the place where it was registered."""
     target = part if hasattr(part, "__name__") else type(part)
-    found = registration_of(target)
-    if found is None or found.is_built_in:
+    registration = registration_of(target)
+    if registration is None or registration.is_built_in:
         return target.__name__
-    return f"{found.kind} {found.name} ({found.place})"
+    return f"{registration.kind} {registration.name} ({registration.place})"
 
 
-def check(holds: bool, part: Any, method: str, returned: Any, wanted: str) -> None:
+def check(holds: bool, part: Any, method: str, returned: Any, expected: str) -> None:
+    """Raises a UserError about what a part returned, unless a condition holds.
+
+    Args:
+      holds: The condition.
+      part: The part, its class or function.
+      method: Name of its method; empty for a function.
+      returned: What it returned.
+      expected: What it has to return, in words.
+    """
     if not holds:
-        who = f"{describe(part)}: {method}" if method else describe(part)
-        raise UserError(f"{who} returned {text_of(returned)}, and has to return {wanted}")
+        caller = f"{describe(part)}: {method}" if method else describe(part)
+        raise UserError(f"{caller} returned {text_of(returned)}, and has to return {expected}")
 
 
 def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
-    """Returns the output of a mixer or feed-forward, (like x_BTD, anything)."""
+    """Returns the output of a mixer or feed-forward.
+
+    Args:
+      part: The part.
+      method: "__call__", whose output is (y_BTD, losses), or another whose output is (y_BTD, decode
+        state).
+      output: What it returned.
+      x_BTD: Its input, whose shape y_BTD has.
+    """
     is_call = method == "__call__"
     holds = is_pair(output) and _shape(output[0]) == x_BTD.shape
     if holds and is_call:
@@ -42,13 +59,17 @@ def check_output(part: Part, method: str, output: Any, x_BTD: jax.Array) -> Any:
     return output
 
 
-def check_like(part: Any, method: str, output: Any, like: Any, *, any_dtype: bool = True) -> Any:
-    holds = _shape(output) == like.shape and (any_dtype or output.dtype == like.dtype)
-    check(holds, part, method, output, text_of(like))
+def check_like(
+    part: Any, method: str, output: Any, reference: Any, *, any_dtype: bool = True
+) -> Any:
+    """Returns an array with the shape of another, and with its dtype unless `any_dtype`."""
+    holds = _shape(output) == reference.shape and (any_dtype or output.dtype == reference.dtype)
+    check(holds, part, method, output, text_of(reference))
     return output
 
 
 def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
+    """Returns what a position encoding adds to the embedding x_BTD."""
     B, T, D = x_BTD.shape
     holds = added is None or _shape(added) in ((B, T, D), (1, T, D))
     check(holds, part, "embed", added, f"None or [{B} or 1, {T}, {D}]")
@@ -56,54 +77,90 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
 
 
 def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
+    """Returns the fields of ForwardContext that a position encoding sets."""
     T = positions_BT.shape[1]
     holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
-    if holds and (table := fields.get("rotary")) is not None:
-        shapes = {_shape(x) for x in table} if is_pair(table) else {()}
-        first = next(iter(shapes))
-        holds = len(shapes) == 1 and len(first) == 4 and first[1:3] == (T, 1)
-    if holds and (slopes_N := fields.get("slopes_N")) is not None:
-        holds = len(_shape(slopes_N)) == 1
-    wanted = f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, or slopes_N: [N]"
-    check(holds, part, "for_mixers", fields, wanted)
+    if holds:
+        table = fields.get("rotary")
+        slopes_N = fields.get("slopes_N")
+        holds = table is None or _is_rotary_table(table, T)
+        holds = holds and (slopes_N is None or len(_shape(slopes_N)) == 1)
+    expected = f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, or slopes_N: [N]"
+    check(holds, part, "for_mixers", fields, expected)
     return fields
 
 
+def _is_rotary_table(table: Any, length: int) -> bool:
+    """Returns whether it is (sin, cos), both [any, length, 1, any]."""
+    if not is_pair(table):
+        return False
+    shape = _shape(table[0])
+    return _shape(table[1]) == shape and len(shape) == 4 and shape[1:3] == (length, 1)
+
+
 def check_read(part: Connection, output: Any, carry: Any, emb_dim: int) -> Any:
-    wanted = (*(n for x in jax.tree.leaves(carry)[:1] for n in _shape(x)[:2]), emb_dim)
+    """Returns (LayerInputs, carry) of `Connection.read`.
+
+    Args:
+      part: The connection.
+      output: What it returned.
+      carry: The state that it read.
+      emb_dim: D.
+    """
+    batch_shape = [size for x in jax.tree.leaves(carry)[:1] for size in _shape(x)[:2]]
+    shape = (*batch_shape, emb_dim)
     inputs = output[0] if is_pair(output) else None
     holds = isinstance(inputs, LayerInputs) and len(jax.tree.leaves(inputs)) == len(inputs)
-    holds = holds and all(_shape(x) == wanted for x in jax.tree.leaves(inputs))
-    check(holds, part, "read", output, f"(LayerInputs of {list(wanted)} each, state)")
+    holds = holds and all(_shape(x) == shape for x in jax.tree.leaves(inputs))
+    check(holds, part, "read", output, f"(LayerInputs of {list(shape)} each, state)")
     return output
 
 
-def check_write(part: Connection, before: Any, after: Any) -> Any:
-    """Returns `after`, a state with the shapes of `before` if it keeps them."""
-    old, new = (str(jax.tree.map(text_of, carry)) for carry in (before, after))
-    wanted = f"what begin made, {old}, or have keeps_shapes = False"
-    check(old == new or not part.keeps_shapes, part, "write", new, wanted)
-    return after
+def check_write(part: Connection, carry: Any, new_carry: Any) -> Any:
+    """Returns the state that `Connection.write` returned.
+
+    Args:
+      part: The connection.
+      carry: The state before; the new one has its shapes if the part keeps them.
+      new_carry: The new state.
+    """
+    shapes = str(jax.tree.map(text_of, carry))
+    new_shapes = str(jax.tree.map(text_of, new_carry))
+    holds = shapes == new_shapes or not part.keeps_shapes
+    expected = f"what begin made, {shapes}, or have keeps_shapes = False"
+    check(holds, part, "write", new_shapes, expected)
+    return new_carry
 
 
 def check_norm(function: Any, norm: Any, emb_dim: int, dtype: jnp.dtype) -> None:
+    """Checks that a registered norm is a module that keeps shape and dtype.
+
+    Args:
+      function: The registered function.
+      norm: What it returned.
+      emb_dim: D.
+      dtype: dtype of activations.
+    """
     check(isinstance(norm, nnx.Module), function, "", norm, "an nnx.Module")
     x = jax.ShapeDtypeStruct((1, 2, emb_dim), dtype)
     graphdef, state = nnx.split(norm)
-    found = jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
-    check_like(function, "its module", found, x)
+    output = jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, x)
+    check_like(function, "its module", output, x)
 
 
 def is_pair(output: Any) -> bool:
+    """Returns whether it is a tuple of two."""
     return isinstance(output, tuple) and len(output) == 2
 
 
 def _shape(x: Any) -> tuple[int | None, ...]:
+    """Returns the shape of an array or number."""
     # Objects other than arrays have a shape that fits none.
     return () if isinstance(x, int | float) else getattr(x, "shape", (None, None))
 
 
 def text_of(returned: Any) -> str:
+    """Describes a returned value for a message: arrays by dtype and shape, others by type."""
     if isinstance(returned, str):
         return returned
     if hasattr(returned, "shape"):

@@ -1,6 +1,7 @@
-"""Position encodings besides rotary: learned tables, axial tables, ALiBi."""
+"""Position encodings besides rotary: learned tables, axial tables, ALiBi.
 
-from typing import Any
+Legend: B sequences, T tokens, D emb_dim, N query heads.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from flax import nnx
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
 from MaxText.layers.dense import Embedding
-from MaxText.layers.part import Init, Position
+from MaxText.layers.part import Init, MixerPositions, Position
 
 
 @register("position", "learned")
@@ -24,6 +25,7 @@ class LearnedPositions(Embedding, Position):
         super().__init__(num_rows, "position", init, rngs)
 
     def embed(self, positions_BT: jax.Array) -> jax.Array:
+        """Returns the rows of the positions, [B, T, D]."""
         return self(positions_BT)
 
 
@@ -41,6 +43,7 @@ class AxialPositions(Position):
         self.period = second
 
     def embed(self, positions_BT: jax.Array) -> jax.Array:
+        """Returns the mean of a row of each table, [B, T, D]."""
         return 0.5 * (
             self.first(positions_BT // self.period) + self.second(positions_BT % self.period)
         )
@@ -54,7 +57,8 @@ class ALiBi(Position):
         self.num_heads = init.dimensions.num_query_heads
         self.max_bias = config.position.alibi_max_bias
 
-    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+    def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
+        """Returns the slopes of the heads, which need no positions."""
         return {"slopes_N": jnp.asarray(alibi_slopes(self.num_heads, self.max_bias))}
 
 
@@ -63,8 +67,12 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0) -> np.ndarray:
 
     2^(-max_bias i / N) for i = 1..N if N is a power of two. Otherwise the slopes of the power of
     two below N, followed by every other slope of twice that power.
+
+    Args:
+      num_heads: N.
+      max_bias: Exponent of the smallest slope; 8 in the paper.
     """
     power = 2 ** (num_heads.bit_length() - 1)
-    first = 2.0 ** (-max_bias * np.arange(1, power + 1) / power)
-    rest = 2.0 ** (-max_bias * np.arange(1, 2 * (num_heads - power), 2) / (2 * power))
-    return np.concatenate([first, rest]).astype(np.float32)
+    slopes = 2.0 ** (-max_bias * np.arange(1, power + 1) / power)
+    extra_slopes = 2.0 ** (-max_bias * np.arange(1, 2 * (num_heads - power), 2) / (2 * power))
+    return np.concatenate([slopes, extra_slopes]).astype(np.float32)

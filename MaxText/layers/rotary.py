@@ -1,10 +1,11 @@
 """Rotary position embedding (Su et al. 2021), halves convention.
 
 Dimension i of the R rotary ones pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
+
+Legend: B sequences, T tokens, N heads, H head_dim, R rotary dimensions.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ from flax import nnx
 from MaxText.config.layer_sections import PositionConfig
 from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import register
-from MaxText.layers.part import Init, Position
+from MaxText.layers.lowering.rounding import round_to
+from MaxText.layers.lowering.tpu_rotary import apply_rotary_tpu
+from MaxText.layers.part import Init, MixerPositions, Position
 from MaxText.parallelism.logical_sharding import platform
 
 
@@ -26,7 +29,8 @@ class Rotary(Position):
         self.config = config.position
         self.num_dims = int(init.dimensions.head_dim * config.position.rotary_pct)
 
-    def for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+    def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
+        """Returns the rotary table of the positions."""
         return {"rotary": rotary_table(positions_BT, self.num_dims, self.config)}
 
 
@@ -36,6 +40,11 @@ def rotary_table(
     """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
     rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
+
+    Args:
+      positions_BT: Positions of the tokens within their documents; B may be 1.
+      num_dims: R, the rotary dimensions of a head.
+      config: Frequencies, and the dtype that the table is rounded to.
     """
     angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, config)
     sin = jnp.sin(angles)
@@ -45,11 +54,7 @@ def rotary_table(
         sin = factor * sin
         cos = factor * cos
     if config.rope_table_dtype != "float32":
-        # Without the barrier XLA may drop the rounding, as the cast back undoes it at once.
-        rounded = jax.lax.optimization_barrier(
-            (sin.astype(config.rope_table_dtype), cos.astype(config.rope_table_dtype))
-        )
-        sin, cos = (table.astype(jnp.float32) for table in rounded)
+        sin, cos = round_to((sin, cos), config.rope_table_dtype)
     return sin, cos
 
 
@@ -62,6 +67,10 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
               f_i / s below low_freq_factor times, interpolated between (Grattafiori 2024)
     yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
               (Peng et al. 2023, section 3.2)
+
+    Args:
+      num_dims: R, the rotary dimensions of a head.
+      config: rope_type and its constants; theta is rope_max_timescale.
     """
     theta = config.rope_max_timescale
     factor = config.rope_factor
@@ -70,29 +79,41 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
         exponents = jnp.arange(0, num_dims, 2, dtype=jnp.float32) / num_dims
         return 1.0 / (theta**exponents)
     plain = theta ** -(np.arange(0, num_dims, 2) / num_dims)
-    first_length = config.original_max_position_embeddings
+    original_length = config.original_max_position_embeddings
     if config.rope_type == "linear":
-        kept = np.zeros_like(plain)
+        share_unscaled = np.zeros_like(plain)
     elif config.rope_type == "llama3.1":
-        turns = first_length * plain / (2 * math.pi)
+        turns = original_length * plain / (2 * math.pi)
         low = config.low_freq_factor
         high = config.high_freq_factor
-        kept = np.clip((turns - low) / (high - low), 0, 1)
+        share_unscaled = np.clip((turns - low) / (high - low), 0, 1)
     else:
 
         def pair_that_turns(times: float) -> float:
-            return num_dims * math.log(first_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+            """Returns which pair turns this often in the original length."""
+            return (
+                num_dims * math.log(original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
+            )
 
         low = max(math.floor(pair_that_turns(config.beta_fast)), 0)
         high = min(math.ceil(pair_that_turns(config.beta_slow)), num_dims - 1)
         # Both on one pair would divide by zero; 0.001 is the authors' choice.
         width = max(high - low, 0.001)
-        kept = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
-    return (kept * plain + (1 - kept) * plain / factor).astype(np.float32)
+        share_unscaled = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
+    frequencies_R = share_unscaled * plain + (1 - share_unscaled) * plain / factor
+    return frequencies_R.astype(np.float32)
 
 
 def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the first R dimensions of each head (R/2 is the table's size)."""
+    """Returns queries or keys with the first R dimensions of each head rotated.
+
+    Pair (i, i + R/2) turns by its angle: (a, b) becomes (a cos - b sin, b cos + a sin) (Su et al.
+    2021, equation 34). Computed in float32, returned in the dtype of x.
+
+    Args:
+      x_BTNH: Queries or keys.
+      table: sin and cos, float32 [B or 1, T, 1, R/2]; their size says R.
+    """
     if platform() == "tpu":
         return apply_rotary_tpu(x_BTNH, *table)
     sin, cos = table
@@ -100,50 +121,9 @@ def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.A
     x_float = x_BTNH[..., : 2 * half].astype(jnp.float32)
     first = x_float[..., :half]
     second = x_float[..., half:]
-    turned = jnp.concatenate(
+    rotated = jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
     ).astype(x_BTNH.dtype)
     if 2 * half == x_BTNH.shape[-1]:
-        return turned
-    return jnp.concatenate([turned, x_BTNH[..., 2 * half :]], axis=-1)
-
-
-@jax.custom_vjp
-def apply_rotary_tpu(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.Array:
-    """Rotates on TPU: y = x cos + swapped(x) sin.
-
-    TPUs pad 64 lanes to 128, and XLA would write halves to memory, in the backward pass in float32.
-    The table gets no gradient.
-    """
-    rest = x_BTNH.shape[-1] - 2 * sin.shape[-1]
-    whole_cos = _join_halves([cos, cos], rest, 1.0)
-    whole_sin = _join_halves([-sin, sin], rest, 0.0)
-    swapped_BTNH = _swap_halves(x_BTNH, sin.shape[-1])
-    y_BTNH = x_BTNH.astype(jnp.float32) * whole_cos + swapped_BTNH.astype(jnp.float32) * whole_sin
-    return y_BTNH.astype(x_BTNH.dtype)
-
-
-def _rotate_backward(table, grad_y_BTNH):
-    sin, cos = table
-    return apply_rotary_tpu(grad_y_BTNH, -sin, cos), None, None
-
-
-apply_rotary_tpu.defvjp(lambda x, *table: (apply_rotary_tpu(x, *table), table), _rotate_backward)
-
-
-def _join_halves(halves: list[jax.Array], rest: int, fill: float) -> jax.Array:
-    shape = (*halves[0].shape[:-1], rest)
-    return jnp.concatenate([*halves, jnp.full(shape, fill, halves[0].dtype)], axis=-1)
-
-
-def _swap_halves(x_BTNH: jax.Array, half: int) -> jax.Array:
-    if x_BTNH.dtype != jnp.bfloat16:
-        halves = [x_BTNH[..., half : 2 * half], x_BTNH[..., :half], x_BTNH[..., 2 * half :]]
-        return jnp.concatenate(halves, axis=-1)
-    # Swaps both halves by a matmul, which is exact in bfloat16 and fused with its neighbors.
-    H = x_BTNH.shape[-1]
-    # From iota: a constant would be saved for the backward pass as an array.
-    row_HH, column_HH = (jax.lax.broadcasted_iota(jnp.int32, (H, H), axis) for axis in (0, 1))
-    other_HH = jnp.where(row_HH < half, row_HH + half, row_HH - half)
-    permutation_HH = (row_HH < 2 * half) & (column_HH == other_HH)
-    return jnp.einsum("btnh,hk->btnk", x_BTNH, permutation_HH.astype(x_BTNH.dtype))
+        return rotated
+    return jnp.concatenate([rotated, x_BTNH[..., 2 * half :]], axis=-1)

@@ -1,4 +1,8 @@
-"""Distributes the events of a run to sinks."""
+"""The event stream of a run: each event goes to all sinks.
+
+A sink (metrics/events.py) is a destination: the terminal, events.jsonl, metrics.jsonl, TensorBoard,
+Weights & Biases.
+"""
 
 import contextlib
 import dataclasses
@@ -31,10 +35,17 @@ class EventLog:
 
     A run that resumes at step s first removes older rows of step s and later, so that each step
     occurs once. Flush the rows of a step before its checkpoint is saved, or they may be missing.
-    `lost` is the cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
 
     If a sink cannot write, nothing is raised: `failure` says why, so that the run can save its
     state and stop. Until then its rows stay in memory and are tried again.
+
+    Attributes:
+      sinks: Get the events, in this order.
+      restart: Starts of the program in this run folder before this one.
+      lost: Cost of the removed rows: {"steps": n, "seconds": {phase: s}}.
+      flush_every: Steps between flushes.
+      callbacks: Get each event as a row of events.jsonl, after the sinks.
+      failure: The first storage error of a sink, with its path; None without one.
     """
 
     sinks: Sequence[Sink]
@@ -42,15 +53,24 @@ class EventLog:
     lost: Mapping[str, Any] = dataclasses.field(default_factory=lambda: {"steps": 0, "seconds": {}})
     flush_every: int = 100
     callbacks: Sequence[Callback] = ()
-    failure: str | None = None  # the first storage error of a sink, with its path
+    failure: str | None = None
     _flushed_step: int | None = None
     _seconds_to_close: float = SECONDS_TO_CLOSE
 
     def emit(
         self, kind: str, *, step: int | None = None, seconds: float = 0.0, **fields: Any
     ) -> None:
-        """Records an event at its end."""
-        event = Event(kind, time.time(), self.restart, step, seconds, fields)
+        """Records an event at its end.
+
+        Args:
+          kind: One of events.PHASES.
+          step: The step it belongs to, from 0.
+          seconds: Wall time that it took.
+          **fields: What this kind of event has besides.
+        """
+        event = Event(
+            kind, time=time.time(), restart=self.restart, step=step, seconds=seconds, fields=fields
+        )
         for sink in self.sinks:
             self._attempt(functools.partial(sink.write, event))
         for callback in self.callbacks:
@@ -70,7 +90,11 @@ class EventLog:
 
     @contextlib.contextmanager
     def timed(self, kind: str, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Emits an event with the seconds of the block; yields its fields."""
+        """Emits an event with the seconds of the block.
+
+        Yields:
+          Its fields, to which the block may add. An exception in the block emits nothing.
+        """
         began = time.perf_counter()
         yield fields
         self.emit(kind, seconds=time.perf_counter() - began, **fields)
@@ -119,7 +143,17 @@ def open_stream(
 ) -> EventLog:
     """Opens the event stream of a new or resumed run.
 
-    Process 0 records, after removing rows from `first_step` (`first_evaluation`) on.
+    Process 0 records; the others have a terminal only.
+
+    Args:
+      run_folder: The folder of the run.
+      monitoring: Says which sinks there are.
+      run_name: The name of the run.
+      config_flat: The configuration, by key.
+      first_step: The first step of this start; older rows from there on are removed.
+      first_evaluation: The step from which on evaluations are removed, by default `first_step`.
+      terminal: The sink that prints.
+      callbacks: Get each event as a row of events.jsonl.
     """
     if jax.process_index() != 0:
         return EventLog([terminal], callbacks=callbacks)

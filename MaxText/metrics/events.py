@@ -80,16 +80,26 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """A row of events.jsonl."""
+    """A row of events.jsonl.
+
+    Attributes:
+      kind: One of PHASES.
+      time: Unix seconds at its end.
+      restart: Starts of the program in this run folder before this one.
+      step: From 0; None if it belongs to no step.
+      seconds: Wall time, to be summed by phase.
+      fields: What this kind of event has besides; metrics have a slash in their names.
+    """
 
     kind: str
-    time: float  # Unix seconds at its end
-    restart: int = 0  # starts of the program in this run folder before this one
-    step: int | None = None  # from 0
-    seconds: float = 0.0  # wall time, to be summed by phase
+    time: float
+    restart: int = 0
+    step: int | None = None
+    seconds: float = 0.0
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
+        """Returns the row of events.jsonl, as JSON values and array scalars."""
         return {
             "time": round(self.time, 3),
             "event": self.kind,
@@ -102,7 +112,7 @@ class Event:
 
 
 class Sink:
-    """A destination of events, called from one thread; times are monotonic."""
+    """A destination of events, called from one thread."""
 
     def write(self, event: Event) -> None:
         """Handles an event without blocking the training loop."""
@@ -112,13 +122,24 @@ class Sink:
         """Makes events durable, as far as possible without waiting."""
 
     def wait_durable(self, until: float) -> None:
-        """Waits until flushed rows needed for a resume are durable or failed."""
+        """Waits until flushed rows needed for a resume are durable or failed.
+
+        Args:
+          until: Time of `time.monotonic` to give up at.
+        """
 
     def request_close(self) -> None:
         """Requests closing without waiting for it."""
 
     def close(self, until: float | None = None) -> None:
-        """Flushes and releases all, by default in a minute. Idempotent."""
+        """Flushes and releases everything. Idempotent.
+
+        Args:
+          until: Time of `time.monotonic` to give up at, by default in a minute.
+        """
+
+    def discard(self) -> None:
+        """Releases everything after an error, without another write. Raises nothing."""
 
 
 def provenance() -> dict[str, Any]:
@@ -143,9 +164,9 @@ def _commit() -> str:
         return ""
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        done = subprocess.run(
+        described = subprocess.run(
             [*command, "--exclude=*"], capture_output=True, encoding="utf-8", timeout=10, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return described.stdout.strip()

@@ -29,65 +29,91 @@ SMALLEST_SHARE = 0.0002  # smallest share shown: times are stored in millisecond
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A start of the program in a run folder; times in seconds."""
+    """A start of the program in a run folder; times in seconds.
+
+    Attributes:
+      number: From 0.
+      first_row: Its start or resume row.
+      launched: Unix time of the launch.
+      seconds: Time that it ran. If it was killed: up to its last row, plus lost work that a later
+        start reported.
+      down_after: Time until the next launch; 0 for the last.
+    """
 
     number: int
-    first_row: Mapping[str, Any]  # its start or resume row
+    first_row: Mapping[str, Any]
     launched: float
-    seconds: float  # running, if killed up to its last row plus lost work reported later
-    down_after: float  # until the next attempt; 0 for the last
+    seconds: float
+    down_after: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """Time of a run; `seconds` of each of PARTS add up to the running time."""
+    """Time of a run.
+
+    Attributes:
+      seconds: Of each of PARTS; they add up to the running time.
+      attempts: The starts of the program, in their order.
+    """
 
     seconds: Mapping[str, float]
     attempts: tuple[Launch, ...]
 
     @property
     def running_seconds(self) -> float:
+        """Running time over all starts."""
         return sum(self.seconds.values())
 
     @property
     def down_seconds(self) -> float:
+        """Time between the starts, which is not part of the running time."""
         return sum(attempt.down_after for attempt in self.attempts)
 
     @property
     def goodput(self) -> float:
+        """Share of the running time in useful steps, from 0 to 1."""
         return self.share("useful")
 
     def share(self, part: str) -> float:
+        """Returns the share of one of PARTS in the running time, from 0 to 1."""
         return self.seconds[part] / self.running_seconds if self.running_seconds else 0.0
 
     def running_at(self, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Returns running seconds at each row, without downtime, float [N]."""
         offsets = {}
-        before = 0.0
+        running_before = 0.0
         for attempt in self.attempts:
-            offsets[attempt.number] = before - attempt.launched
-            before += attempt.seconds
+            offsets[attempt.number] = running_before - attempt.launched
+            running_before += attempt.seconds
         return np.array([row["time"] + offsets[row["restart"]] for row in rows], float)
 
 
 def measure_goodput(rows: Sequence[Mapping[str, Any]], replaced: Collection[int] = ()) -> Goodput:
-    """Sums the time of all rows by part; `replaced` rows count as lost."""
+    """Sums the time of a run by part.
+
+    Args:
+      rows: All rows of events.jsonl.
+      replaced: Indices of rows that a rollback has replaced; their time is lost.
+    """
     parts = dict.fromkeys(PARTS, 0.0)
     by_attempt: dict[int, list[Mapping[str, Any]]] = {}
     for index, row in enumerate(rows):
         by_attempt.setdefault(row["restart"], []).append(row)
         for part, seconds in _parts_of(row, index in replaced):
             parts[part] += seconds
-    kept = [row for index, row in enumerate(rows) if index not in replaced]
-    skipped = _skipped_seconds(kept)
+    kept_rows = [row for index, row in enumerate(rows) if index not in replaced]
+    skipped = _skipped_seconds(kept_rows)
     parts["useful"] -= skipped
-    parts["lost"] += skipped + sum(_recomputed_seconds(own[0]) for own in by_attempt.values())
+    parts["lost"] += skipped + sum(
+        _recomputed_seconds(rows_of_attempt[0]) for rows_of_attempt in by_attempt.values()
+    )
     attempts, other = _attempts(by_attempt)
     parts["other"] += other
     return Goodput(parts, attempts)
 
 
 def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, float]]:
+    """Returns which parts the time of a row belongs to, in seconds."""
     seconds = row.get("seconds") or 0.0
     if is_replaced or row["event"] in ("step_skipped", "record_skipped"):
         return [("lost", seconds)]
@@ -98,6 +124,7 @@ def _parts_of(row: Mapping[str, Any], is_replaced: bool) -> list[tuple[str, floa
 
 
 def _skipped_seconds(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds of steps whose update was skipped."""
     skips = collections.Counter[int | None]()
     total = 0.0
     for row in rows:
@@ -119,7 +146,7 @@ def _recomputed_seconds(first_row: Mapping[str, Any]) -> float:
 
 def _attempts(by_attempt: dict[int, list[Mapping[str, Any]]]) -> tuple[tuple[Launch, ...], float]:
     """Returns the attempts, and their time without rows."""
-    found: list[Launch] = []
+    launches: list[Launch] = []
     other = pending = 0.0
     next_launch = None
     # Backwards, because each attempt reports the losses of earlier ones.
@@ -134,7 +161,7 @@ def _attempts(by_attempt: dict[int, list[Mapping[str, Any]]]) -> tuple[tuple[Lau
         in_gap = 0.0 if stopped else min(pending, gap)
         in_attempt = min(pending - in_gap, unnamed)
         other += unnamed - in_attempt
-        found.append(Launch(number, rows[0], launched, ended - launched + in_gap, gap - in_gap))
+        launches.append(Launch(number, rows[0], launched, ended - launched + in_gap, gap - in_gap))
         pending += _recomputed_seconds(rows[0]) - in_gap - in_attempt
         next_launch = launched
-    return tuple(reversed(found)), other
+    return tuple(reversed(launches)), other

@@ -1,4 +1,8 @@
-"""events.jsonl and metrics.jsonl, crash-safe and cut back by a resume."""
+"""events.jsonl and metrics.jsonl: files of JSON rows that survive crashes.
+
+A run that resumes at step s repeats steps that the killed one had recorded, so opening a file
+removes the rows of step s and later. A rollback does the same to metrics.jsonl.
+"""
 
 import contextlib
 import itertools
@@ -33,9 +37,13 @@ class JsonlFile(Sink):
     """
 
     def __init__(self, path: str | epath.Path, keep: Keep | None, segment_bytes: int = 4 << 20):
-        """Opens the file; drops malformed rows and those without `keep`.
+        """Opens the file; drops malformed rows and those that `keep` refuses.
 
-        `keep` None keeps all rows, for a file shared by runs.
+        Args:
+          path: Path of the first segment, local or in an object store.
+          keep: Gets a row and returns whether it stays. None keeps all rows, for a file shared by
+            runs.
+          segment_bytes: Size after which a new segment begins in an object store.
         """
         self.path = epath.Path(path)
         self._segment_bytes = segment_bytes
@@ -54,7 +62,8 @@ class JsonlFile(Sink):
 
     def _begin(self, number: int, content: bytes = b"") -> None:
         """Opens a segment, or the local copy of one in a bucket."""
-        self._number, segment = number, _segment(self.path, number)
+        segment = _segment(self.path, number)
+        self._number = number
         self._local = segment
         if is_object_store_path(self.path):
             self._temporary = self._temporary or tempfile.TemporaryDirectory(prefix="records_")
@@ -92,12 +101,12 @@ class JsonlFile(Sink):
             raise
 
     def truncate(self, keep: Keep) -> None:
-        """Atomically removes the newest rows by `keep`."""
+        """Atomically removes the newest rows that `keep` refuses."""
         self._write_out()
         _drop(self._local, keep)
-        replaced = self._file
+        replaced_file = self._file
         self._open_local()
-        replaced.close()
+        replaced_file.close()
         if self._number and not self._last:
             # Older segments may have rows to remove.
             self.close()
@@ -106,7 +115,8 @@ class JsonlFile(Sink):
     def append(self, row: Mapping[str, Any]) -> None:
         """Adds a row; NaN and infinity become null.
 
-        Raises OSError if it cannot be written now. The next call tries again.
+        Raises:
+          OSError: If it cannot be written now. The next call tries again.
         """
         self._last = _line(row)
         self._unwritten += f"{self._last}\n".encode()
@@ -117,29 +127,33 @@ class JsonlFile(Sink):
         """The last row; empty if there is none, or if it is in a full segment."""
         return json.loads(self._last) if self._last else {}
 
-    def amend(self, more: Mapping[str, Any]) -> None:
-        """Adds fields to the newest row of a file with a single writer."""
-        old = f"{self._last}\n".encode()
-        self._last = _line({**self.newest, **more})
-        new = f"{self._last}\n".encode()
+    def amend(self, fields: Mapping[str, Any]) -> None:
+        """Adds fields to the newest row of a file with a single writer.
+
+        Raises:
+          OSError: If it cannot be written now. The next call of any method tries again.
+        """
+        old_row = f"{self._last}\n".encode()
+        self._last = _line({**self.newest, **fields})
+        new_row = f"{self._last}\n".encode()
         if self._unwritten:  # ends in the old row, whole or in part
-            start = len(self._unwritten) - len(old)
+            start = len(self._unwritten) - len(old_row)
             if start >= 0:
-                self._unwritten = self._unwritten[:start] + new
+                self._unwritten = self._unwritten[:start] + new_row
                 self._write_out()
                 return
             self._write_out()
         # The new row is longer, so one write replaces the old one.
         with self._naming_file(), open(self._local, "r+b", buffering=0) as file:
-            position = file.seek(-len(old), os.SEEK_END)
+            position = file.seek(-len(old_row), os.SEEK_END)
             try:
-                written = file.write(new)
+                written = file.write(new_row)
             except OSError:
                 written = 0
                 raise
             finally:
-                if written < len(new):  # it is appended as a whole
-                    self._unwritten = new
+                if written < len(new_row):  # it is appended as a whole
+                    self._unwritten = new_row
                     file.truncate(position)
         self._write_out()
 
@@ -156,15 +170,17 @@ class JsonlFile(Sink):
         if content != self._uploaded:
             self._uploads[-1].write(lambda: content)
             self._uploaded = content
-        for upload in [full for full in self._uploads[:-1] if full.is_durable]:
-            upload.close(time.monotonic())
-            self._uploads.remove(upload)
+        for upload in self._uploads[:-1]:  # of full segments
+            if upload.is_durable:
+                upload.close(time.monotonic())
+                self._uploads.remove(upload)
         if len(content) >= self._segment_bytes:
             self._file.close()
             os.unlink(self._local)  # its upload holds the content
             self._begin(self._number + 1)
 
     def wait_durable(self, until: float) -> None:
+        """Waits for uploads to an object store; there are none of a local file."""
         for upload in self._uploads:
             upload.wait_durable(until)
 
@@ -184,11 +200,24 @@ class JsonlFile(Sink):
 
 
 class EventFile(JsonlFile):
-    """Appends each event as a row; `lost` is the cost of removed rows."""
+    """Appends each event as a row of events.jsonl.
+
+    Attributes:
+      restart: Starts of the program in this folder before this one.
+      lost: Cost of the removed rows, which this start repeats: {"steps": n, "seconds": {phase: s}}.
+    """
 
     def __init__(self, folder: epath.Path, first_step: int, *, first_evaluation: int | None = None):
-        """Opens the file; removes rows from `first_step` on."""
-        first_of = {"evaluation": first_step if first_evaluation is None else first_evaluation}
+        """Opens the file and removes the rows that this start repeats.
+
+        Args:
+          folder: The folder of the run.
+          first_step: The first step of this start.
+          first_evaluation: The step after which it evaluates first, if that is not `first_step` or
+            later: one that makes up for an evaluation begins a step earlier.
+        """
+        if first_evaluation is None:
+            first_evaluation = first_step
         self.restart = 0
         self.lost: dict[str, Any] = {"steps": 0, "seconds": {}}
 
@@ -197,8 +226,8 @@ class EventFile(JsonlFile):
                 return False  # not an event of this program
             if row["event"] in ("start", "resume"):
                 self.restart += 1
-            first = first_of.get(row["event"], first_step)
-            if row["event"] not in REPEATED or (row.get("step") or 0) < first:
+            first_removed = first_evaluation if row["event"] == "evaluation" else first_step
+            if row["event"] not in REPEATED or (row.get("step") or 0) < first_removed:
                 return True
             seconds = self.lost["seconds"]
             phase = str(row.get("phase"))
@@ -210,6 +239,7 @@ class EventFile(JsonlFile):
         super().__init__(folder / EVENTS_FILE, keep)
 
     def write(self, event: Event) -> None:
+        """Appends the event."""
         self.append(event.row())
 
 
@@ -220,9 +250,14 @@ class MetricsFile(JsonlFile):
     """
 
     def __init__(self, folder: epath.Path, metrics_file: str, run_name: str, first_step: int):
-        """Opens the file and removes this run's rows from `first_step` on.
+        """Opens the file and removes the rows from `first_step` on.
 
-        Not from a `metrics_file`, which other runs may write: repeated steps occur twice there.
+        Args:
+          folder: The folder of the run, for metrics.jsonl.
+          metrics_file: Path of a file that other runs may write, too, in place of metrics.jsonl; ""
+            for none. Nothing is removed there, so repeated steps occur twice.
+          run_name: Stored in each row.
+          first_step: The first step of this start.
         """
         self._run_name = run_name
         self._is_shared = bool(metrics_file)
@@ -233,12 +268,16 @@ class MetricsFile(JsonlFile):
         return lambda row: row.get("step", -1) < step
 
     def write(self, event: Event) -> None:
+        """Appends a step, adds an evaluation to its step, and removes what is rolled back."""
         if event.kind == "rollback" and not self._is_shared:
             self.truncate(self._before(event.fields["restored_step"]))
         elif event.kind in ("step", "evaluation"):
             prefix = "" if event.kind == "step" else "eval/"
-            fields = event.fields.items()
-            tags = {name: v for name, v in fields if "/" in name and name.startswith(prefix)}
+            tags = {
+                name: value
+                for name, value in event.fields.items()
+                if "/" in name and name.startswith(prefix)
+            }
             joins = event.kind == "evaluation" and not self._is_shared
             if joins and self.newest.get("step") == event.step:
                 self.amend(tags)
@@ -257,12 +296,14 @@ def _segments(path: epath.Path) -> Iterator[epath.Path]:
 
 
 def _drop(path: epath.Path | pathlib.Path, keep: Keep) -> None:
-    """Atomically removes malformed rows and those without `keep`."""
-    if path.exists():
-        content = path.read_bytes()
-        kept = b"".join(line + b"\n" for line, row in _rows(content.split(b"\n")) if keep(row))
-        if kept != content:
-            atomic_write_bytes(path, kept)
+    """Atomically removes malformed rows and those that `keep` refuses."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    lines = [line + b"\n" for line, row in _rows(content.split(b"\n")) if keep(row)]
+    new_content = b"".join(lines)
+    if new_content != content:
+        atomic_write_bytes(path, new_content)
 
 
 def last_change(path: str | epath.Path) -> float:
@@ -283,35 +324,14 @@ def stream_rows(path: str | epath.Path) -> Iterator[dict[str, Any]]:
 
 
 def _rows(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Yields each line that is a JSON object, and the object."""
     for line in lines:
         try:
             row = json.loads(line.decode())  # otherwise json guesses the encoding
         except (ValueError, RecursionError):
             continue  # truncated by a crash, damaged, or empty
         if isinstance(row, dict):
-            is_earlier = isinstance(row.get("event"), str) and "attempt" in row
-            yield line, _current_event(row) if is_earlier else row
-
-
-# Names in events of earlier versions, read for one release.
-_KINDS = {"rewind": "rollback", "retry": "data_retry"}
-_PHASES = {"start_up": "startup", "finish": "shutdown"}
-_FIELDS = {
-    "attempt": "restart",
-    "unigram_entropy": "unigram_entropy_nats",
-    "to": "restored_step",
-    "noticed": "detected_step",
-    "began": "onset_step",
-}
-
-
-def _current_event(row: dict[str, Any]) -> dict[str, Any]:
-    kind = row["event"]
-    phase = row.get("phase")
-    if kind == "skip":
-        kind = "record_skipped" if row.pop("what", "") == "record" else "step_skipped"
-    row = {_FIELDS.get(name, name): value for name, value in row.items()}
-    return {**row, "event": _KINDS.get(kind, kind), "phase": _PHASES.get(str(phase), phase)}
+            yield line, row
 
 
 def _line(row: Mapping[str, Any]) -> str:

@@ -1,9 +1,14 @@
-"""Detects runs with a final loss worse than an untrained model's."""
+"""Detects runs with a final loss worse than an untrained model's.
+
+Such a run ends with plausible numbers and an exit code of 0 otherwise. The difficulty is noise: a
+short run on small batches must not count as diverged, so each comparison has a margin that grows
+with the measured scatter of the losses.
+"""
 
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 _WINDOW = 9  # reports whose median is the current loss: a spike of four hardly moves it
@@ -47,7 +52,13 @@ class LossTrend:
     """
 
     def __init__(self, baseline: float | None = None, state: Mapping[str, Any] | None = None):
-        """Starts or resumes from `state`; `baseline` is in nats per token."""
+        """Starts a trend, or resumes one.
+
+        Args:
+          baseline: Loss of a model that knows only how often each token occurs (unigram entropy),
+            in nats per token; None if there is none to compare with.
+          state: The property `state` of an earlier trend.
+        """
         state = state or {}
         self._baseline = baseline
         self._first: float | None = state.get("first")
@@ -56,15 +67,19 @@ class LossTrend:
         self._highest = _number(state.get("highest"), -math.inf)
         self._reports = int(state.get("reports", 0))
         losses = [_number(loss) for loss in state.get("last", ())]
-        # Earlier versions saved losses only.
-        steps = state.get("last_steps") or [1] * len(losses)
-        self._last = [_Report(*report) for report in zip(losses, steps, strict=True)]
+        steps = state.get("last_steps", ())
+        self._last = [
+            _Report(loss=loss, steps=num_steps)
+            for loss, num_steps in zip(losses, steps, strict=True)
+        ]
         self._early_scatter: float | None = state.get("early_scatter")
 
     def add(self, loss: float | None, steps: int = 1) -> None:
-        """Records a loss in nats per token, the mean over `steps` steps.
+        """Records a reported loss.
 
-        None or NaN counts as infinite.
+        Args:
+          loss: Mean over the steps, in nats per token. None or NaN counts as infinite.
+          steps: Number of steps that it is the mean of.
         """
         loss = math.inf if loss is None or not math.isfinite(loss) else loss
         steps = max(steps, 1)
@@ -77,24 +92,18 @@ class LossTrend:
             self._early_scatter = _scatter(self._last, _MIN_DIFFERENCES)
         # The extremes of fewer reports would be those of single losses.
         if len(self._last) >= _WINDOW:
-            now = self._now()
-            self._lowest = min(self._lowest, now)
-            self._highest = max(self._highest, now)
-
-    def add_rows(
-        self, rows: Iterable[Mapping[str, Any]], tag: str = "learning/lm_loss"
-    ) -> "LossTrend":
-        for row in rows:
-            if tag in row and not row.get("learning/skipped"):
-                self.add(row[tag], row.get("updates") or 1)
-        return self
+            current = self._current()
+            self._lowest = min(self._lowest, current)
+            self._highest = max(self._highest, current)
 
     def roll_back(self) -> None:
+        """Forgets the last reports, which a rollback has undone, but not the lowest loss."""
         self._last = []
         self._highest = -math.inf
 
     @property
     def state(self) -> dict[str, Any]:
+        """All that the trend depends on, as JSON values; infinity is None."""
         return {
             "first": self._first,
             "first_steps": self._first_steps,
@@ -113,16 +122,16 @@ class LossTrend:
         baseline = self._baseline
         if first is None or len(self._last) < 2:
             return ""
-        now = self._now()
-        ended = f"the training loss ended at {now:.3f}, above"
-        if now > first + self._margin(_DEVIATIONS_OF_LAST, self._first_steps):
+        current = self._current()
+        ended = f"the training loss ended at {current:.3f}, above"
+        if current > first + self._margin(_DEVIATIONS_OF_LAST, self._first_steps):
             return f"{ended} its first value {first:.3f}"
         newest = self._last[-_WINDOW:]
         steps_of_median = statistics.median(report.steps for report in newest)
         margin = self._margin(_DEVIATIONS_OF_MEDIANS, steps_of_median)
-        if baseline is not None and now > baseline + margin:
+        if baseline is not None and current > baseline + margin:
             ended += f" the unigram baseline of {baseline:.3f}, "
-            if self._lowest < baseline and now > self._lowest + margin:
+            if self._lowest < baseline and current > self._lowest + margin:
                 return f"{ended}below which it had been"
             if self._highest > first + self._margin(_DEVIATIONS_OF_HIGHEST, self._first_steps):
                 return f"{ended}after it had risen above its first value"
@@ -144,7 +153,12 @@ class LossTrend:
         return median + _OUTLIER_DEVIATIONS * deviation
 
     def _margin(self, deviations: float, steps: float) -> float:
-        """Returns the rise above a mean of `steps` steps that does not count."""
+        """Returns the rise above a mean of `steps` steps that does not count, in nats.
+
+        Args:
+          deviations: Standard deviations that noise may explain.
+          steps: Steps in the mean that the loss is compared with.
+        """
         first = abs(self._first or 0.0)
         noise = deviations * self._step_scatter() / math.sqrt(steps)
         noise = min(noise, max(first, _EARLY_LOSS_RISE))
@@ -162,7 +176,12 @@ class LossTrend:
             return min(measured)
         return max(_ASSUMED_SCATTER, _scatter(self._last, _MIN_ROUGH_DIFFERENCES) or 0.0)
 
-    def _now(self) -> float:
+    def _current(self) -> float:
+        """Returns the current loss: the median of the last reports, at most nine.
+
+        Of fewer than 17 reports in all, only the newer half counts: the older ones are of a model
+        that had learned less.
+        """
         newest = self._last[-_WINDOW:]
         half = max(1, math.ceil(self._reports / 2))
         return statistics.median(report.loss for report in newest[-half:])

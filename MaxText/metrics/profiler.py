@@ -1,4 +1,4 @@
-"""Profiler trace of some steps, for TensorBoard, and memory in use."""
+"""A profiler trace of some steps, for TensorBoard, and the memory in use."""
 
 import contextlib
 import pathlib
@@ -20,6 +20,13 @@ class StepProfiler:
     """Traces some steps on process 0, if `profiler` is set."""
 
     def __init__(self, monitoring: MonitoringConfig, folder: Any, first_step: int):
+        """Plans the trace of this start.
+
+        Args:
+          monitoring: Says whether to trace, how many steps, and how many to skip before.
+          folder: TensorBoard's folder, which gets the trace.
+          first_step: The first step of this start.
+        """
         self._folder = str(folder)
         active = monitoring.profiler == "xplane" and jax.process_index() == 0
         self._start = first_step + monitoring.profiler_window.skip if active else None
@@ -42,6 +49,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
+        """Ends the trace if it is still going on."""
         if self._tracing:
             jax.profiler.stop_trace()
             self._tracing = False
@@ -49,13 +57,19 @@ class StepProfiler:
 
 def memory_row() -> dict[str, float]:
     """Returns GiB in use and their peak on the fullest device, or of the CPU."""
-    stats = [found for device in jax.local_devices() if (found := device.memory_stats())]
-    is_cpu = not stats and _PROCESS_STATUS.exists()
-    status = _PROCESS_STATUS.read_text(encoding="utf-8", errors="replace").split() if is_cpu else []
+    stats_of_devices = []
+    for device in jax.local_devices():
+        stats = device.memory_stats()
+        if stats:  # CPU devices have none
+            stats_of_devices.append(stats)
+    status: list[str] = []
+    if not stats_of_devices and _PROCESS_STATUS.exists():
+        status = _PROCESS_STATUS.read_text(encoding="utf-8", errors="replace").split()
     row = {}
     for tag, key, field in _MEMORY:
+        sizes = [stats[key] for stats in stats_of_devices if key in stats]
         if field in status:
             row[tag] = int(status[status.index(field) + 1]) / 2**20
-        elif sizes := [found[key] for found in stats if key in found]:
+        elif sizes:
             row[tag] = max(sizes) / 2**30
     return row

@@ -16,7 +16,6 @@ from MaxText.errors import UserError
 from MaxText.metrics.events import EVENTS_FILE
 from MaxText.metrics.goodput import Goodput, measure_goodput
 from MaxText.metrics.json_lines import last_change, read_rows
-from MaxText.metrics.loss_trend import LossTrend
 from MaxText.storage.paths import parse_path
 
 CONFIG_FILE = "config.yml"
@@ -37,9 +36,26 @@ _MIN_REPORTS = 9  # minimum number of reports in the mean training loss
 
 @dataclasses.dataclass(frozen=True)
 class RunHistory:
-    """Recorded data of a run; rows are those of events.jsonl.
+    """Recorded data of a run.
 
-    `facts` is the newest start or resume row, `events` all rows except steps and evaluations.
+    Rows are those of events.jsonl, without those that a rollback has replaced.
+
+    Attributes:
+      folder: The run folder.
+      name: The run's name.
+      config: Keys of config.yml; empty without that file.
+      facts: The newest start or resume row.
+      steps: Rows of reported steps.
+      evaluations: Rows of evaluations.
+      events: All other rows.
+      state: What became of the run.
+      goodput: Its time, by part.
+      tokens: Training tokens, without those of ancestors.
+      flops: Training FLOPs, without those of ancestors.
+      inherited_tokens: Training tokens of ancestors; 0 if unknown.
+      inherited_flops: Training FLOPs of ancestors; 0 if unknown.
+      last_step: The last step with a row; None without one.
+      final_loss: Loss of the last evaluation, as the objective defines it; None without one.
     """
 
     folder: epath.Path
@@ -51,12 +67,12 @@ class RunHistory:
     events: list[dict[str, Any]]
     state: State
     goodput: Goodput
-    tokens: float  # of training, without those of ancestors
+    tokens: float
     flops: float
-    inherited_tokens: float  # training tokens of ancestors; 0 if unknown
+    inherited_tokens: float
     inherited_flops: float
     last_step: int | None
-    final_loss: float | None  # of the last evaluation, as the objective defines it
+    final_loss: float | None
 
     @property
     def objective_in_nats(self) -> bool:
@@ -78,27 +94,29 @@ class RunHistory:
 
     @property
     def training_loss(self) -> tuple[float, int] | None:
-        """Mean loss of the last 1/25 of the reports (9 at least), and its steps."""
+        """Mean loss of the last 1/25 of the reports (9 at least), and its number of steps."""
         last = self.steps[-max(len(self.steps) // 25, _MIN_REPORTS) :]
         counted = [
             (row[self.loss_tag], row.get("updates") or 1)
             for row in last
             if row.get(self.loss_tag) is not None and not row.get("learning/skipped")
         ]
+        if not counted:
+            return None
         updates = sum(count for _, count in counted)
-        return (sum(loss * n for loss, n in counted) / updates, updates) if counted else None
+        return sum(loss * count for loss, count in counted) / updates, updates
 
     @property
     def loss_kind(self) -> str:
         """Description of the loss; losses of different kinds are not comparable."""
         objective = str(self.config.get("loss_type", "cross_entropy"))
         alpha = self.config.get("entmax_alpha")
-        words = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
-        return self._kind(words.get(objective, objective))
+        names = {"cross_entropy": "cross-entropy", "entmax": f"entmax, alpha {alpha}"}
+        return self._kind(names.get(objective, objective))
 
     @property
     def lm_loss_kind(self) -> str:
-        """Description of `final_lm_loss`, as `loss_kind`."""
+        """Description of `final_lm_loss`, as `loss_kind` of `final_loss`."""
         return self._kind("cross-entropy")
 
     def _kind(self, kind: str) -> str:
@@ -111,13 +129,20 @@ class RunHistory:
 def trained_loss_tag(objective_in_nats: bool) -> str:
     """Returns the tag of the training loss that is compared with the validation loss.
 
+    Args:
+      objective_in_nats: Whether the objective is a cross entropy.
+
     The cross entropy leaves out auxiliary losses. Other objectives are reported as a whole.
     """
     return "learning/lm_loss" if objective_in_nats else "learning/loss"
 
 
 def read_run(folder: str | PathLike[str]) -> RunHistory:
-    """Reads a run, ignoring a partial last line."""
+    """Reads a run, ignoring a partial last line.
+
+    Raises:
+      UserError: The folder is not that of a run, or its record is damaged.
+    """
     path = parse_path(str(folder), "RUN")
     file = path / EVENTS_FILE
     if not file.exists():
@@ -131,23 +156,20 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
     rows = read_rows(file)
     _check_rows(rows, file)
     replaced = _replaced(rows)
-    kept = [row for index, row in enumerate(rows) if index not in replaced]
-    facts = [row for row in kept if row["event"] in ("start", "resume")][-1]
-    steps, evaluations = (
-        [row for row in kept if row["event"] == kind] for kind in ("step", "evaluation")
-    )
-    if raised := [row for row in kept if row["event"] == "peak_measured"]:
-        peaks = {name: raised[-1][name] for name in ("peak_tflops", "peak_source")}
-        if (facts.get("peak_tflops") or 0.0) < peaks["peak_tflops"]:
-            facts = {**facts, **peaks}
-    steps = [_with_possible_mfu(row, facts.get("peak_tflops")) for row in steps]
-    state = _state(rows, silent_for=time.time() - changed)
-    # Earlier versions record a run as completed whatever its loss was.
-    entropy = facts.get("unigram_entropy_nats")
-    tag = trained_loss_tag(facts.get("objective_in_nats", True))
-    if state == "completed" and LossTrend(entropy).add_rows(steps, tag).diverged:
-        state = "diverged"
-    last = (*steps[-1:], *evaluations[-1:])
+    standing_rows = [row for index, row in enumerate(rows) if index not in replaced]
+    facts = [row for row in standing_rows if row["event"] in ("start", "resume")][-1]
+    evaluations = [row for row in standing_rows if row["event"] == "evaluation"]
+    peak_corrections = [row for row in standing_rows if row["event"] == "peak_measured"]
+    if peak_corrections:
+        peak = {name: peak_corrections[-1][name] for name in ("peak_tflops", "peak_source")}
+        if (facts.get("peak_tflops") or 0.0) < peak["peak_tflops"]:
+            facts = {**facts, **peak}
+    steps = [
+        _with_possible_mfu(row, facts.get("peak_tflops"))
+        for row in standing_rows
+        if row["event"] == "step"
+    ]
+    last_rows = (*steps[-1:], *evaluations[-1:])
     inherited = (facts.get("lineage") or [{}])[-1]
     return RunHistory(
         folder=path,
@@ -156,24 +178,24 @@ def read_run(folder: str | PathLike[str]) -> RunHistory:
         facts=facts,
         steps=steps,
         evaluations=evaluations,
-        events=[row for row in kept if row["event"] not in ("step", "evaluation")],
-        state=state,
+        events=[row for row in standing_rows if row["event"] not in ("step", "evaluation")],
+        state=_state(rows, silent_for=time.time() - changed),
         goodput=measure_goodput(rows, replaced),
-        tokens=max((row.get("progress/tokens") or 0.0 for row in last), default=0.0),
-        flops=max((row.get("progress/flops") or 0.0 for row in last), default=0.0),
+        tokens=max((row.get("progress/tokens") or 0.0 for row in last_rows), default=0.0),
+        flops=max((row.get("progress/flops") or 0.0 for row in last_rows), default=0.0),
         inherited_tokens=inherited.get("tokens") or 0.0,
         inherited_flops=inherited.get("flops") or 0.0,
         # A run whose end was made up for after a kill may have an evaluation only.
-        last_step=max((row["step"] for row in last), default=None),
+        last_step=max((row["step"] for row in last_rows), default=None),
         final_loss=evaluations[-1].get("eval/avg_loss") if evaluations else None,
     )
 
 
 def resolve_run_dir(folder: str | PathLike[str]) -> str:
     """Returns the canonical path of a folder, with symlinks resolved."""
-    text = str(folder)
+    path = str(folder)
     # Buckets have no links; epath.Path.resolve follows none.
-    return text.rstrip("/") if "://" in text else os.path.realpath(os.path.expanduser(text))
+    return path.rstrip("/") if "://" in path else os.path.realpath(os.path.expanduser(path))
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
@@ -184,8 +206,11 @@ def _check_rows(rows: Sequence[Mapping[str, Any]], file: epath.Path) -> None:
         kinds |= {"time": int | float, "event": str, "phase": str, "restart": int}
         if row.get("event") in ("step", "evaluation"):
             kinds["step"] = int
-        values = ((name, row.get(name), kind) for name, kind in kinds.items())
-        wrong = [f"{name}={value!r}" for name, value, kind in values if not isinstance(value, kind)]
+        wrong = [
+            f"{name}={row.get(name)!r}"
+            for name, kind in kinds.items()
+            if not isinstance(row.get(name), kind)
+        ]
         if wrong:
             raise UserError(
                 f"{file}: row {number} has {', '.join(wrong)}. Another program or an older version "
@@ -221,8 +246,7 @@ def _replaced(rows: Sequence[Mapping[str, Any]]) -> set[int]:
 def _with_possible_mfu(row: dict[str, Any], peak_tflops: float | None) -> dict[str, Any]:
     """Returns a step's row with its MFU of the newest peak; without one if it is above 1.
 
-    A peak measured while the machine was busy is too low. A run corrects it once a step beats it;
-    earlier versions did not.
+    A peak measured while the machine was busy is too low, for all rows before a step that beat it.
     """
     if row.get("perf/mfu") is None:
         return row

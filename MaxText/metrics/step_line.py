@@ -18,6 +18,7 @@ def perplexity(lm_loss: float) -> float:
 
 
 def shown_perplexity(perplexity: float) -> str:
+    """Formats a perplexity, however large it is."""
     return f"{perplexity:.3f}" if perplexity < 1e6 else f"{perplexity:.3e}"
 
 
@@ -37,11 +38,14 @@ def step_row(
 ) -> dict[str, float]:
     """Returns the numbers of a train step, under MaxText's tags.
 
-    `metrics` are the scalars of the step: loss, total_weights (target tokens), lm_loss (cross
-    entropy in nats per token), and others. `seconds` is the wall time of a step with the device's
-    work.
-    `tokens`, `tflops` and the peak are per device. An unknown peak is 0 and has no MFU, and neither
-    has one that the step beats.
+    Args:
+      metrics: The scalars of the step: loss, total_weights (target tokens), lm_loss (cross entropy
+        in nats per token), and others.
+      seconds: Wall time of a step with the device's work.
+      tokens: Tokens of a step on one device.
+      tflops: TFLOPs of a step on one device.
+      peak_tflops: Peak TFLOP/s of a device. An unknown one is 0 and has no MFU, and neither has one
+        that the step beats.
     """
     row = {
         f"learning/{_TAGS.get(name, name)}": float(value)
@@ -63,7 +67,13 @@ def step_row(
 
 
 def step_line(step: int, row: Mapping[str, float], seconds_left: float | None = None) -> str:
-    """Returns MaxText's line for scripts, plus additional fields."""
+    """Returns MaxText's line for scripts, plus additional fields.
+
+    Args:
+      step: The reported step.
+      row: Its numbers, of `step_row`.
+      seconds_left: Estimated seconds until the end of the run; None leaves them out.
+    """
     parts = [
         f"completed step: {step}",
         f"seconds: {row['perf/step_time_seconds']:.3f}",
@@ -93,15 +103,20 @@ def compact_step_line(
     step: int,
     row: Mapping[str, float],
     num_steps: int,
-    left: float,
+    seconds_left: float,
     *,
     lm_loss_beside: bool = False,
 ) -> str:
-    """Returns a line of at most 80 columns, for a run with `left` seconds left.
+    """Returns a line of at most 80 columns.
 
     Of what does not fit, the gradient norm is left out first, then the MFU, then the learning rate.
-    Tokens per second are those of a device. `lm_loss_beside` shows the cross entropy beside an
-    objective that is none.
+
+    Args:
+      step: The reported step.
+      row: Its numbers, of `step_row`. Tokens per second are those of a device.
+      num_steps: Steps of the run.
+      seconds_left: Estimated seconds until its end.
+      lm_loss_beside: Shows the cross entropy beside an objective that is none.
     """
     done = f"step {step + 1}/{num_steps}"
     parts = {"step": done, "loss": f"loss {row['learning/loss']:.4f}"}
@@ -117,7 +132,7 @@ def compact_step_line(
         parts["mfu"] = f"mfu {row['perf/mfu']:.0%}"
     if row.get("learning/skipped"):
         parts["skipped"] = "skipped"
-    parts["left"] = f"eta {format_duration(left).removeprefix('0:').removeprefix('0')}"
+    parts["left"] = f"eta {format_duration(seconds_left).removeprefix('0:').removeprefix('0')}"
     # As wide as it will be at the end, so that the same numbers are shown all the time.
     spare = len(f"step {num_steps}/{num_steps}") - len(done)
     for name in ("grad_norm", "mfu", "lr", "lm_loss"):
@@ -129,16 +144,27 @@ def compact_step_line(
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationReport:
-    """Report of one pass over held-out data."""
+    """Report of one pass over held-out data.
+
+    Attributes:
+      step: The last completed training step.
+      total_loss: Sum over targets, as the objective defines it.
+      total_weights: Number of target tokens.
+      num_batches: Number of batches.
+      seconds: Wall time.
+      correct: Number of targets that were the argmax; None if not counted.
+      has_perplexity: Whether `total_loss` is a cross entropy, in nats.
+      total_nats: Sum of the cross entropy beside an objective that is none; None if unknown.
+    """
 
     step: int
-    total_loss: float  # sum over targets, as the objective defines it
-    total_weights: float  # number of target tokens
+    total_loss: float
+    total_weights: float
     num_batches: int
     seconds: float
-    correct: float | None = None  # targets that were the argmax; None if not counted
-    has_perplexity: bool = True  # whether `total_loss` is a cross entropy, in nats
-    total_nats: float | None = None  # of the cross entropy beside an objective that is none
+    correct: float | None = None
+    has_perplexity: bool = True
+    total_nats: float | None = None
 
     @property
     def loss(self) -> float:
@@ -150,29 +176,33 @@ class EvaluationReport:
         """Mean cross entropy in nats per token; NaN without targets."""
         if self.has_perplexity:
             return self.loss
-        return (
-            None if self.total_nats is None else self.total_nats / (self.total_weights or math.nan)
-        )
+        if self.total_nats is None:
+            return None
+        return self.total_nats / (self.total_weights or math.nan)
 
     @property
     def masked_accuracy(self) -> float | None:
+        """Share of targets that were the argmax; NaN without targets, None if not counted."""
         return None if self.correct is None else self.correct / (self.total_weights or math.nan)
 
     def line(self) -> str:
-        shown = ""
+        """Returns MaxText's line for scripts, plus additional fields."""
+        parts = [f"Completed eval after train step {self.step}", f"loss={self.loss:.3f}"]
         if self.lm_loss is not None:
             if not self.has_perplexity:
-                shown += f", lm_loss={self.lm_loss:.3f}"
-            shown += f", perplexity={shown_perplexity(perplexity(self.lm_loss))}"
-        accuracy = self.masked_accuracy
-        return (
-            f"Completed eval after train step {self.step}, loss={self.loss:.3f}{shown}, "
-            f"total_weights={int(self.total_weights)}, batches={self.num_batches}, "
-            f"seconds={self.seconds:.3f}"
-            + ("" if accuracy is None else f", masked_accuracy={accuracy:.4f}")
-        )
+                parts.append(f"lm_loss={self.lm_loss:.3f}")
+            parts.append(f"perplexity={shown_perplexity(perplexity(self.lm_loss))}")
+        parts += [
+            f"total_weights={int(self.total_weights)}",
+            f"batches={self.num_batches}",
+            f"seconds={self.seconds:.3f}",
+        ]
+        if self.masked_accuracy is not None:
+            parts.append(f"masked_accuracy={self.masked_accuracy:.4f}")
+        return ", ".join(parts)
 
     def row(self) -> dict[str, float]:
+        """Returns the numbers of the report, under MaxText's tags."""
         row = {
             "eval/avg_loss": self.loss,
             "eval/total_loss": self.total_loss,
@@ -206,9 +236,13 @@ class Terminal(Sink):
         step_line: str = "auto",
         lm_loss_beside: bool = False,
     ):
-        """Prints nothing yet; "auto" is "compact" on a terminal, else "full".
+        """Prints nothing yet.
 
-        `lm_loss_beside` is as in `compact_step_line`.
+        Args:
+          num_steps: Steps of the run.
+          log: Prints a line.
+          step_line: "compact", "full", or "auto": compact on a terminal, else full.
+          lm_loss_beside: As in `compact_step_line`.
         """
         self._compact = step_line == "compact" or (step_line == "auto" and sys.stdout.isatty())
         self._num_steps = num_steps
@@ -216,6 +250,7 @@ class Terminal(Sink):
         self.line = log
 
     def write(self, event: Event) -> None:
+        """Prints a line for the kinds of events that users wait for, and none for others."""
         fields = event.fields
         if event.kind == "compile":
             shape = f"{fields['rows']} x {fields['length']} tokens"
@@ -241,17 +276,19 @@ class Terminal(Sink):
                 f"{fields['previous_tflops']:.3g}, which a step exceeded ({fields['peak_source']})"
             )
         if event.kind == "step" and event.step is not None:
-            left = fields["perf/step_time_seconds"] * (self._num_steps - 1 - event.step)
+            steps_left = self._num_steps - 1 - event.step
+            seconds_left = fields["perf/step_time_seconds"] * steps_left
             if self._compact:
                 line = compact_step_line(
                     event.step,
                     fields,
                     self._num_steps,
-                    left,
+                    seconds_left,
                     lm_loss_beside=self._lm_loss_beside,
                 )
                 self.line(line)
             else:
-                self.line(step_line(event.step, fields, left))
-        if since := fields.get("seconds_since_launch"):
-            self.line(f"First step after {since:.1f} s")
+                self.line(step_line(event.step, fields, seconds_left))
+        seconds_since_launch = fields.get("seconds_since_launch")
+        if seconds_since_launch:
+            self.line(f"First step after {seconds_since_launch:.1f} s")

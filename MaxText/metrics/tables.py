@@ -12,7 +12,12 @@ ABSENT = "-"
 def parameter_table(
     parameters: Mapping[str, Any], sharding_of: Callable[[str], str] | None = None
 ) -> str:
-    """Returns a table of parameters; repeated layers share a row."""
+    """Returns a table of parameters; repeated layers share a row.
+
+    Args:
+      parameters: Name -> an object with `shape` and `dtype`.
+      sharding_of: Name -> a description of the parameter's sharding, for one more column.
+    """
     groups: dict[tuple[str, int, str], list[str]] = {}
     for name, parameter in parameters.items():
         pattern = "/".join("*" if part.isdigit() else part for part in name.split("/"))
@@ -31,8 +36,13 @@ def parameter_table(
         name = names[0] if len(names) == 1 else f"{pattern}  x{len(names)}"
         # Of equal rank: "64 x 8..24".
         sizes = zip(*(parameters[name].shape for name in names), strict=True)
-        spans = [f"{min(s)}..{max(s)}" if len({*s}) > 1 else str(s[0]) for s in sizes]
-        shape = " x ".join(spans) or "scalar"
+        ranges = [
+            f"{min(axis_sizes)}..{max(axis_sizes)}"
+            if len({*axis_sizes}) > 1
+            else str(axis_sizes[0])
+            for axis_sizes in sizes
+        ]
+        shape = " x ".join(ranges) or "scalar"
         rows.append([name, shape, dtype, f"{count:,}", share(count, num_parameters)])
         if sharding_of is not None:
             rows[-1].append(" or ".join(dict.fromkeys(map(sharding_of, names))))
@@ -52,24 +62,32 @@ def format_table(
 ) -> str:
     """Returns aligned columns, with rules around the rows.
 
-    `right` are the right-aligned columns, by default all but the first.
+    Args:
+      header: Titles of the columns.
+      rows: Cells of each row; a row may have fewer than the header.
+      total: The last row, below a rule of its own.
+      right: The right-aligned columns, by default all but the first.
+      max_width: Characters of a line; None for no limit.
     """
     right = range(1, len(header)) if right is None else right
-    table = [header, *rows, *([] if total is None else [total])]
+    table = [header, *rows]
+    if total is not None:
+        table.append(total)
     widths = [
-        max((len(row[i]) for row in table if i < len(row)), default=0) for i in range(len(header))
+        max((len(row[column]) for row in table if column < len(row)), default=0)
+        for column in range(len(header))
     ]
     if max_width is not None:
         # Truncates long names at the start: their ends say more.
-        others = sum(widths[1:]) + 2 * (len(widths) - 1)
-        widths[0] = max(min(widths[0], max_width - others), 12)
+        width_of_others = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[0] = max(min(widths[0], max_width - width_of_others), 12)
     lines = []
-    for first, *rest in table:
-        if len(first) > widths[0]:
-            first = "..." + first[-(widths[0] - 3) :]
+    for name, *numbers in table:
+        if len(name) > widths[0]:
+            name = "..." + name[-(widths[0] - 3) :]
         cells = [
             cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip([first, *rest], widths, strict=False))
+            for column, (cell, width) in enumerate(zip([name, *numbers], widths, strict=False))
         ]
         lines.append("  ".join(cells).rstrip()[:max_width])
     rule = "-" * max(map(len, lines))
@@ -77,9 +95,9 @@ def format_table(
     return "\n".join([lines[0], rule, *body])
 
 
-def share(part: float, whole: float) -> str:
-    """Returns a percentage."""
-    return f"{100 * part / max(whole, 1):.1f}%"
+def share(part: float, total: float) -> str:
+    """Returns a share as a percentage, such as "12.3%"."""
+    return f"{100 * part / max(total, 1):.1f}%"
 
 
 def short_count(number: float, _position: float | None = None) -> str:
@@ -145,6 +163,7 @@ def derived_quantities(rows: Iterable[tuple[str, str, str, Any]]) -> str:
 
 
 def _number(value: Any) -> str:
+    """Formats a value: integers exactly, floats with 4 digits or as integers."""
     if isinstance(value, bool | str):
         return str(value)
     if isinstance(value, int):
@@ -152,10 +171,11 @@ def _number(value: Any) -> str:
     return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def _format(form: str, number: float | None, factor: float = 1) -> str:
+def _format(template: str, number: float | None, factor: float = 1) -> str:
+    """Formats a number, times a factor; ABSENT if it is unknown or not finite."""
     if number is None or not math.isfinite(number):
         return ABSENT
-    return form.format(number * factor)
+    return template.format(number * factor)
 
 
 format_whole = functools.partial(_format, "{:,.0f}")  # 12,345

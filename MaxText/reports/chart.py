@@ -108,6 +108,7 @@ class Chart(NamedTuple):
 
 
 def color_of(index: int) -> str:
+    """Returns a run's color, as #rrggbb."""
     return PALETTE[index % len(PALETTE)]
 
 
@@ -121,7 +122,7 @@ def draw_chart(chart: Chart, axis: Axis, title: str = "") -> bytes | None:
 
     `title` precedes the chart's own.
     """
-    if not any(np.isfinite(each.x[axis.name]).any() for each in chart.series):
+    if not any(np.isfinite(series_to_draw.x[axis.name]).any() for series_to_draw in chart.series):
         return None
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

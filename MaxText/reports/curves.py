@@ -13,6 +13,7 @@ from MaxText.reports.entries import Entry, averaged
 
 Row = Mapping[str, Any]
 Values = Callable[[RunHistory, Sequence[Row]], np.ndarray]  # of rows, float [N], NaN for none
+CurveKind = Literal["smooth", "exact", "dots"]
 
 MAX_POINTS = 1200  # about a screen's columns; more would only slow the page down
 MAX_SMOOTH_POINTS = 400
@@ -28,10 +29,10 @@ class Axes:
         longest = max(run.goodput.running_seconds for run in runs)
         self._seconds, unit = time_unit(longest)  # two units, so that the axis has labels
         inherited = any(run.inherited_tokens or run.inherited_flops for run in runs)
-        words = ", those of ancestors included" if inherited else ""
+        suffix = ", those of ancestors included" if inherited else ""
         axes = (
-            Axis("tokens", f"tokens{words}", "tokens"),
-            Axis("flops", f"floating point operations{words}", "FLOPs"),
+            Axis("tokens", f"tokens{suffix}", "tokens"),
+            Axis("flops", f"floating point operations{suffix}", "FLOPs"),
             Axis("time", f"time running ({unit})", "time"),
             Axis("step", "step", "steps"),
         )
@@ -54,13 +55,22 @@ def curve(
     value: Values,
     *,
     label: str,
-    kind: Literal["smooth", "exact", "dots"],
+    kind: CurveKind,
     color: int | None = None,
 ) -> list[Series]:
     """Returns the series of a quantity for a run or a group.
 
     For a run: its values, with "smooth" faint below their running median. For a group: their mean
     over the seeds with its band, and a thin line per seed unless there are few values ("dots").
+
+    Args:
+        entry: a run or a group of seeds.
+        axes: on which the points are placed.
+        rows_of: the rows of a run with the quantity: its steps or its evaluations.
+        value: of rows.
+        label: in the legend.
+        kind: "smooth" for noisy values, "exact" for others, "dots" for few measurements.
+        color: index of color and dashes; by default the entry's.
     """
     color = entry.color if color is None else color
     raw: list[Series] = []
@@ -68,33 +78,36 @@ def curve(
     for run in entry.runs.values():
         rows = rows_of(run)
         values = value(run, rows)
-        places = axes.places(run, rows)
+        positions = axes.places(run, rows)
 
-        def drawn(kind: Kind, indices: np.ndarray, y: np.ndarray, places=places) -> Series:
-            x = {name: place[indices] for name, place in places.items()}
-            return Series("", entry.label, color, kind, x, y)
+        def series_at(kind: Kind, indices: np.ndarray, y: np.ndarray, positions=positions):
+            x = {name: position[indices] for name, position in positions.items()}
+            return Series(label="", owner=entry.label, color=color, kind=kind, x=x, y=y)
 
-        kept = downsample(values)
-        points = running_median(values) if kind == "smooth" else (kept, values[kept])
-        line = drawn("dots" if kind == "dots" else "line", *points)
+        kept_indices = downsample(values)
+        points = (
+            running_median(values) if kind == "smooth" else (kept_indices, values[kept_indices])
+        )
+        indices, y = points
+        line = series_at("dots" if kind == "dots" else "line", indices, y)
         if np.isfinite(line.y).any():
             lines[id(run)] = line
-            raw.append(drawn("raw", kept, values[kept]))
+            raw.append(series_at("raw", kept_indices, values[kept_indices]))
     if not lines:
         return []
     if not entry.is_group:
         (line,) = lines.values()
         return [*(raw if kind == "smooth" else ()), line._replace(label=label)]
-    known = [lines[id(run)] for run in averaged(entry) if id(run) in lines]
-    mean = _mean(known or list(lines.values()))
-    thin = [each._replace(kind="thin") for each in lines.values() if kind != "dots"]
+    averaged_lines = [lines[id(run)] for run in averaged(entry) if id(run) in lines]
+    mean = _mean(averaged_lines or list(lines.values()))
+    thin = [line_of_seed._replace(kind="thin") for line_of_seed in lines.values() if kind != "dots"]
     return [*thin, mean._replace(label=label)] if mean.y.size else thin
 
 
 def _mean(lines: Sequence[Series]) -> Series:
     """Returns the mean of seeds with its band, until the shortest ends."""
-    known = [np.isfinite(line.y) for line in lines]
-    steps_of = [line.x["step"][there] for line, there in zip(lines, known, strict=True)]
+    is_finite = [np.isfinite(line.y) for line in lines]
+    steps_of = [line.x["step"][mask] for line, mask in zip(lines, is_finite, strict=True)]
     steps = np.unique(np.concatenate(steps_of))
     begin = max(steps[0] for steps in steps_of)
     end = min(steps[-1] for steps in steps_of)
@@ -105,12 +118,14 @@ def _mean(lines: Sequence[Series]) -> Series:
     }
     y_SN = np.stack(
         [
-            np.interp(steps, own, line.y[there])
-            for line, own, there in zip(lines, steps_of, known, strict=True)
+            np.interp(steps, steps_of_line, line.y[mask])
+            for line, steps_of_line, mask in zip(lines, steps_of, is_finite, strict=True)
         ]
     )
-    band = (y_SN.min(0), y_SN.max(0)) if len(lines) > 1 else (None, None)
-    return Series("", lines[0].owner, lines[0].color, lines[0].kind, x, y_SN.mean(0), *band)
+    mean = lines[0]._replace(label="", x=x, y=y_SN.mean(0), low=None, high=None)
+    if len(lines) == 1:
+        return mean
+    return mean._replace(low=y_SN.min(0), high=y_SN.max(0))
 
 
 def column(name: str) -> Values:
@@ -118,25 +133,25 @@ def column(name: str) -> Values:
     return lambda _run, rows: np.array([row.get(name) for row in rows], float)
 
 
-def downsample(values_N: np.ndarray, most: int = MAX_POINTS) -> np.ndarray:
-    """Returns ascending indices of points to draw, at most `most`.
+def downsample(values_N: np.ndarray, max_points: int = MAX_POINTS) -> np.ndarray:
+    """Returns ascending indices of points to draw, at most `max_points`.
 
     Keeps minimum, maximum and the first NaN (so that the gap shows) of equal ranges.
     """
     count = values_N.size
-    if count <= most:
+    if count <= max_points:
         return np.arange(count)
     # Up to three points per range, and both ends.
-    edges = np.linspace(0, count, (most - 2) // 3 + 1).astype(np.int64)
-    kept = [0, count - 1]
+    edges = np.linspace(0, count, (max_points - 2) // 3 + 1).astype(np.int64)
+    indices = [0, count - 1]
     for begin, end in itertools.pairwise(edges):
-        stretch = values_N[begin:end]
-        absent = np.isnan(stretch)
-        if absent.any():
-            kept.append(begin + int(absent.argmax()))
-        if not absent.all():
-            kept += [begin + int(np.nanargmin(stretch)), begin + int(np.nanargmax(stretch))]
-    return np.unique(np.array(kept, np.int64))
+        values = values_N[begin:end]
+        is_nan = np.isnan(values)
+        if is_nan.any():
+            indices.append(begin + int(is_nan.argmax()))
+        if not is_nan.all():
+            indices += [begin + int(np.nanargmin(values)), begin + int(np.nanargmax(values))]
+    return np.unique(np.array(indices, np.int64))
 
 
 def median_window(count: int) -> int:
@@ -150,9 +165,9 @@ def running_median(values_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     half = median_window(values_N.size) // 2
     indices_M = np.unique(np.linspace(0, count - 1, min(count, MAX_SMOOTH_POINTS)).astype(int))
     medians_M = values_N[indices_M]
-    for place in np.flatnonzero(np.isfinite(medians_M)):
+    for position in np.flatnonzero(np.isfinite(medians_M)):
         # The window shrinks on both sides at the steep start, on one side at the flat end.
-        index = indices_M[place]
+        index = indices_M[position]
         reach = min(half, index)
-        medians_M[place] = np.nanmedian(values_N[index - reach : index + reach + 1])
+        medians_M[position] = np.nanmedian(values_N[index - reach : index + reach + 1])
     return indices_M, medians_M

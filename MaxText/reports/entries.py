@@ -30,8 +30,12 @@ class DiscoveredRuns(NamedTuple):
 def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
     """Reads the runs in folders at any depth.
 
-    Groups are those of comparison.json, or of the runs with the same value of a key. Raises
-    UserError for a folder without runs, a named run that cannot be read, or an unknown key.
+    Args:
+        paths: of runs, or of folders that hold some.
+        group_by: key whose values group the runs; by default the groups of comparison.json.
+
+    Raises:
+        UserError: a folder without runs, a named run that cannot be read, or an unknown key.
     """
     runs: dict[str, RunHistory] = {}
     groups: dict[str, list[str]] = {}
@@ -43,12 +47,12 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
             # Without a run inside, reading the folder raises the error.
             inside = list(_folders_of_runs(folder, set())) if folder.is_dir() else []
             inside = inside or [folder]
-            for each in inside:
-                real = resolve_run_dir(each)
+            for run_folder in inside:
+                real = resolve_run_dir(run_folder)
                 try:
-                    runs[real] = runs.get(real) or read_run(each)
+                    runs[real] = runs.get(real) or read_run(run_folder)
                 except UserError as error:
-                    if each == folder:
+                    if run_folder == folder:
                         raise
                     # A run that has just begun must not hide the others.
                     unread.append(f"Skipped: {error}")
@@ -61,8 +65,10 @@ def find_runs(paths: Sequence[str], group_by: str = "") -> DiscoveredRuns:
             raise UserError(
                 f"cannot read {path}: {error.strerror or error}. Check its permissions."
             ) from error
-    found = list(runs.values())
-    return DiscoveredRuns(found, _groups_by_key(found, group_by) if group_by else groups, problems)
+    found_runs = list(runs.values())
+    if group_by:
+        groups = _groups_by_key(found_runs, group_by)
+    return DiscoveredRuns(found_runs, groups, problems)
 
 
 def _groups_by_key(runs: Sequence[RunHistory], key: str) -> dict[str, list[str]]:
@@ -99,7 +105,10 @@ def _groups(folder: epath.Path) -> Mapping[str, list[str]]:
         return {}
     try:
         groups: Any = json.loads(file.read_text(encoding="utf-8"))["groups"]
-        return {name: [str(folder / each) for each in runs] for name, runs in groups.items()}
+        return {
+            name: [str(folder / name_of_run) for name_of_run in runs]
+            for name, runs in groups.items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f'{file} is not of the form {{"groups": {{label: [folder, ...]}}}}: '
@@ -127,9 +136,11 @@ def group_runs(
     names = dict(zip(by_folder, _names(list(by_folder.values())), strict=True))
     entries: dict[str, dict[str, RunHistory]] = {}
     for label, folders in (groups or {}).items():
-        known = [folder for folder in map(resolve_run_dir, folders) if folder in by_folder]
-        if known:
-            entries[label] = {names[folder]: by_folder[folder] for folder in known}
+        folders_with_runs = [
+            folder for folder in map(resolve_run_dir, folders) if folder in by_folder
+        ]
+        if folders_with_runs:
+            entries[label] = {names[folder]: by_folder[folder] for folder in folders_with_runs}
     grouped = {id(run) for members in entries.values() for run in members.values()}
     num_groups = len(entries)
     for folder, run in by_folder.items():
@@ -163,15 +174,17 @@ def differing_keys(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
 def settings(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Returns configurations by run, with what replaced `auto`."""
     runs = {name: run for name, run in all_runs(entries).items() if run.config}
-    # Runs of earlier versions do not say it; `auto` against its value would be no difference.
-    known = all("resolved_keys" in run.facts for run in runs.values())
-    return {
-        name: {**run.config, **((known and run.facts["resolved_keys"]) or {})}
-        for name, run in runs.items()
-    }
+    # A run that has just begun does not say it; `auto` against its value would be no difference.
+    all_resolved = all("resolved_keys" in run.facts for run in runs.values())
+    configs = {}
+    for name, run in runs.items():
+        resolved = run.facts["resolved_keys"] if all_resolved else {}
+        configs[name] = {**run.config, **(resolved or {})}
+    return configs
 
 
 def main_keys_first(key: str) -> int:
+    """Sorts main keys before all others, in their own order."""
     return MAIN_KEYS.index(key) if key in MAIN_KEYS else len(MAIN_KEYS)
 
 
@@ -179,7 +192,8 @@ def alike(entries: Sequence[Entry], fact: Callable[[RunHistory], Any]) -> list[t
     """Returns (names of the runs, value) for each distinct value of a fact."""
     values: dict[str, tuple[list[str], Any]] = {}
     for name, run in all_runs(entries).items():
-        if (value := fact(run)) not in (None, "", {}):
+        value = fact(run)
+        if value not in (None, "", {}):
             names, _ = values.setdefault(json.dumps(value, sort_keys=True), ([], value))
             names.append(name)
     return [(", ".join(names), value) for names, value in values.values()]

@@ -24,6 +24,8 @@ _BORDERS = {"solid": "solid", "dash": "dashed", "dot": "dotted", "dashdot": "dou
 
 
 class PageTable(NamedTuple):
+    """A table of plain texts; all rows have as many cells as the header."""
+
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -37,8 +39,11 @@ class PageTable(NamedTuple):
         """Whether the table has no room on paper with whole words, roughly."""
         header = [text.replace("_", "_ ") for text in self.header]
         columns = zip(self.kinds, header, *self.rows, strict=True)
-        wholes = ([] if kind == "long" else " ".join(texts).split() for kind, *texts in columns)
-        return sum(8 + 5 * max(map(len, words), default=0) for words in wholes) > _PAPER
+        width = 0  # in pixels
+        for kind, *cells in columns:
+            words = [] if kind == "long" else " ".join(cells).split()
+            width += 8 + 5 * max(map(len, words), default=0)
+        return width > _PAPER
 
 
 class Verbatim(NamedTuple):
@@ -81,14 +86,18 @@ def render(
     sections: Sequence[PageSection],
     entries: Sequence[Entry],
     charts: Sequence[Chart],
-    **others: Any,
+    **template_values: Any,
 ) -> str:
     """Returns the page as HTML.
 
-    `others` of page.html: title, made, warnings, axes, links (addresses of the runs' own reports)
-    and refresh (seconds until the page reloads; 0 for never).
+    Args:
+        sections: of the page, in order.
+        entries: runs and groups, for their colors.
+        charts: whose marks are explained.
+        **template_values: of page.html: title, made, warnings, axes, links (addresses of the runs'
+            own reports) and refresh (seconds until the page reloads; 0 for never).
     """
-    program = _own("page.js")
+    program = _resource("page.js")
     library = plotly.offline.get_plotlyjs()
     figures = ",".join(
         f"{json.dumps(plot.name)}:{plot.figure.to_json()}"
@@ -102,17 +111,17 @@ def render(
     environment.filters["breakable"] = _breakable
     runs = all_runs(entries)
     present = {mark.kind for chart in charts for mark in chart.marks}
-    named = [(name, each.color) for each in entries for name in (*each.runs, each.label)]
-    return environment.from_string(_own("page.html")).render(
-        others,
+    colors = {name: entry.color for entry in entries for name in (*entry.runs, entry.label)}
+    return environment.from_string(_resource("page.html")).render(
+        template_values,
         sections=sections,
         entries=entries,
-        colors=dict(named) if len(runs) > 1 else {},  # by label of a run or group
+        colors=colors if len(runs) > 1 else {},  # by label of a run or group
         palette=PALETTE,
         borders=_BORDERS,
         marks=[kind for kind in SYMBOLS if kind in present],
         has_validation=any(run.evaluations for run in runs.values()),
-        style=_own("page.css"),
+        style=_resource("page.css"),
         program=program,
         library=library,
         figures=f"{{{figures}}}",
@@ -123,6 +132,7 @@ def render(
 
 
 def _kind(cells: Sequence[str]) -> str:
+    """Returns the class of a column: "number", "long" for texts that wrap, or ""."""
     filled = [text for text in cells if text]
     if filled and all(text.lstrip("+-")[:1].isdigit() or text == ABSENT for text in filled):
         return "number"
@@ -134,7 +144,8 @@ def _breakable(text: str) -> Markup:
     return Markup(re.sub(r"([_/,=@]+)(?=\w)", r"\1<wbr>", str(escape(text))))
 
 
-def _own(name: str) -> str:
+def _resource(name: str) -> str:
+    """Returns the text of a file of this package."""
     return resources.files("MaxText.reports").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -61,7 +61,7 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             meta={"owner": owner, "kind": "mark", "needs": [f"run {owner}", f"mark {kind}"]},
         )
     for label, level in chart.references:
-        ends = np.stack([[each.x[name][[0, -1]] for name in names] for each in chart.series])
+        ends = np.stack([[line.x[name][[0, -1]] for name in names] for line in chart.series])
         figure.add_scatter(
             customdata=np.stack([np.nanmin(ends, (0, 2)), np.nanmax(ends, (0, 2))], dtype="f4"),
             y=np.full(2, level, np.float32),
@@ -74,19 +74,31 @@ def plot_chart(chart: Chart, axes: Axes) -> Plot:
             meta={"kind": "reference", "needs": []},
         )
     kind = "log" if chart.log_y else "linear"
-    form = _PERCENT if chart.percent else None
-    figure.update_yaxes(type=kind, range=chart.y_range, tickformat=form)
-    size = "wide" if chart.name.startswith("loss") else "folded" if chart.folded else ""
+    tick_format = _PERCENT if chart.percent else None
+    figure.update_yaxes(type=kind, range=chart.y_range, tickformat=tick_format)
+    size = ""
+    if chart.name.startswith("loss"):
+        size = "wide"
+    elif chart.folded:
+        size = "folded"
     subtitle = "; ".join(text for text in (chart.y_title, chart.note) if text)
     if chart.note:
         subtitle += ' ("full range" shows them)'
-    return Plot(chart.name, chart.title, figure, _describe(chart), subtitle, size)
+    return Plot(
+        name=chart.name,
+        title=chart.title,
+        figure=figure,
+        description=_describe(chart),
+        subtitle=subtitle,
+        size=size,
+    )
 
 
 def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence[Any]) -> None:
-    is_loss = chart.name.startswith("loss")
+    """Adds the trace of a curve, with its band if it has one, to a figure."""
     needs = [f"run {series.owner}"]
-    needs += ["validation" if series.kind == "dots" else "training"] if is_loss else []
+    if chart.name.startswith("loss"):
+        needs.append("validation" if series.kind == "dots" else "training")
     meta = {"owner": series.owner, "kind": series.kind, "needs": needs}
     color = color_of(series.color)
     common = {
@@ -116,25 +128,27 @@ def _add_series(figure: go.Figure, chart: Chart, series: Series, names: Sequence
 
 def _describe(chart: Chart) -> str:
     """Returns the text alternative of a chart."""
-    lines = [each for each in chart.series if each.label]
-    words = []
-    for each in lines[:_MAX_DESCRIBED]:
-        y = each.y[np.isfinite(each.y)]
+    lines = [series for series in chart.series if series.label]
+    descriptions = []
+    for series in lines[:_MAX_DESCRIBED]:
+        y = series.y[np.isfinite(series.y)]
         ends = f"from {y[0]:.4g} to {y[-1]:.4g}"
-        words.append(f"{each.label}: {ends}, lowest {y.min():.4g}, highest {y.max():.4g}")
-    words += [f"{len(lines) - _MAX_DESCRIBED} more curves"] if len(lines) > _MAX_DESCRIBED else []
-    return f"{chart.title}. {'; '.join(words)}."
+        descriptions.append(f"{series.label}: {ends}, lowest {y.min():.4g}, highest {y.max():.4g}")
+    num_hidden = len(lines) - _MAX_DESCRIBED
+    if num_hidden > 0:
+        descriptions.append(f"{num_hidden} more curves")
+    return f"{chart.title}. {'; '.join(descriptions)}."
 
 
 def plot_goodput(entries: Sequence[Entry]) -> Plot:
     """Returns a stacked horizontal bar per run with the parts of its time."""
     runs = all_runs(entries)
-    places = list(range(len(runs)))
+    bar_positions = list(range(len(runs)))
     figure = _figure(barmode="stack", showlegend=True, hovermode="closest", legend=_LEGEND)
     for index, (part, label) in enumerate(shown_parts(runs.values()).items()):
         figure.add_bar(
             x=[run.goodput.share(part) for run in runs.values()],
-            y=places,
+            y=bar_positions,
             name=label,
             orientation="h",
             marker_color=color_of(index),
@@ -142,7 +156,7 @@ def plot_goodput(entries: Sequence[Entry]) -> Plot:
         )
     labels = [html.escape(name) for name in runs] if len(runs) > 1 else [""]
     figure.update_xaxes(range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(tickvals=places, ticktext=labels, autorange="reversed")
+    figure.update_yaxes(tickvals=bar_positions, ticktext=labels, autorange="reversed")
     return Plot("goodput", "Goodput", figure, size="wide", height=80 + 28 * len(runs))
 
 
@@ -153,10 +167,12 @@ def plot_hyperparameters(
 
     `keys` maps a key to its value by run. Nothing for fewer than two evaluated runs.
     """
-    runs = all_runs(entries).items()
-    losses = {name: loss for name, run in runs if (loss := run.final_loss) is not None}
+    losses = {}
+    for name, run in all_runs(entries).items():
+        if run.final_loss is not None:
+            losses[name] = run.final_loss
     keys = {
-        key: {name: v if type(v) in (int, float) else str(v) for name, v in values.items()}
+        key: {name: _plottable(value) for name, value in values.items()}
         for key, values in keys.items()
         if not key.endswith("seed")
     }
@@ -178,10 +194,17 @@ def plot_hyperparameters(
             )
         is_numeric = all(type(value) in (int, float) for value in values.values())
         is_log = is_numeric and max(values.values()) > _LOGARITHMIC * min(values.values()) > 0
-        kind = "log" if is_log else "linear" if is_numeric else "category"
+        kind = "category"
+        if is_numeric:
+            kind = "log" if is_log else "linear"
         figure.update_xaxes(type=kind, title_text=html.escape(key), exponentformat="e")
         plots.append(Plot(f"loss against {key}", f"Validation loss against {key}", figure))
     return plots
+
+
+def _plottable(value: Any) -> int | float | str:
+    """Returns a number as it is, and everything else as a category."""
+    return value if type(value) in (int, float) else str(value)
 
 
 def _figure(**layout: Any) -> go.Figure:

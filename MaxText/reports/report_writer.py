@@ -52,11 +52,22 @@ def write_report(
 ) -> Path:
     """Writes report.html and the figures atomically; returns the path.
 
-    Runs of a group (label -> folders) differ only in seed, and are drawn in one color with mean and
-    band. The curves come first, after the `leading` sections; `sections` follow the table of runs.
-    Final losses of `compared` are compared, by default of all runs. The page reloads after
-    `refresh` seconds, unless 0.
-    Raises UserError if the folder cannot be written.
+    The curves come first, after the `leading` sections; `sections` follow the table of runs.
+
+    Args:
+        runs: to draw.
+        output: folder of the page.
+        title: of the page; by default from the names of the runs.
+        groups: label -> folders of runs that differ only in seed, drawn in one color with mean and
+            band.
+        leading: sections before the curves.
+        sections: sections after the table of runs.
+        warnings: shown above everything.
+        compared: whose final losses are compared; by default all runs.
+        refresh: seconds after which the page reloads; 0 for never.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
     entries = group_runs(runs, groups)
     labels = [entry.label for entry in entries]
@@ -66,8 +77,8 @@ def write_report(
     axes = Axes(runs)
     charts = [*loss_charts(entries, axes), *quantity_charts(entries, axes)]
     differences = differing_keys(entries)
-    shown = [item for item in differences.items() if item[0] not in _NOT_SHOWN]
-    keys = dict(shown[:_MAX_KEYS])  # more would be unreadable
+    hyperparameters = [item for item in differences.items() if item[0] not in _NOT_SHOWN]
+    keys = dict(hyperparameters[:_MAX_KEYS])  # more would be unreadable
     omitted = len(differences) - len(keys)
     note = (
         f"Of {len(differences)} keys that differ, {len(keys)} are shown here and in plots, main "
@@ -145,13 +156,13 @@ def write_loss_curve(run_folder: str | epath.Path) -> epath.Path | None:
 
 
 def _made(runs: Sequence[RunHistory], refresh: int) -> str:
-    now = datetime.datetime.now().astimezone()
+    time = datetime.datetime.now().astimezone()
     folders = ", ".join(str(run.folder) for run in runs[:8])
-    more = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
-    again = f" The page reloads every {refresh} seconds." if refresh else ""
+    remaining = f" and {len(runs) - 8} more" if len(runs) > 8 else ""
+    reload_note = f" The page reloads every {refresh} seconds." if refresh else ""
     return (
-        f"Made by MaxText/report.py on {now:%Y-%m-%d at %H:%M:%S %Z} from {folders}{more}.{again} "
-        "Goodput is the share of the time running that went into useful steps; "
+        f"Made by MaxText/report.py on {time:%Y-%m-%d at %H:%M:%S %Z} from {folders}{remaining}."
+        f"{reload_note} Goodput is the share of the time running that went into useful steps; "
         "docs/reference/run_folder_and_events.md defines it and its parts."
     )
 

@@ -2,14 +2,14 @@
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from MaxText.metrics.run_record import RunHistory
 from MaxText.reports.chart import Annotation, AxisName, Chart, Series
-from MaxText.reports.curves import Axes, Values, column, curve, median_window
+from MaxText.reports.curves import Axes, CurveKind, Values, column, curve, median_window
 from MaxText.reports.entries import Entry, all_runs, differing_peaks
 from MaxText.reports.run_tables import event_text
 
@@ -35,6 +35,8 @@ _OWN_CHARTS = (
 _steps = operator.attrgetter("steps")
 _evaluations = operator.attrgetter("evaluations")
 
+RowsOf = Callable[[RunHistory], Sequence[Mapping[str, Any]]]
+
 _MAX_MARKS = 300  # maximum marks per kind and run, chosen evenly
 
 
@@ -43,20 +45,22 @@ def loss_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     kinds: dict[str, list[Entry]] = {}
     for entry in entries:
         kinds.setdefault(next(iter(entry.runs.values())).loss_kind, []).append(entry)
-    charts = [(kind, chart) for kind, own in kinds.items() if (chart := loss_chart(own, axes))]
-    found = [chart for _, chart in charts]
-    if len(kinds) > 1:
-        found = [
-            chart._replace(name=f"loss_{n}" if n > 1 else "loss", title=f"Loss: {kind}")
-            for n, (kind, chart) in enumerate(charts, 1)
-        ]
+    charts: list[Chart] = []
+    for kind, entries_of_kind in kinds.items():
+        chart = loss_chart(entries_of_kind, axes)
+        if chart is not None and len(kinds) > 1:
+            number = len(charts) + 1
+            name = "loss" if number == 1 else f"loss_{number}"
+            chart = chart._replace(name=name, title=f"Loss: {kind}")
+        if chart is not None:
+            charts.append(chart)
     if all(run.objective_in_nats for run in all_runs(entries).values()):
-        return found
-    beside = loss_chart(entries, axes, train_tag="learning/lm_loss", eval_tag="eval/lm_loss")
-    if beside is None:
-        return found
+        return charts
+    cross_entropy = loss_chart(entries, axes, train_tag="learning/lm_loss", eval_tag="eval/lm_loss")
+    if cross_entropy is None:
+        return charts
     title = "Cross entropy, beside objectives of other kinds"
-    return [*found, beside._replace(name="loss_in_nats", title=title)]
+    return [*charts, cross_entropy._replace(name="loss_in_nats", title=title)]
 
 
 def loss_chart(
@@ -70,13 +74,13 @@ def loss_chart(
 
     By default it is what each run is trained for.
     """
-    alone = len(entries) == 1 and not entries[0].is_group
+    is_single_run = len(entries) == 1 and not entries[0].is_group
     series: list[Series] = []
     for entry in entries:
         train = f"{entry.label}, training"
         validation = f"{entry.label}, validation"
         color = None
-        if alone:
+        if is_single_run:
             (run,) = entry.runs.values()
             last = next((row.get(eval_tag) for row in reversed(run.evaluations)), None)
             final = "" if last is None else f" (final {last:.4f})"
@@ -106,16 +110,16 @@ def loss_chart(
         for run in entry.runs.values()
         for mark in _marks(entry, run, axes, series)
     ]
-    shown = _loss_range(series, [level for _, level in references])
+    y_range = _loss_range(series, [level for _, level in references])
     return Chart(
-        "loss",
-        "Loss",
-        y_title,
-        series,
-        marks,
-        references,
-        y_range=shown,
-        note=_cut_off(series, shown[1]),
+        name="loss",
+        title="Loss",
+        y_title=y_title,
+        series=series,
+        marks=marks,
+        references=references,
+        y_range=y_range,
+        note=_cut_off(series, y_range[1]),
     )
 
 
@@ -124,35 +128,56 @@ def _training_loss(tag: str) -> Values:
     return lambda run, rows: column(tag or run.loss_tag)(run, rows)
 
 
+class _Quantity(NamedTuple):
+    """A recorded number with a chart of its own."""
+
+    name: str  # of the chart
+    title: str
+    y_title: str
+    value: Values
+    kind: CurveKind
+
+
 def quantity_charts(entries: Sequence[Entry], axes: Axes) -> list[Chart]:
     """Returns the charts of all recorded numbers except losses."""
     charts = []
-    for name, title, y_title, value, kind in (
-        ("learning_rate", "Learning rate", "", column("learning/current_learning_rate"), "exact"),
-        ("gradient_norm", "Gradient norm", "before clipping", column(_GRAD_NORM), "smooth"),
-        ("tokens_per_second", "Tokens per second", "all devices", _tokens_per_second, "smooth"),
-        ("mfu", "MFU", "share of the devices' peak", column("perf/mfu"), "smooth"),
-    ):
-        series = _quantity(entries, axes, _steps, value, kind)
-        is_mfu = name == "mfu"
+    for quantity in _MAIN_QUANTITIES:
+        is_mfu = quantity.name == "mfu"
+        series = _quantity(entries, axes, _steps, quantity.value, quantity.kind)
         if not series or (is_mfu and differing_peaks(entries)):
             continue
-        log_y = name == "gradient_norm" and all(np.nanmin(each.y) > 0 for each in series)
-        top = max(float(np.nanmax(each.y)) for each in series if each.kind != "raw")
-        y_range = None if log_y else (0.0, 1.08 * top or 1.0)
-        charts.append(
-            Chart(name, title, y_title, series, y_range=y_range, log_y=log_y, percent=is_mfu)
+        log_y = quantity.name == "gradient_norm" and all(np.nanmin(line.y) > 0 for line in series)
+        top = max(float(np.nanmax(line.y)) for line in series if line.kind != "raw")
+        chart = Chart(
+            name=quantity.name,
+            title=quantity.title,
+            y_title=quantity.y_title,
+            series=series,
+            y_range=None if log_y else (0.0, 1.08 * top or 1.0),
+            log_y=log_y,
+            percent=is_mfu,
         )
-    others = [(_UPDATE_RATIO, _steps, _update_ratio, "exact")]
-    others += [(tag, _steps, column(tag), "exact") for tag in _tags(entries, _steps)]
-    others += [(tag, _evaluations, column(tag), "dots") for tag in _tags(entries, _evaluations)]
-    for tag, rows_of, value, kind in others:
-        if series := _quantity(entries, axes, rows_of, value, kind):
-            charts.append(Chart(re.sub(r"\W+", "_", tag), tag, "", series, folded=True))
+        charts.append(chart)
+    charts += _folded_chart(_UPDATE_RATIO, _quantity(entries, axes, _steps, _update_ratio, "exact"))
+    for tag in _tags(entries, _steps):
+        charts += _folded_chart(tag, _quantity(entries, axes, _steps, column(tag), "exact"))
+    for tag in _tags(entries, _evaluations):
+        charts += _folded_chart(tag, _quantity(entries, axes, _evaluations, column(tag), "dots"))
     return charts
 
 
-def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> list[Series]:
+def _folded_chart(tag: str, series: list[Series]) -> list[Chart]:
+    """Returns the chart of a recorded number, shown on request; none without values."""
+    if not series:
+        return []
+    name = re.sub(r"\W+", "_", tag)
+    return [Chart(name=name, title=tag, y_title="", series=series, folded=True)]
+
+
+def _quantity(
+    entries: Sequence[Entry], axes: Axes, rows_of: RowsOf, value: Values, kind: CurveKind
+) -> list[Series]:
+    """Returns the curves of a quantity for all entries."""
     return [
         line
         for entry in entries
@@ -161,11 +186,12 @@ def _quantity(entries: Sequence[Entry], axes: Axes, rows_of, value, kind) -> lis
 
 
 def _update_ratio(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """Returns norm of the update / norm of the parameters, float [N]; NaN where unknown."""
     norm = column("learning/param_norm")(run, rows)
     return column("learning/update_norm")(run, rows) / np.where(norm == 0, np.nan, norm)
 
 
-def _tags(entries: Sequence[Entry], rows_of) -> list[str]:
+def _tags(entries: Sequence[Entry], rows_of: RowsOf) -> list[str]:
     """Returns the recorded numbers without their own chart."""
     runs = all_runs(entries).values()
     tags = dict.fromkeys(tag for run in runs for row in rows_of(run) for tag in row if "/" in tag)
@@ -182,27 +208,59 @@ def _tokens_per_second(run: RunHistory, rows: Sequence[Mapping[str, Any]]) -> np
     return column("perf/per_device_tokens_per_sec")(run, rows) * counts
 
 
+_MAIN_QUANTITIES = (
+    _Quantity(
+        name="learning_rate",
+        title="Learning rate",
+        y_title="",
+        value=column("learning/current_learning_rate"),
+        kind="exact",
+    ),
+    _Quantity(
+        name="gradient_norm",
+        title="Gradient norm",
+        y_title="before clipping",
+        value=column(_GRAD_NORM),
+        kind="smooth",
+    ),
+    _Quantity(
+        name="tokens_per_second",
+        title="Tokens per second",
+        y_title="all devices",
+        value=_tokens_per_second,
+        kind="smooth",
+    ),
+    _Quantity(
+        name="mfu",
+        title="MFU",
+        y_title="share of the devices' peak",
+        value=column("perf/mfu"),
+        kind="smooth",
+    ),
+)
+
+
 def _marks(entry: Entry, run: RunHistory, axes: Axes, series: Sequence[Series]) -> list[Annotation]:
     """Returns the events of a run, placed on its entry's curve."""
     line = next((s for s in series if s.owner == entry.label and s.kind == "line"), None)
     if line is None or not run.steps:
         return []
-    places = axes.places(run, run.steps)
+    positions = axes.places(run, run.steps)
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in run.events:
         if row.get("step") is not None and (kind := _mark_kind(row)):
             by_kind.setdefault(kind, []).append(row)
-    there = np.isfinite(line.y)
+    is_finite = np.isfinite(line.y)
     marks = []
     for kind, rows in by_kind.items():
         for row in rows[:: -(-len(rows) // _MAX_MARKS)]:
             x: dict[AxisName, float] = {
-                name: float(np.interp(row["step"], places["step"], place))
-                for name, place in places.items()
+                name: float(np.interp(row["step"], positions["step"], positions_on_axis))
+                for name, positions_on_axis in positions.items()
             }
-            y = float(np.interp(row["step"], line.x["step"][there], line.y[there]))
+            y = float(np.interp(row["step"], line.x["step"][is_finite], line.y[is_finite]))
             text = f"{event_text(row) or kind} (step {row['step']:,})"
-            marks.append(Annotation(kind, entry.label, text, x, y))
+            marks.append(Annotation(kind=kind, owner=entry.label, text=text, x=x, y=y))
     return marks
 
 
@@ -219,10 +277,10 @@ def _mark_kind(row: Mapping[str, Any]) -> str:
 
 def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[float, float]:
     """Returns the range of losses without spikes, and without a beginning far above the rest."""
-    smooth = [each.y for each in series if each.kind != "raw"]
-    shown = np.concatenate([y[int(_BEGINNING * y.size) :] for y in smooth])
-    low = float(np.nanmin(shown))
-    high = float(np.nanmax(shown))
+    smooth = [line.y for line in series if line.kind != "raw"]
+    shown_losses = np.concatenate([y[int(_BEGINNING * y.size) :] for y in smooth])
+    low = float(np.nanmin(shown_losses))
+    high = float(np.nanmax(shown_losses))
     whole_high = float(np.nanmax(np.concatenate(smooth)))
     if high - low >= _MIN_HEIGHT * (whole_high - low):
         high = whole_high
@@ -234,15 +292,16 @@ def _loss_range(series: Sequence[Series], references: Sequence[float]) -> tuple[
 
 def _cut_off(series: Sequence[Series], top: float) -> str:
     """Describes the losses above the initial range, the first ones separately; empty for none."""
-    above = [(each.x["step"][each.y > top], each.y[each.y > top]) for each in series]
-    if not any(y.size for _, y in above):
+    cut_points = [(line.x["step"][line.y > top], line.y[line.y > top]) for line in series]
+    if not any(y.size for _, y in cut_points):
         return ""
-    highest = max(float(y.max()) for _, y in above if y.size)
-    first = max(y[np.isfinite(y)][0] for y in (each.y for each in series) if np.isfinite(y).any())
-    words = []
+    highest = max(float(y.max()) for _, y in cut_points if y.size)
+    finite = [line.y[np.isfinite(line.y)] for line in series]
+    first = max(y[0] for y in finite if y.size)
+    parts = []
     if first > top:
-        words.append(f"the first losses, from {first:.4g}")
+        parts.append(f"the first losses, from {first:.4g}")
     if highest > max(first, top):
-        last_step = int(max(steps.max() for steps, y in above if y.size))
-        words.append(f"losses up to {highest:.4g}, the last at step {last_step:,}")
-    return f"cut off above {top:.3g}: {'; '.join(words)}"
+        last_step = int(max(steps.max() for steps, y in cut_points if y.size))
+        parts.append(f"losses up to {highest:.4g}, the last at step {last_step:,}")
+    return f"cut off above {top:.3g}: {'; '.join(parts)}"

@@ -3,7 +3,7 @@
 import datetime
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from MaxText.config.serialization import renamed
@@ -20,6 +20,7 @@ from MaxText.metrics.tables import (
     format_whole,
     short_count,
 )
+from MaxText.pluralize import pluralize
 from MaxText.reports.entries import (
     Entry,
     alike,
@@ -54,12 +55,15 @@ _MAX_OPEN_SAMPLES = 4
 def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) -> PageTable:
     """Returns one row per run; groups have mean and deviation first.
 
-    `keys` are hyperparameters with their values by run.
+    Args:
+        entries: runs and groups.
+        keys: hyperparameters to show: key -> run -> value.
     """
     header = [
         "run",
         "state",
         "validation loss",
+        *keys,
         "training loss",
         "steps",
         "tokens",
@@ -71,45 +75,57 @@ def overview(entries: Sequence[Entry], keys: Mapping[str, Mapping[str, Any]]) ->
         "parameters",
         "devices",
     ]
-    header[3:3] = keys
     comparable = not differing_peaks(entries)
     kinds = {run.loss_kind for run in all_runs(entries).values()}
     rows = []
     for entry in entries:
         if entry.is_group:
             losses = [run.final_loss for run in averaged(entry)]
-            known = [loss for loss in losses if loss is not None]
-            seeds = f"{len(known)} of {len(losses)} seeds evaluated"
-            spread = format_loss(statistics.mean(known) if known else None)
-            spread += f" \u00b1 {statistics.stdev(known):.4f}" if len(known) > 1 else ""
+            known_losses = [loss for loss in losses if loss is not None]
+            seeds = f"{len(known_losses)} of {len(losses)} seeds evaluated"
+            spread = format_loss(statistics.mean(known_losses) if known_losses else None)
+            if len(known_losses) > 1:
+                spread += f" \u00b1 {statistics.stdev(known_losses):.4f}"
             rows.append([entry.label, seeds, spread, *[""] * (len(header) - 3)])
         for name, run in entry.runs.items():
-            row = _overview_row(run, comparable)
+            loss = _validation_loss(run)
             if len(kinds) > 1:
-                row[1] += f" ({run.loss_kind})"  # the validation loss
-            row[2:2] = [
-                to_yaml(values[name]) if name in values else ABSENT for values in keys.values()
-            ]
-            rows.append([name, *row])
+                loss += f" ({run.loss_kind})"
+            values = [_value_of(run_values, name) for run_values in keys.values()]
+            rows.append([name, _state(run), loss, *values, *_progress_cells(run, comparable)])
     return PageTable(header, rows)
 
 
-def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
+def _value_of(values: Mapping[str, Any], name: str) -> str:
+    """Formats a run's value of a key."""
+    return to_yaml(values[name]) if name in values else ABSENT
+
+
+def _state(run: RunHistory) -> str:
+    """Describes the state of a run; of a running one with the time left."""
+    planned = run.facts.get("num_steps")
+    seconds = _median(run.steps[-_RECENT_ROWS:], "perf/step_time_seconds")
+    if run.state != "running" or seconds is None or not planned:
+        return run.state
+    return f"running, {format_time(seconds * max(planned - _num_steps(run), 0))} left"
+
+
+def _num_steps(run: RunHistory) -> int:
+    """Returns the number of steps that a run has made."""
+    return 0 if run.last_step is None else run.last_step + 1
+
+
+def _progress_cells(run: RunHistory, comparable_mfu: bool) -> list[str]:
+    """Returns the cells of a run from its training loss on."""
     facts = run.facts
     recent = run.steps[-_RECENT_ROWS:]
     speed = _median(recent, "perf/per_device_tokens_per_sec")
     devices = facts.get("num_devices") or 1
     kind = facts.get("device_kind") or facts.get("platform") or ""
     planned = facts.get("num_steps")
-    done = 0 if run.last_step is None else run.last_step + 1
+    done = _num_steps(run)
     loss, updates = run.training_loss or (None, 0)
-    state = run.state
-    seconds = _median(recent, "perf/step_time_seconds")
-    if state == "running" and seconds is not None and planned:
-        state = f"running, {format_time(seconds * max(planned - done, 0))} left"
     return [
-        state,
-        _validation_loss(run),
         f"{format_loss(loss)} (mean of {updates:,} steps)" if updates else ABSENT,
         f"{done:,} of {planned:,}" if planned else f"{done:,}",
         _with_ancestors(run.tokens, run.inherited_tokens, short_count),
@@ -125,14 +141,17 @@ def _overview_row(run: RunHistory, comparable_mfu: bool) -> list[str]:
 
 def _validation_loss(run: RunHistory) -> str:
     """Formats the final loss; beside another objective, with its cross entropy in nats."""
-    words = format_loss(run.final_loss)
+    loss = format_loss(run.final_loss)
     if run.objective_in_nats or run.final_lm_loss is None:
-        return words
-    return f"{words} (cross entropy {format_loss(run.final_lm_loss)})"
+        return loss
+    return f"{loss} (cross entropy {format_loss(run.final_lm_loss)})"
 
 
-def _with_ancestors(own: float, inherited: float, words) -> str:
-    return f"{words(own)} + {words(inherited)} of ancestors" if inherited else words(own)
+def _with_ancestors(amount: float, inherited: float, format_amount: Callable[[float], str]) -> str:
+    """Formats what a run spent, and what the runs before it did."""
+    if not inherited:
+        return format_amount(amount)
+    return f"{format_amount(amount)} + {format_amount(inherited)} of ancestors"
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
@@ -147,7 +166,8 @@ def provenance(entries: Sequence[Entry]) -> list[PageSection]:
     rows = []
     for name in names:
         values = alike(entries, lambda run, name=name: _facts(run).get(name))
-        rows += [[name, value, who if len(values) > 1 else "all"] for who, value in values]
+        for run_names, value in values:
+            rows.append([name, value, run_names if len(values) > 1 else "all"])
     header = ["fact", "value", "runs"]
     if len(runs) == 1:
         header = header[:2]
@@ -156,20 +176,21 @@ def provenance(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def _facts(run: RunHistory) -> dict[str, str]:
+    """Returns what is known of a run's origin, by name."""
     facts = run.facts
-    found = run.facts.get("provenance") or {}
+    recorded = run.facts.get("provenance") or {}
     data = facts.get("data") or {}
-    packages = found.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
-    shown = {
-        "command": found.get("command"),
-        "git commit": found.get("commit"),
+    packages = recorded.get("packages") or {"jax": facts["jax"]} if facts.get("jax") else {}
+    facts_by_name = {
+        "command": recorded.get("command"),
+        "git commit": recorded.get("commit"),
         "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-        "host": found.get("host"),
+        "host": recorded.get("host"),
         "data": data.get("train"),
         "data identity": data.get("identity"),
         "source of the state": facts.get("source"),
     }
-    return {name: str(value) for name, value in shown.items() if value}
+    return {name: str(value) for name, value in facts_by_name.items() if value}
 
 
 def configuration(
@@ -180,24 +201,29 @@ def configuration(
     configs = settings(entries)
     if not configs:
         return []
-    first, *others = (_main_and_changed(runs[name], config) for name, config in configs.items())
+    first, *later_runs = (_main_and_changed(runs[name], config) for name, config in configs.items())
     facts = {}
-    for key, words in first.items():
+    for key, value_text in first.items():
         value, *values = (config.get(key) for config in configs.values())
-        if all(each == value for each in values):
-            facts[key] = words if all(o.get(key) == words for o in others) else to_yaml(value)
+        if any(later_value != value for later_value in values):
+            continue
+        is_described_alike = all(later_run.get(key) == value_text for later_run in later_runs)
+        facts[key] = value_text if is_described_alike else to_yaml(value)
     if len(runs) == 1:
         (config,) = (run.config for run in runs.values())
         everything = "\n".join(f"{key}: {to_yaml(value)}" for key, value in config.items())
         texts = [Verbatim(everything, f"All {len(config)} keys", is_open=False)]
         return [PageSection("Configuration", facts=facts, texts=texts)]
-    rows = [
-        [key, *(to_yaml(values[name]) if name in values else ABSENT for name in runs)]
-        for key, values in differences.items()
-    ]
-    common = [PageSection("Configuration of all runs", facts=facts)] if facts else []
-    table = PageTable(["key", *runs], rows)
-    return common + ([PageSection("Configuration differences", table=table)] if rows else [])
+    sections = []
+    if facts:
+        sections.append(PageSection("Configuration of all runs", facts=facts))
+    rows = []
+    for key, values in differences.items():
+        rows.append([key, *(_value_of(values, name) for name in runs)])
+    if rows:
+        table = PageTable(["key", *runs], rows)
+        sections.append(PageSection("Configuration differences", table=table))
+    return sections
 
 
 def _main_and_changed(run: RunHistory, config: Mapping[str, Any]) -> dict[str, str]:
@@ -208,10 +234,15 @@ def _main_and_changed(run: RunHistory, config: Mapping[str, Any]) -> dict[str, s
     for key, value in config.items():
         if key not in (*MAIN_KEYS, *changed, *resolved):
             continue
-        asked = run.config.get(key)
-        notes = [to_yaml(asked)] * (asked != value)
-        notes += ["default"] * (bool(changed) and key not in changed)
-        shown[key] = to_yaml(value) + (f" ({', '.join(notes)})" if notes else "")
+        requested = run.config.get(key)
+        notes = []
+        if requested != value:
+            notes.append(to_yaml(requested))
+        if changed and key not in changed:
+            notes.append("default")
+        shown[key] = to_yaml(value)
+        if notes:
+            shown[key] += f" ({', '.join(notes)})"
     return dict(sorted(shown.items(), key=lambda item: main_keys_first(item[0])))
 
 
@@ -239,12 +270,13 @@ def event_table(entries: Sequence[Entry]) -> list[PageSection]:
     rows = []
     omitted = 0
     for name, run in all_runs(entries).items():
-        described = [(row, words) for row in run.events if (words := event_text(row))]
+        described = [(row, event_text(row)) for row in run.events]
+        described = [(row, text) for row, text in described if text]
         omitted += max(len(described) - _MAX_LISTED, 0)
-        for row, words in described[-_MAX_LISTED:]:
+        for row, text in described[-_MAX_LISTED:]:
             moment = datetime.datetime.fromtimestamp(row["time"]).astimezone()
             step = format_whole(row.get("step"))
-            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, words])
+            rows.append([name, f"{moment:%Y-%m-%d %H:%M:%S}", str(row["restart"]), step, text])
     if not rows:
         return []
     header = ["run", "time", "attempt", "step", "what"]
@@ -260,26 +292,26 @@ def event_text(row: Mapping[str, Any]) -> str:
     kind = row["event"]
     reason = row.get("reason") or "no reason given"
     if kind in ("start", "resume"):
-        words = f"{kind} from {row.get('source') or 'an unknown source'}"
+        text = f"{kind} from {row.get('source') or 'an unknown source'}"
         lost = row.get("lost")
         if not lost or not lost.get("steps"):
-            return words
+            return text
         seconds = math.fsum((lost.get("seconds") or {}).values())
-        return f"{words}; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
+        return f"{text}; {lost['steps']:,} steps lost, {format_time(seconds)} of work"
     if kind == "config_change":
         changes = (row.get("changes") or {}).items()
         return "configuration: " + ", ".join(f"{key}: {a} -> {b}" for key, (a, b) in changes)
     if kind in ("step_skipped", "record_skipped"):
         count = row.get("count") or 1
-        what = kind.removesuffix("_skipped")
-        return f"{count:,} {what}{'s' if count > 1 else ''} skipped: {reason}"
+        skipped = kind.removesuffix("_skipped")
+        return f"{pluralize(count, skipped)} skipped: {reason}"
     if kind == "warning":
         return f"warning: {reason}"
     if kind == "rollback":
         return f"rollback to step {row.get('restored_step')}: {reason}"
     if kind == "growth":
-        known = ("time", "event", "phase", "restart", "step", "seconds")
-        return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in known)
+        common_fields = ("time", "event", "phase", "restart", "step", "seconds")
+        return "growth: " + ", ".join(f"{k}={v}" for k, v in row.items() if k not in common_fields)
     if kind == "stop":
         return f"stop: {reason}"
     return ""
@@ -292,25 +324,32 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
         return []
     rows = []
     notes = []
-    for names, found in costs:
-        parameters = found.get("parameters") or 0
-        flops = found.get("flops_per_token") or 0
-        for part in (*(found.get("parts") or ()), {**found, "name": "total"}):
-            held = part.get("parameters") or 0
-            spent = part.get("flops_per_token") or 0
-            held_share = format_share(held / (parameters or math.nan))
-            spent_share = format_share(spent / (flops or math.nan))
-            numbers = [format_whole(held), held_share, short_count(spent), spent_share]
+    for names, cost_facts in costs:
+        parameters = cost_facts.get("parameters") or 0
+        flops = cost_facts.get("flops_per_token") or 0
+        for part in (*(cost_facts.get("parts") or ()), {**cost_facts, "name": "total"}):
+            num_parameters = part.get("parameters") or 0
+            part_flops = part.get("flops_per_token") or 0
+            parameter_share = format_share(num_parameters / (parameters or math.nan))
+            flops_share = format_share(part_flops / (flops or math.nan))
+            numbers = [
+                format_whole(num_parameters),
+                parameter_share,
+                short_count(part_flops),
+                flops_share,
+            ]
             rows.append([names, str(part.get("name", "")), *numbers])
-        notes += [text for key in _RULES if (text := str(found.get(key) or ""))]
+        notes += [str(cost_facts[key]) for key in _RULES if cost_facts.get(key)]
     peaks = alike(entries, _peak)
     for names, (peak, source) in peaks:
-        which = f" ({names})" if len(peaks) > 1 else ""
-        notes.append(f"Peak of a device{which}: {peak:.4g} TFLOP/s, {source}.")
-    if differing := differing_peaks(entries):
+        run_names = f" ({names})" if len(peaks) > 1 else ""
+        notes.append(f"Peak of a device{run_names}: {peak:.4g} TFLOP/s, {source}.")
+    measured_peaks = differing_peaks(entries)
+    if measured_peaks:
         notes.append(
             "MFU is not compared: the peaks of these runs' devices were measured as "
-            f"{differing[0]:.4g} to {differing[-1]:.4g} TFLOP/s. Compare tokens per second."
+            f"{measured_peaks[0]:.4g} to {measured_peaks[-1]:.4g} TFLOP/s. Compare tokens per "
+            "second."
         )
     header = ["run", "part", "parameters", "share", "FLOPs per token", "share"]
     if len(costs) == 1:
@@ -321,8 +360,11 @@ def cost(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def _peak(run: RunHistory) -> tuple[float, str] | None:
+    """Returns the peak of a device in TFLOP/s and its source; None if unknown."""
     peak = run.facts.get("peak_tflops")
-    return (peak, str(run.facts.get("peak_source") or "of unknown origin")) if peak else None
+    if not peak:
+        return None
+    return peak, str(run.facts.get("peak_source") or "of unknown origin")
 
 
 def memory(entries: Sequence[Entry]) -> list[PageSection]:
@@ -342,9 +384,11 @@ def memory(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def _memory_of(run: RunHistory) -> dict[str, str]:
-    found = run.facts.get("cost") or {}
+    """Returns the rows of a run in the table of memory: name -> size."""
+    cost_facts = run.facts.get("cost") or {}
     rows = {
-        f"state: {name}": format_size(value) for name, value in (found.get("bytes") or {}).items()
+        f"state: {name}": format_size(value)
+        for name, value in (cost_facts.get("bytes") or {}).items()
     }
     for mark in run.events:
         # A recompiled shape shows its newest numbers.
@@ -352,11 +396,13 @@ def _memory_of(run: RunHistory) -> dict[str, str]:
             shape = f"{mark.get('rows', '?')} x {mark.get('length', '?')}"
             for name, value in mark["memory"].items():
                 rows[f"step of {shape} tokens: {name}"] = format_size(value)
-    length = found.get("sequence_length")
-    whole = f"KV cache: a sequence of {length:,}" if length else "KV cache"
-    cache = {"kv_cache_bytes_per_token": "KV cache: per token", "kv_cache_bytes": whole}
+    length = cost_facts.get("sequence_length")
+    cache_label = f"KV cache: a sequence of {length:,}" if length else "KV cache"
+    cache = {"kv_cache_bytes_per_token": "KV cache: per token", "kv_cache_bytes": cache_label}
     return rows | {
-        name: format_size(found[key]) for key, name in cache.items() if found.get(key) is not None
+        name: format_size(cost_facts[key])
+        for key, name in cache.items()
+        if cost_facts.get(key) is not None
     }
 
 
@@ -375,15 +421,18 @@ def lineage(entries: Sequence[Entry]) -> list[PageSection]:
 
 
 def _ancestor(ancestor: Mapping[str, Any]) -> str:
-    step, tokens, flops = (ancestor.get(key) for key in ("step", "tokens", "flops"))
+    """Describes a run that another one started from."""
+    step = ancestor.get("step")
+    tokens = ancestor.get("tokens")
+    flops = ancestor.get("flops")
     name = ancestor.get("run_name") or ancestor.get("folder") or "a run without a name"
-    words = [
+    facts = [
         "" if step is None else f"step {step:,}",
         str(ancestor.get("how") or "").replace("_", " "),
         "" if tokens is None else f"{short_count(tokens)} tokens",
         "" if flops is None else f"{format_operations(flops)} FLOPs",
     ]
-    return f"{name}: {', '.join(filter(None, words))}"
+    return f"{name}: {', '.join(filter(None, facts))}"
 
 
 def samples(entries: Sequence[Entry]) -> list[PageSection]:
@@ -402,14 +451,15 @@ def samples(entries: Sequence[Entry]) -> list[PageSection]:
 
 def warnings(entries: Sequence[Entry]) -> list[str]:
     """Returns warnings against comparing the losses of the runs."""
-    found = []
+    warning_lines = []
     for key, difference in _MISMATCHES.items():
         values = alike(entries, lambda run, key=key: (run.facts.get("data") or {}).get(key))
         if len(values) > 1:
-            shown = ((names, str(value)) for names, value in values)
-            which = "; ".join(
-                f"{names}: {text if len(text) <= 16 else f'{text[:12]}...'}"
-                for names, text in shown
-            )
-            found.append(f"The runs have different {difference} {which}.")
-    return found
+            values_by_run = "; ".join(f"{names}: {_short(str(value))}" for names, value in values)
+            warning_lines.append(f"The runs have different {difference} {values_by_run}.")
+    return warning_lines
+
+
+def _short(text: str) -> str:
+    """Shortens a hash or another long value."""
+    return text if len(text) <= 16 else f"{text[:12]}..."

@@ -24,6 +24,10 @@ def skipped_at_end(guard: GuardState | None, last_step: int) -> int:
     """Returns how many steps in a row up to the last one were skipped.
 
     At most as many as the guard's window has. Blocks on the device.
+
+    Args:
+      guard: The guard of the final state; None if it is disabled, which skips nothing.
+      last_step: The last step of the run.
     """
     if guard is None:
         return 0
@@ -41,11 +45,16 @@ def broken_state_reason(
     batches: Iterable[Any],
     loss_limit: float,
 ) -> str:
-    """Returns why a state is broken, or "" if it is healthy. Uses the state up (it is donated).
+    """Returns why a state is broken, or "" if it is healthy.
 
     A state is healthy if one more step on any of the batches would be accepted: a single batch can
-    be an outlier. Without a guard in the state, a loss up to `loss_limit` is accepted. Healthy
-    without batches.
+    be an outlier. It is healthy without batches, too.
+
+    Args:
+      train_step: (state, batch) -> (state, metrics).
+      state: The state, which is used up (donated).
+      batches: On the devices, the newest first.
+      loss_limit: Without a guard in the state, a loss up to this one is accepted.
     """
     reason = ""
     for batch in batches:

@@ -29,10 +29,20 @@ Log = Callable[[str], None]
 
 
 class GrownModel(WeightSource):
+    """The weights of a larger model, made of those of a smaller one.
+
+    Those that the smaller one lacks are initialized as train.py does with the same seed.
+    """
+
     def __init__(self, growth: PendingGrowth, config: Config):
-        """Initializes the new slots, as train.py with the same seed."""
+        """Draws the new weights.
+
+        Args:
+          growth: The plan, with the smaller model.
+          config: The configuration of the larger model.
+        """
         super().__init__(config)
-        self.formats = {name: leaf.new.dtype for name, leaf in growth.plan.leaves.items()}
+        self.formats = {name: leaf.new_spec.dtype for name, leaf in growth.plan.leaves.items()}
         self._growth = growth
         names = [name for name, leaf in growth.plan.leaves.items() if leaf.takes_fresh(growth.mode)]
 
@@ -44,13 +54,22 @@ class GrownModel(WeightSource):
         self._fresh = jax.jit(draw)(jax.random.key(seed)) if names else {}
 
     def read(self, name: str) -> np.ndarray:
+        """Returns a parameter of the larger model."""
         leaf = self._growth.plan.leaves[name]
         fresh = np.asarray(self._fresh[name]) if name in self._fresh else 0.0
         return grow_shard(leaf, self._growth.source.read(name), fresh=fresh)
 
 
 def grow(request: ConvertArgs, log: Log) -> None:
-    """Grows a model and writes a run with one checkpoint of parameters."""
+    """Grows a model and writes a run with one checkpoint of parameters.
+
+    Args:
+      request: Source, target, and the keys of the larger model.
+      log: Gets a line about each thing that was done.
+
+    Raises:
+      UserError: The source is no model with a configuration, or nothing of it grows.
+    """
     imported_run.require_absent(request.target)
     check_checkpoint_path(request.target.absolute(), "to")
     # Checked first, so that a wrong path is reported as typed.
@@ -65,11 +84,11 @@ def grow(request: ConvertArgs, log: Log) -> None:
             )
     arguments = [*request.arguments, f"{KEY}={request.source}"]
     arguments.append(f"run_name={os.path.abspath(request.target)}")
-    asked = checkpoint_config.load(arguments).config
-    source = open_source(request.source, flatten(asked))
+    larger_config = checkpoint_config.load(arguments).config
+    source = open_source(request.source, flatten(larger_config))
     for warning in import_modules.changes(source.metadata):
         log(warning)
-    resolved = resolve_growth_from(asked, source)
+    resolved = resolve_growth_from(larger_config, source)
     if resolved.growth is None or resolved.record is None:
         raise UserError(
             f"nothing grows: {source.folder} has these slots and layers already. Name more, for "

@@ -8,7 +8,7 @@ Nothing here waits for the device, except `check_gradients`, once in a run and o
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from MaxText.layers.batch import Batch
 from MaxText.parallelism.logical_sharding import ParamSpec
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.training.assembly import TrainSetup
+from MaxText.training.state import TrainState
 
 # What holds for all of the first reports is reported at once, not at the end of a long run.
 _EARLY_REPORTS = 8
@@ -35,6 +36,11 @@ def zero_rate_reason(schedule: ScheduleConfig, first_step: int, last_step: int) 
     """Returns at which steps of a run the learning rate is 0, and why; "" for none.
 
     Single steps do not count: the first one of a warm-up, or the last one of a decay to 0.
+
+    Args:
+      schedule: The learning rate schedule.
+      first_step: The first step of this start.
+      last_step: The last step of the run.
     """
     end = schedule.learning_rate_schedule_steps
     is_constant = schedule.lr_schedule_type == "constant"
@@ -85,11 +91,16 @@ def first_batch_reasons(batch: Batch, *, is_repeated: bool) -> list[str]:
     return reasons
 
 
-class LearningChecks:
-    """The checks of one start of a run; each reason is reported once, as an event "warning".
+class _Warning(NamedTuple):
+    """What is wrong with a run, by the name of the check, and since which report."""
 
-    `emit` is EventLog.emit.
-    """
+    name: str
+    step: int
+    reason: str
+
+
+class LearningChecks:
+    """The checks of one start of a run; each reason is reported once, as an event "warning"."""
 
     def __init__(
         self,
@@ -101,7 +112,16 @@ class LearningChecks:
         first_step: int,
         last_step: int,
     ):
-        """Warns of steps with learning rate 0."""
+        """Warns of steps with learning rate 0.
+
+        Args:
+          config: The configuration of the run.
+          setup: Its model and optimizer.
+          sharding: That of the train state.
+          emit: EventLog.emit; gets the warnings.
+          first_step: The first step of this start.
+          last_step: The last step of the run.
+        """
         self._config = config
         self._emit = emit
         self._specs = setup.model.parameters
@@ -124,6 +144,7 @@ class LearningChecks:
                 self._report("schedule", first_step, reason)
 
     def check_first_batch(self, batch: Batch) -> None:
+        """Warns of a first batch, in host memory, that nothing can be learned from."""
         is_repeated = self._config.data.reuse_example_batch
         for reason in first_batch_reasons(batch, is_repeated=is_repeated):
             self._report(reason, self._first_step, reason)
@@ -153,11 +174,15 @@ class LearningChecks:
         """Returns whether `check_gradients` is due after a step."""
         return not self._gradients_checked and step - self._first_step >= _GRADIENT_CHECK_STEPS
 
-    def check_gradients(self, state: Any, *, is_end: bool = False) -> None:
+    def check_gradients(self, state: TrainState, *, is_end: bool = False) -> None:
         """Warns of parameters whose gradient was 0 in every step. Blocks on the device.
 
         The moments of the optimizer tell: they are 0 only if every gradient was. Optimizers without
-        moments in the shape of the parameters say nothing. Experts count at the end of a run.
+        moments in the shape of the parameters say nothing.
+
+        Args:
+          state: The state after the newest step.
+          is_end: Whether the run is at its end, where experts count, too.
         """
         has_experts = any("exp" in spec.logical_axes for spec in self._specs.values())
         if self._gradients_checked and not has_experts:
@@ -195,7 +220,7 @@ class LearningChecks:
                 f"{_listed(idle)}. Raise load_balance_loss_weight, or train on more tokens",
             )
 
-    def finish(self, state: Any) -> None:
+    def finish(self, state: TrainState) -> None:
         """Warns at the end of a run; `state` is the final one."""
         if self._num_reports == 0:
             return
@@ -211,36 +236,47 @@ class LearningChecks:
         """Reports the first cause in the chain from targets to parameters."""
         cause = self._cause(is_end=is_end)
         if cause is not None:
-            self._report(*cause)
+            self._report(cause.name, cause.step, cause.reason)
 
-    def _cause(self, *, is_end: bool) -> tuple[str, int, str] | None:
+    def _cause(self, *, is_end: bool) -> _Warning | None:
+        """Returns why the parameters do not learn, or None if they seem to.
+
+        Args:
+          is_end: Whether all reports of the run are in; before, a few are.
+        """
+        if not self._max:
+            if not is_end:
+                return None
+            count = self._num_skipped[-1] - self._num_skipped[0] + 1
+            reason = f"every reported step was skipped ({count:.0f} or more in all)"
+            return _Warning("skipped", self._newest_step, f"{reason}: no parameter changed")
+        return self._cause_of_applied_steps(is_end=is_end)
+
+    def _cause_of_applied_steps(self, *, is_end: bool) -> _Warning | None:
+        """Returns the first broken link from targets to parameters, or None if all hold."""
         step = self._newest_step
         reports = f"all {self._num_reports} reports"
-        if not self._max:
-            before = self._num_skipped[0]
-            now = self._num_skipped[-1]
-            reason = f"every reported step was skipped ({now - before + 1:.0f} or more in all)"
-            return ("skipped", step, f"{reason}: no parameter changed") if is_end else None
         if not self._max["total_weights"]:
-            return "targets", step, self._no_targets(reports)
+            return _Warning("targets", step, self._no_targets(reports))
         if "schedule" in self._reported and not self._max["learning_rate"]:
             return None  # said before the first step
         if not self._max["grad_norm"]:
-            return "gradient", step, self._no_gradient(reports)
+            return _Warning("gradient", step, self._no_gradient(reports))
         if len(self._losses) == 1 and self._num_reports > 2 and self._max["update_norm"]:
             (loss,) = self._losses
-            return (
+            return _Warning(
                 "loss",
                 step,
                 f"the loss was exactly {loss:.6g} in {reports} though parameters changed: it does "
                 "not depend on them. Check initializations of 0, and parts of your own",
             )
         if not self._max["learning_rate"]:
-            return "rate", step, f"the learning rate was 0 in {reports}: no parameter changed"
+            reason = f"the learning rate was 0 in {reports}: no parameter changed"
+            return _Warning("rate", step, reason)
         if not self._max["update_norm"]:
-            return "updates", step, self._no_updates(reports)
+            return _Warning("updates", step, self._no_updates(reports))
         if self._decays_only:
-            return (
+            return _Warning(
                 "decay",
                 step,
                 f"weight decay alone changed the parameters in {reports}: the gradient's part of "
@@ -303,19 +339,20 @@ class LearningChecks:
             return f"{text}: learning_rate_overrides freeze {', '.join(frozen)}"
         return f"{text}, though gradient and learning rate were not 0. {self._small_keys()}"
 
-    def _too_small(self) -> tuple[str, int, str] | None:
+    def _too_small(self) -> _Warning | None:
+        """Returns a warning of updates that are lost in rounding, or add up to nothing."""
         step = self._newest_step
         dtype = self._config.model.numerics.weight_dtype
         spacing = float(jnp.finfo(dtype).eps)
         if self._max_ratio < spacing / 4:
-            return (
+            return _Warning(
                 "rounding",
                 step,
                 f"updates were at most {self._max_ratio:.1e} of the parameters (norms), less than "
                 f"{dtype} can resolve ({spacing:.1e}): most are rounded away. {self._small_keys()}",
             )
         if self._change < _NEGLIGIBLE_CHANGE:
-            return (
+            return _Warning(
                 "change",
                 step,
                 f"all updates together were {self._change:.1e} of the parameters (norms): the "
@@ -357,6 +394,13 @@ def _seen_gradients(
     """Returns where moments are not 0, by parameter with moments; bool [layers, experts].
 
     Axes that a parameter lacks are missing.
+
+    Args:
+      params: The parameters.
+      opt_state: The state of the optimizer, whose leaves with the path and shape of a parameter are
+        its moments.
+      specs: Name -> logical axes of each parameter.
+      jit: Compiles a function; its result is on every process.
     """
     shapes = {name: leaf.shape for name, leaf in _named_leaves(params) if name in specs}
     moments: dict[str, list[jax.Array]] = {}

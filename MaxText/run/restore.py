@@ -18,22 +18,25 @@ from MaxText.config import import_modules
 from MaxText.config.serialization import diff_configs
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, resolve_hf_path
-from MaxText.conversion.weight_source import corruption_as_user_error, open_pretrained
+from MaxText.conversion.open_weights import open_pretrained
+from MaxText.conversion.weight_source import corruption_as_user_error
 from MaxText.errors import UserError, first_line
 from MaxText.growth.growth_plan import Record
 from MaxText.growth.initialize import grow_opt_state, grow_params
-from MaxText.growth.resolve import ResolvedGrowth
+from MaxText.growth.resolve import PendingGrowth, ResolvedGrowth
 from MaxText.input_pipeline.iterator import TrainIterator
 from MaxText.metrics.run_record import read_run
 from MaxText.run.training_stats import TrainingStats
+from MaxText.training.state import TrainState
 
 Log = Callable[[str], None]
+Ancestor = dict[str, Any]  # a row of `ancestors_of`, as JSON in checkpoints
 
 
 class RestoreResult(NamedTuple):
     """The restored start of a run."""
 
-    state: Any
+    state: TrainState
     first_step: int  # from 0
     position: dict[str, Any] | None  # of the data; None to start at that of `first_step`
     source: str  # one line, such as "checkpoint of step 120"
@@ -49,70 +52,55 @@ class RestoreResult(NamedTuple):
 def restore_or_initialize(
     checkpoints: CheckpointManager,
     config: CheckpointingConfig,
-    abstract_state: Any,
-    initialize: Callable[[], Any],
+    abstract_state: TrainState,
+    initialize: Callable[[], TrainState],
     config_flat: Mapping[str, Any],
     log: Log = print,
+    *,
     resolved: ResolvedGrowth | None = None,
 ) -> RestoreResult:
     """Restores the run's state from the first available source.
 
-    `abstract_state` has the target shardings, on any mesh; `initialize` draws a fresh state.
-    Raises UserError if a path has no checkpoint, or none of this run fits and is readable.
+    The sources are, in this order: a checkpoint of the run itself, load_full_state_path,
+    load_parameters_path (which may be grown), and a fresh state.
+
+    Args:
+      checkpoints: Those of the run.
+      abstract_state: The state with its target shardings, on any mesh.
+      initialize: Draws a fresh state.
+      config_flat: The configuration by key.
+      log: Gets lines for the user.
+      resolved: The growth of the run, if it has any.
+
+    Raises:
+      UserError: If a path has no checkpoint, or none of this run fits and is readable.
     """
     steps = checkpoints.steps_to_resume()
     _log_order(checkpoints, config, log)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if steps:
-        newest = checkpoints.stored(steps[0])
-        if newest.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
-            raise UserError(
-                f"{newest} contains imported parameters and no train state, so it cannot be "
-                "resumed. Start another run_name with "
-                f"load_parameters_path={newest.folder.parent.parent}."
-            )
+        _require_train_state(checkpoints.stored(steps[0]))
         restored = _resume(checkpoints, abstract_state, config_flat, log)
     elif config.load_full_state_path:
         restored = _load_full_state(config, abstract_state, config_flat, log)
     elif resolved and resolved.growth:
-        growth = resolved.growth
-        state = initialize()
-        source = growth.source
-        moments = state.opt_state
-        if growth.opt_state != "zeroed":
-            moments = grow_opt_state(growth, abstract_state.opt_state, moments)
-        params = grow_params(growth, abstract_state.params, state.params)
-        state = dataclasses.replace(state, params=params, opt_state=moments)
-        words = f"parameters grown from {source.folder}"
-        restored = RestoreResult(
-            state, 0, growth.position, words, "growth", source.metadata, source.folder, source.step
-        )
+        restored = _grow(resolved.growth, abstract_state, initialize)
     elif config.load_parameters_path:
-        given = open_pretrained(
-            config.load_parameters_path,
-            "load_parameters_path",
-            abstract_state.params,
-            config_flat,
-            log,
-        )
-        # Drops the fresh parameters before reading the stored ones: one copy in memory.
-        state = dataclasses.replace(initialize(), params=None)
-        state = dataclasses.replace(state, params=given.read())
-        restored = RestoreResult(
-            state, 0, None, given.source, "parameters", given.metadata, given.folder, given.step
-        )
+        restored = _load_parameters(config, abstract_state, initialize, config_flat, log)
     else:
-        restored = RestoreResult(initialize(), 0, None, "scratch", "scratch")
+        restored = RestoreResult(
+            state=initialize(), first_step=0, position=None, source="scratch", how="scratch"
+        )
         return restored._replace(rollbacks=checkpoints.rollbacks())
-    log(f"Restored {restored.source} in {time.perf_counter() - began:.1f} s")
+    log(f"Restored {restored.source} in {time.perf_counter() - start_time:.1f} s")
     for warning in import_modules.changes(restored.metadata):
         log(warning)
-    stored = restored.metadata.get("config")
-    changes = diff_configs(stored, config_flat) if stored else {}
+    stored_config = restored.metadata.get("config")
+    changes = diff_configs(stored_config, config_flat) if stored_config else {}
     if changes:
         log("Keys that differ from the checkpoint (checkpoint -> now):")
-        for name, (old, new) in changes.items():
-            log(f"  {name}: {old} -> {new}")
+        for name, (stored_value, value) in changes.items():
+            log(f"  {name}: {stored_value} -> {value}")
     return restored._replace(
         changes=changes,
         growth=resolved.record if resolved else None,
@@ -120,29 +108,106 @@ def restore_or_initialize(
     )
 
 
+def _require_train_state(stored: checkpoint_files.StoredCheckpoint) -> None:
+    """Refuses to resume a checkpoint that convert.py imported."""
+    if stored.try_metadata().get(checkpoint_files.PARAMETERS_ONLY):
+        raise UserError(
+            f"{stored} contains imported parameters and no train state, so it cannot be "
+            "resumed. Start another run_name with "
+            f"load_parameters_path={stored.folder.parent.parent}."
+        )
+
+
+def _grow(
+    growth: PendingGrowth, abstract_state: TrainState, initialize: Callable[[], TrainState]
+) -> RestoreResult:
+    """Starts with the parameters of a smaller model, and its moments if they are asked for."""
+    state = initialize()
+    opt_state = state.opt_state
+    if growth.opt_state != "zeroed":
+        opt_state = grow_opt_state(growth, abstract_state.opt_state, opt_state)
+    params = grow_params(growth, abstract_state.params, state.params)
+    source = growth.source
+    return RestoreResult(
+        state=dataclasses.replace(state, params=params, opt_state=opt_state),
+        first_step=0,
+        position=growth.position,
+        source=f"parameters grown from {source.folder}",
+        how="growth",
+        metadata=source.metadata,
+        folder=source.folder,
+        stored_step=source.step,
+    )
+
+
+def _load_parameters(
+    config: CheckpointingConfig,
+    abstract_state: TrainState,
+    initialize: Callable[[], TrainState],
+    config_flat: Mapping[str, Any],
+    log: Log,
+) -> RestoreResult:
+    """Starts with the parameters of load_parameters_path and a fresh optimizer state."""
+    weights = open_pretrained(
+        config.load_parameters_path,
+        key="load_parameters_path",
+        abstract_params=abstract_state.params,
+        config_flat=config_flat,
+        log=log,
+    )
+    # Drops the fresh parameters before reading the stored ones: one copy in memory.
+    state = dataclasses.replace(initialize(), params=None)
+    state = dataclasses.replace(state, params=weights.read())
+    return RestoreResult(
+        state=state,
+        first_step=0,
+        position=None,
+        source=weights.source,
+        how="parameters",
+        metadata=weights.metadata,
+        folder=weights.folder,
+        stored_step=weights.step,
+    )
+
+
+class _StartOption(NamedTuple):
+    """A row of the list of sources that a run can start from."""
+
+    name: str
+    value: str  # which checkpoint or path
+    is_available: bool
+
+
 def _log_order(checkpoints: CheckpointManager, config: CheckpointingConfig, log: Log) -> None:
-    full = config.load_full_state_path
-    params = config.load_parameters_path
+    """Logs the possible sources in their order, and which one is taken."""
+    full_state_path = config.load_full_state_path
+    parameters_path = config.load_parameters_path
     newest = next(iter(checkpoints.steps_to_resume()), None)
-    own = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
+    own_checkpoint = f"{'none' if newest is None else f'step {newest}'} in {checkpoints.directory}"
     if not config.enable_checkpointing:
-        own = "enable_checkpointing is false"
-    rows = [
-        ("checkpoint of this run", own, newest is not None),
-        ("load_full_state_path", full or "not set", bool(full)),
-        ("load_parameters_path", params or "not set", bool(params)),
-        ("scratch", "new parameters from init_weights_seed", True),
+        own_checkpoint = "enable_checkpointing is false"
+    options = [
+        _StartOption("checkpoint of this run", own_checkpoint, newest is not None),
+        _StartOption("load_full_state_path", full_state_path or "not set", bool(full_state_path)),
+        _StartOption("load_parameters_path", parameters_path or "not set", bool(parameters_path)),
+        _StartOption("scratch", "new parameters from init_weights_seed", True),
     ]
-    taken = next(number for number, row in enumerate(rows) if row[2])
+    taken_index = next(index for index, option in enumerate(options) if option.is_available)
     log("Starting from (first match):")
-    for number, (name, what, available) in enumerate(rows):
-        mark = "  <- taken" if number == taken else ""
-        is_ignored = available and number > taken and name.startswith("load_")
+    for index, option in enumerate(options):
+        is_path = option.name.startswith("load_")
+        is_ignored = option.is_available and index > taken_index and is_path
+        mark = "  <- taken" if index == taken_index else ""
         if is_ignored:
             mark = "  (ignored: this run has its own checkpoint)"
-        log(f"  {number + 1}. {name:<31}{what}{mark}")
-        if is_ignored and taken == 0 and (problem := _problem_of_weights(what, name)):
-            log(f"warning: {name}={what} is ignored, and could not be loaded: {problem}")
+        log(f"  {index + 1}. {option.name:<31}{option.value}{mark}")
+        if is_ignored and taken_index == 0:
+            problem = _problem_of_weights(option.value, option.name)
+            if problem:
+                log(
+                    f"warning: {option.name}={option.value} is ignored, and could not be loaded: "
+                    f"{problem}"
+                )
 
 
 def _problem_of_weights(path: str, key: str) -> str:
@@ -160,17 +225,27 @@ def _problem_of_weights(path: str, key: str) -> str:
 
 
 def _resume(
-    checkpoints: CheckpointManager, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
+    checkpoints: CheckpointManager,
+    abstract_state: TrainState,
+    config_flat: Mapping[str, Any],
+    log: Log,
 ) -> RestoreResult:
+    """Restores the newest checkpoint of the run that can be read; UserError if none can."""
     failures = []
     for step in checkpoints.steps_to_resume():
         restored, reason = checkpoints.try_restore(step, abstract_state, config_flat, log)
         if restored is not None:
-            state, position, metadata = restored
             checkpoints.resume_from(step)
-            source = f"checkpoint of step {step}"
-            place = str(checkpoints.stored(step))
-            return RestoreResult(state, step + 1, position, source, "resume", metadata, place, step)
+            return RestoreResult(
+                state=restored.state,
+                first_step=step + 1,
+                position=restored.position,
+                source=f"checkpoint of step {step}",
+                how="resume",
+                metadata=restored.metadata,
+                folder=str(checkpoints.stored(step)),
+                stored_step=step,
+            )
         failures.append(f"step {step}: {reason}")
         log(f"WARNING: cannot restore a checkpoint; trying an earlier one. {failures[-1]}")
     raise UserError(
@@ -181,8 +256,12 @@ def _resume(
 
 
 def _load_full_state(
-    config: CheckpointingConfig, abstract_state: Any, config_flat: Mapping[str, Any], log: Log
+    config: CheckpointingConfig,
+    abstract_state: TrainState,
+    config_flat: Mapping[str, Any],
+    log: Log,
 ) -> RestoreResult:
+    """Starts with the whole state of load_full_state_path, at the step that it says."""
     path = config.load_full_state_path
     stored = checkpoint_files.resolve_checkpoint(path, "load_full_state_path")
     with corruption_as_user_error(stored, "load_full_state_path"):
@@ -195,14 +274,14 @@ def _load_full_state(
         reader = CheckpointReader(stored, config_flat, log, storage=config.checkpoint_storage)
         state = reader.restore_state(abstract_state)
     return RestoreResult(
-        state,
-        int(state.step),
-        position,
-        f"full state of {stored}",
-        "full_state",
-        metadata,
-        str(stored),
-        stored.step,
+        state=state,
+        first_step=int(state.step),
+        position=position,
+        source=f"full state of {stored}",
+        how="full_state",
+        metadata=metadata,
+        folder=str(stored),
+        stored_step=stored.step,
     )
 
 
@@ -211,7 +290,11 @@ def restore_data_position(
 ) -> int:
     """Moves the data to a start, with exclusions; returns the last step.
 
-    Raises UserError if the stored position counts in other data.
+    Args:
+      steps: The number of steps of the run, if the data have as many.
+
+    Raises:
+      UserError: If the stored position counts in other data.
     """
     if restored.position is None:
         batches.seek(restored.first_step)
@@ -235,7 +318,7 @@ def restore_data_position(
 
 def active_rollbacks(restored: RestoreResult, batches: TrainIterator) -> list[Rollback]:
     """Returns the recorded rollbacks of the run's current data."""
-    return [each for each in restored.rollbacks if not batches.differences(each.data)]
+    return [rollback for rollback in restored.rollbacks if not batches.differences(rollback.data)]
 
 
 def final_step(batches: TrainIterator, steps: int) -> int:
@@ -275,7 +358,13 @@ def end_of_record(run_folder: epath.Path, restored: RestoreResult) -> EndOfRecor
 
 
 def complete_message(restored: RestoreResult, steps: int, last_step: int, num_epoch: int) -> str:
-    """Returns the message for a run without a step left."""
+    """Returns the message for a run without a step left.
+
+    Args:
+      steps: As configured.
+      last_step: That of the run, by `steps` or by the data.
+      num_epoch: As configured.
+    """
     limit = "steps" if last_step + 1 == steps else "num_epoch"
     if restored.how != "resume":
         return (
@@ -300,34 +389,40 @@ _NOTHING = TrainingCost(0, 0.0)
 
 @dataclasses.dataclass(frozen=True)
 class Lineage:
-    """Origin of a run; `spent` was used by the run itself before `first_step`."""
+    """Origin of a run, and what it has cost."""
 
     stats: TrainingStats
-    ancestors: Sequence[dict[str, Any]] = ()  # of `ancestors_of`
-    first_step: int = 0
-    spent: TrainingCost = _NOTHING
+    ancestors: Sequence[Ancestor] = ()  # of `ancestors_of`
+    first_step: int = 0  # of this start
+    spent: TrainingCost = _NOTHING  # by the run itself before `first_step`
 
     @classmethod
     def of(cls, restored: RestoreResult, stats: TrainingStats) -> "Lineage":
+        """Returns the lineage of a start: that of the run, or one that begins with its source."""
         if restored.how == "scratch":
             return cls(stats)
         metadata = restored.metadata
-        first = restored.first_step
         if restored.how == "resume":
-            stored = metadata.get("spent")
-            spent = TrainingCost(**stored) if stored else cls(stats).spent_before(first)
-            return cls(stats, metadata.get("lineage", ()), first, spent)
-        folder = restored.folder
-        step = restored.stored_step
-        how = restored.how
-        return cls(stats, ancestors_of(metadata, folder, step, how, restored.growth), first)
+            return cls(
+                stats,
+                ancestors=metadata.get("lineage", ()),
+                first_step=restored.first_step,
+                spent=TrainingCost(**metadata["spent"]),
+            )
+        ancestors = ancestors_of(
+            metadata,
+            folder=restored.folder,
+            step=restored.stored_step,
+            how=restored.how,
+            growth=restored.growth,
+        )
+        return cls(stats, ancestors=ancestors, first_step=restored.first_step)
 
     def spent_before(self, step: int) -> TrainingCost:
         """Returns this run's usage before a step, without its ancestors."""
         stats = self.stats
-        first = self.first_step
-        tokens = stats.tokens_before(step) - stats.tokens_before(first)
-        flops = stats.flops_before(step) - stats.flops_before(first)
+        tokens = stats.tokens_before(step) - stats.tokens_before(self.first_step)
+        flops = stats.flops_before(step) - stats.flops_before(self.first_step)
         return TrainingCost(self.spent.tokens + tokens, self.spent.flops + flops)
 
     def progress(self, step: int) -> dict[str, float]:
@@ -336,24 +431,41 @@ class Lineage:
         return {"progress/tokens": spent.tokens, "progress/flops": spent.flops}
 
     def metadata(self, step: int) -> dict[str, Any]:
+        """Returns what a checkpoint of `step` says about it: keys of its metadata."""
         return {"spent": self.spent_before(step + 1)._asdict(), "lineage": [*self.ancestors]}
 
 
 def ancestors_of(
     metadata: Mapping[str, Any], folder: str, step: int | None, how: str, growth: Record | None
-) -> list[dict[str, Any]]:
+) -> list[Ancestor]:
     """Returns the ancestors of a new run, the checkpoint it starts from last.
 
-    `step` is the step after which that was saved, `how` "parameters", "full_state" or "growth".
-    Its `tokens` and `flops` include those of its own ancestors; None if unknown.
+    Args:
+      metadata: Of that checkpoint.
+      folder: Of that checkpoint.
+      step: The step after which it was saved, if known.
+      how: "parameters", "full_state" or "growth".
+      growth: How the parameters grew, if they did.
+
+    Returns:
+      Rows with `run_name`, `folder`, `step`, `how`, `tokens`, `flops` and `growth`. `tokens` and
+      `flops` include those of the ancestor's own ancestors; None if unknown.
     """
     ancestors = metadata.get("lineage", [])
     spent = metadata.get("spent")
     earlier = ancestors[-1] if ancestors else _NOTHING._asdict()
-    tokens = flops = None
+    tokens = None
+    flops = None
     if spent is not None and earlier["tokens"] is not None and earlier["flops"] is not None:
         tokens = earlier["tokens"] + spent["tokens"]
         flops = earlier["flops"] + spent["flops"]
-    run_name = (metadata.get("config") or {}).get("run_name")
-    newest = {"run_name": run_name, "folder": folder, "step": step, "how": how}
-    return [*ancestors, {**newest, "tokens": tokens, "flops": flops, "growth": growth}]
+    newest = {
+        "run_name": (metadata.get("config") or {}).get("run_name"),
+        "folder": folder,
+        "step": step,
+        "how": how,
+        "tokens": tokens,
+        "flops": flops,
+        "growth": growth,
+    }
+    return [*ancestors, newest]

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and preemption notices: save after the step and stop.
+"""SIGTERM, Ctrl-C and preemption notices: save after the current step, then exit.
 
 Notices are SIGHUP (a terminal or SSH session closed), SIGUSR1 and SIGUSR2 (a scheduler's warning
 before a time limit). Does not import JAX: the handler must be installed before JAX starts.
@@ -42,24 +42,26 @@ class PreemptionHandler:
     @classmethod
     def install(cls) -> "PreemptionHandler":
         """Handles STOP_SIGNALS and Ctrl-C unless the parent ignores them (nohup)."""
-        stop = cls()
-        handlers: dict[signal.Signals, Callable[..., None]] = {signal.SIGINT: stop._interrupt}
+        handler = cls()
+        handlers: dict[signal.Signals, Callable[..., None]] = {signal.SIGINT: handler._interrupt}
         handlers |= dict.fromkeys(STOP_SIGNALS, lambda *_: None)
-        taken = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]
-        if not taken:
-            return stop
+        handled_signals = [
+            number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        if not handled_signals:
+            return handler
         # Python handlers run only while the main thread executes Python, not while it waits for a
         # device. So a thread reads the signal number that the C handler writes here.
-        reading, writing = socket.socketpair()
-        writing.setblocking(False)
-        for number in taken:
+        receiver, sender = socket.socketpair()
+        sender.setblocking(False)
+        for number in handled_signals:
             signal.signal(number, handlers[number])
-        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         threading.Thread(
-            target=stop._listen, args=(reading, writing, terminals), daemon=True, name="signals"
+            target=handler._listen, args=(receiver, sender, terminals), daemon=True, name="signals"
         ).start()
-        return stop
+        return handler
 
     def requested(self, step: int) -> bool:
         """Returns whether to save and stop after `step`. Collective."""
@@ -101,11 +103,14 @@ class PreemptionHandler:
         return self._in_loop and self._received > 0
 
     def _listen(
-        self, reading: socket.socket, _writing: socket.socket, terminals: list[int]
+        self, receiver: socket.socket, _sender: socket.socket, terminals: list[int]
     ) -> None:
         # This thread holds both ends; otherwise they would be closed when the caller returns.
-        while numbers := reading.recv(64):
-            for number in numbers:
+        while True:
+            signal_numbers = receiver.recv(64)
+            if not signal_numbers:
+                return
+            for number in signal_numbers:
                 if number == signal.SIGHUP:
                     _leave_closed_terminals(terminals)
                 if number in NOTICES:
@@ -150,12 +155,14 @@ class PreemptionHandler:
         if self._several:
             raise KeyboardInterrupt
 
-    def summary(self, saved: int | None, run_name: str) -> str:
-        how = "Interrupted" if self.exit_code == INTERRUPTED else "Preempted"
-        if saved is None:
-            return f"{how}. No checkpoint was saved."
+    def summary(self, saved_step: int | None, run_name: str) -> str:
+        """Returns the last line of a stopped run: what was saved and how to resume."""
+        cause = "Interrupted" if self.exit_code == INTERRUPTED else "Preempted"
+        if saved_step is None:
+            return f"{cause}. No checkpoint was saved."
         return (
-            f"{how}. Saved: step {saved}. Run the same command with run_name={run_name} to resume."
+            f"{cause}. Saved: step {saved_step}. Run the same command with run_name={run_name} to "
+            "resume."
         )
 
 

@@ -1,4 +1,9 @@
-"""Exit of one process of several, without blocking the others."""
+"""Exit codes and exit paths of a run's processes.
+
+In a run of several processes, one that fails must neither wait for the others (JAX's shutdown
+barrier, a hung collective) nor leave them without a message. The number of connected processes is
+recorded here by `start_up.initialize_distributed`, because asking JAX would initialize devices.
+"""
 
 import contextlib
 import os
@@ -35,12 +40,12 @@ def mark_initialized(num_processes: int) -> None:
 
 
 def count() -> int:
-    """Returns the number of processes; 1 before connecting."""
+    """Returns the number of connected processes; 1 before they are connected."""
     return _count
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exits without waiting for threads or JAX's shutdown barrier."""
+    """Exits with `code` without waiting for threads or for JAX's shutdown barrier."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -48,13 +53,16 @@ def exit_now(code: int) -> NoReturn:
 
 
 def mark_thread_hung() -> None:
-    """Records a thread as blocking a normal exit."""
+    """Records that a thread is stuck in storage, so that `run` does not join threads at exit."""
     global _leaves_threads
     _leaves_threads = True
 
 
 def run(main: Callable[[], int]) -> NoReturn:
-    """Exits with the result of `main`, within seconds, whatever threads wait for."""
+    """Calls `main` and exits with the code that it returns, or with the code of its exception.
+
+    The exit takes seconds at most, whatever other threads wait for.
+    """
     try:
         sys.exit(main())
     except BaseException as error:
@@ -67,37 +75,52 @@ def run(main: Callable[[], int]) -> NoReturn:
 
 
 def fail(error: BaseException, watchdog: Watchdog | None = None) -> None:
-    """Exits after an exception in a run of several processes.
+    """Exits after an exception, if the run has several processes; returns if it has one.
 
-    Prints the message of a UserError, else the traceback, and the state of every process if another
-    one died. Call it before anything collective.
+    Prints the message of a UserError or a storage error, else the traceback. If the exception says
+    that another process died, prints the state of every process and exits with STALLED. Call it
+    before anything collective.
+
+    Args:
+      error: The exception that ends this process.
+      watchdog: Publishes the failure to the other processes, and has their states.
     """
     if _count == 1:
         return
-    lost = is_peer_failure(error)
-    code = exit_codes.STALLED if lost else _code_of(error)
+    peer_died = is_peer_failure(error)
     if watchdog is not None and not isinstance(error, SystemExit):
-        watchdog.fail(None if lost else error)
-    failure = None if lost else storage_failure(error)
-    if isinstance(error, UserError) and not lost:
-        sys.stderr.write(f"error: {error}\n")
-    elif failure is not None and isinstance(error, Exception):
-        sys.stderr.write(f"{storage_error_line(failure)}\n")
-    elif isinstance(error, Exception):
-        traceback.print_exception(error)
-    sys.stderr.flush()
-    if lost:
+        watchdog.fail(None if peer_died else error)
+    if peer_died:
+        if isinstance(error, Exception):
+            traceback.print_exception(error)
+        sys.stderr.flush()
         table = watchdog.describe_all(wait=True) if watchdog is not None else ""
         sys.stderr.write(
             f"error: another process of the run died, exiting.\n{table}\n"
             "  What to do: check the end of its log, then rerun the command to resume from the "
             "newest checkpoint.\n"
         )
-    exit_now(code)
+        exit_now(exit_codes.STALLED)
+    _print_error(error)
+    exit_now(_code_of(error))
+
+
+def _print_error(error: BaseException) -> None:
+    failure = storage_failure(error)
+    if isinstance(error, UserError):
+        sys.stderr.write(f"error: {error}\n")
+    elif failure is not None and isinstance(error, Exception):
+        sys.stderr.write(f"{storage_error_line(failure)}\n")
+    elif isinstance(error, Exception):
+        traceback.print_exception(error)
+    sys.stderr.flush()
 
 
 def shutdown() -> None:
-    """Waits for all processes, after the last collective work."""
+    """Disconnects from the other processes once all have reached this point.
+
+    Call it after the last collective work.
+    """
     global _count
     if _count > 1:
         import jax
@@ -107,7 +130,7 @@ def shutdown() -> None:
 
 
 def is_peer_failure(error: BaseException) -> bool:
-    """Returns whether an error or its cause reports a dead process."""
+    """Returns whether an error or one of its causes reports that another process died."""
     for cause in causes(error, with_context=True):
         # gloo raises ValueError, devices JaxRuntimeError; an OSError is from storage.
         if type(cause) is ValueError or isinstance(cause, RuntimeError):
@@ -143,13 +166,22 @@ def all_processes_agree(done: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.array(done))))
 
 
-def all_succeed(what: str, work: Callable[[], Result]) -> Result:
-    """Runs `work` on every process; OSError if it fails on another one."""
+def all_succeed(description: str, work: Callable[[], Result]) -> Result:
+    """Returns the result of `work`, which every process runs. Collective.
+
+    Args:
+      description: What `work` does, for the message of another process's failure.
+      work: Function to run on this process.
+
+    Raises:
+      OSError: `work` failed on another process.
+      Exception: What `work` raised on this process.
+    """
     try:
         result = work()
     except Exception:
         all_processes_agree(False)
         raise
     if not all_processes_agree(True):
-        raise OSError(f"{what} failed on another process; see its log for the reason")
+        raise OSError(f"{description} failed on another process; see its log for the reason")
     return result

@@ -1,6 +1,7 @@
-"""Start-up: platform, processes and devices.
+"""Start-up of a run: selects the platform, connects processes, lists devices.
 
-Importing it does not import JAX. The processes of a run are detected from environment variables.
+Importing it does not import JAX, because the platform must be chosen first. Which processes belong
+to a run is detected from environment variables:
 
   JAX_NUM_PROCESSES, JAX_PROCESS_ID                JAX's names; launch.py local
   NNODES, NODE_RANK                                MaxText's, of GPU nodes
@@ -50,7 +51,14 @@ _MACHINE_SPECIFIC_KEYS = {
 
 
 def choose_platform(hardware: str) -> list[str]:
-    """Selects JAX's platform; returns relevant variables as log lines."""
+    """Selects JAX's platform, before JAX is imported.
+
+    Args:
+      hardware: The configuration's key: "auto" leaves the choice to JAX; else "cpu", "gpu", "tpu".
+
+    Returns:
+      Log lines with the environment variables that affect JAX and XLA.
+    """
     if hardware != "auto":
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(hardware, hardware)
     names = ("GLIBC_TUNABLES", "JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -58,15 +66,24 @@ def choose_platform(hardware: str) -> list[str]:
 
 
 def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]:
-    """Connects the processes of the environment; returns log lines.
+    """Connects this process to the others of its run, if the environment names several.
 
     Call it in every process, after `PreemptionHandler.install` and before anything asks JAX for
-    devices. Processes wait up to six times heartbeat_timeout (seconds; 0 keeps JAX's limits),
-    because data preparation varies. From here on JAX swallows SIGTERM, which
-    `PreemptionHandler.requested` reports.
+    devices. From here on JAX swallows SIGTERM, which `PreemptionHandler.requested` reports.
+
+    Args:
+      hardware: The configuration's key of this name.
+      heartbeat_timeout: Seconds; 0 keeps JAX's limits. Processes wait for each other up to six
+        times as long, because the time for data preparation varies.
+
+    Returns:
+      Log lines; none for a single process.
+
+    Raises:
+      UserError: The processes could not be connected.
     """
-    found = find_cluster(os.environ, hardware)
-    if found is None:
+    cluster = find_cluster(os.environ, hardware)
+    if cluster is None:
         return []
     import jax
 
@@ -77,85 +94,116 @@ def initialize_distributed(hardware: str, heartbeat_timeout: float) -> list[str]
         limits["initialization_timeout"] = 6 * seconds
         limits["heartbeat_timeout_seconds"] = seconds + max(10, min(60, seconds))
         limits["shutdown_timeout_seconds"] = seconds
-    given: dict[str, Any] = {}
-    if found.address is not None:
-        given = {
-            "coordinator_address": found.address,
-            "num_processes": found.num_processes,
-            "process_id": found.process_id,
-            "cluster_detection_method": "deactivate",
-        }
-        host = found.address.rpartition(":")[0]
-        if host in ("localhost", "[::1]") or host.startswith("127."):
-            # No other machine needs to reach it.
-            given["coordinator_bind_address"] = found.address
-        if found.local_device_ids is not None:
-            given["local_device_ids"] = found.local_device_ids
     # If JAX itself aborts the process, the stack is dumped.
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
     try:
-        jax.distributed.initialize(**given, **limits)
+        jax.distributed.initialize(**_initialize_arguments(cluster), **limits)
     # JAX's metadata client raises errors of requests, which are OSErrors.
     except (RuntimeError, ValueError, OSError, ImportError) as error:
-        if not found.is_certain:
-            return [f"single process: {found.source} lists no others ({first_line(error)})"]
-        which = "this process"
-        over = ""
-        if found.num_processes is not None:
-            which = f"process {found.process_id} of {found.num_processes}"
-            over = f" over {found.address}"
-        raise UserError(
-            f"{which} (by {found.source}) could not be connected with the others{over}: "
-            f"{first_line(error)}\n"
-            f"  What to do: check that all {found.num_processes or ''} processes are started, with "
-            "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
-            "and that its port is free and open. Processes wait for each other for "
-            f"{limits['initialization_timeout']} s (6 x heartbeat_timeout)."
-        ) from error
-    num_processes = found.num_processes or jax.process_count()
+        if not cluster.is_certain:
+            return [f"single process: {cluster.source} lists no others ({first_line(error)})"]
+        raise _connection_error(cluster, error, limits["initialization_timeout"]) from error
+    num_processes = cluster.num_processes or jax.process_count()
     processes.mark_initialized(num_processes)
-    where = "" if found.address is None else f", coordinator {found.address}"
-    return [f"process {jax.process_index()} of {num_processes} (by {found.source}){where}"]
+    coordinator = "" if cluster.address is None else f", coordinator {cluster.address}"
+    return [f"process {jax.process_index()} of {num_processes} (by {cluster.source}){coordinator}"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of a run."""
+    """The processes of a run, as this process's environment describes them.
 
-    source: str  # variables it was detected from, for messages
-    address: str | None = None  # host:port of the coordinator; None if JAX asks the TPU's metadata
+    Attributes:
+      source: Variables that it was detected from, for messages.
+      address: host:port of the coordinator; None if JAX reads it from the TPU's metadata.
+      num_processes: Processes of the run; None if JAX finds out.
+      process_id: Id of this process, from 0; None if JAX finds out.
+      local_device_ids: GPUs of this process; None for all of the machine.
+      is_certain: Whether failing to connect is an error. A machine with TPU chips may be alone.
+    """
+
+    source: str
+    address: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
-    local_device_ids: tuple[int, ...] | None = None  # GPUs of this process; None for all
-    is_certain: bool = True  # whether failing to connect is an error; TPU chips may be a lone host
+    local_device_ids: tuple[int, ...] | None = None
+    is_certain: bool = True
+
+
+def _initialize_arguments(cluster: Cluster) -> dict[str, Any]:
+    """Returns the arguments of jax.distributed.initialize; none if JAX detects the cluster."""
+    if cluster.address is None:
+        return {}
+    arguments: dict[str, Any] = {
+        "coordinator_address": cluster.address,
+        "num_processes": cluster.num_processes,
+        "process_id": cluster.process_id,
+        "cluster_detection_method": "deactivate",
+    }
+    host = cluster.address.rpartition(":")[0]
+    if host in ("localhost", "[::1]") or host.startswith("127."):
+        # No other machine needs to reach it.
+        arguments["coordinator_bind_address"] = cluster.address
+    if cluster.local_device_ids is not None:
+        arguments["local_device_ids"] = cluster.local_device_ids
+    return arguments
+
+
+def _connection_error(cluster: Cluster, error: Exception, timeout: int) -> UserError:
+    process = "this process"
+    coordinator = ""
+    if cluster.num_processes is not None:
+        process = f"process {cluster.process_id} of {cluster.num_processes}"
+        coordinator = f" over {cluster.address}"
+    return UserError(
+        f"{process} (by {cluster.source}) could not be connected with the others{coordinator}: "
+        f"{first_line(error)}\n"
+        f"  What to do: check that all {cluster.num_processes or ''} processes are started, with "
+        "the same coordinator and distinct ids, that process 0 runs on the coordinator's host, "
+        "and that its port is free and open. Processes wait for each other for "
+        f"{timeout} s (6 x heartbeat_timeout)."
+    )
 
 
 def find_cluster(environment: Mapping[str, str], hardware: str) -> Cluster | None:
-    """Returns the cluster in the environment, None for a single process."""
-    for pair in (*_EXPLICIT, _SLURM, *_MPI):
-        if pair == _SLURM and _SLURM_STEP_NODES not in environment:
+    """Returns the cluster that environment variables describe; None for a single process.
+
+    Raises:
+      UserError: The variables are incomplete or contradict each other.
+    """
+    for variables in (*_EXPLICIT, _SLURM, *_MPI):
+        if variables == _SLURM and _SLURM_STEP_NODES not in environment:
             continue
-        given = [name for name in pair if environment.get(name)]
+        set_names = [name for name in variables if environment.get(name)]
         # Many schedulers set NNODES alone for other purposes.
-        if not given or given == ["NNODES"] or (len(given) == 1 and pair not in _EXPLICIT):
+        if (
+            not set_names
+            or set_names == ["NNODES"]
+            or (len(set_names) == 1 and variables not in _EXPLICIT)
+        ):
             continue
-        if len(given) == 1:
-            (missing,) = set(pair) - set(given)
+        if len(set_names) == 1:
+            (present,) = set_names
+            (missing,) = set(variables) - {present}
             raise UserError(
-                f"{given[0]}={environment[given[0]]} is set but {missing} is not. Set both, or "
+                f"{present}={environment[present]} is set but {missing} is not. Set both, or "
                 "unset both to run a single process."
             )
-        count, rank = (_integer(environment, name) for name in pair)
+        count_name, rank_name = variables
+        count = _integer(environment, count_name)
+        rank = _integer(environment, rank_name)
         if not 0 <= rank < count:
             raise UserError(
-                f"{pair[1]}={rank} is not a process of {pair[0]}={count}: ids range from 0 to "
-                f"{count - 1}."
+                f"{rank_name}={rank} is not a process of {count_name}={count}: ids range from 0 "
+                f"to {count - 1}."
             )
         if count == 1:
             return None
-        ids = _local_device_ids(environment, pair)
-        return Cluster(" and ".join(pair), _coordinator(environment, pair), count, rank, ids)
+        ids = _local_device_ids(environment, variables)
+        return Cluster(
+            " and ".join(variables), _coordinator(environment, variables), count, rank, ids
+        )
     return _tpu(environment, hardware)
 
 
@@ -166,19 +214,20 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         raise UserError(f"{name}={environment[name]} is not an integer.") from None
 
 
-def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
+def _coordinator(environment: Mapping[str, str], variables: tuple[str, str]) -> str:
     port = environment.get("JAX_COORDINATOR_PORT") or DEFAULT_PORT
     address = environment.get("JAX_COORDINATOR_ADDRESS") or environment.get("JAX_COORDINATOR_IP")
-    if not address and pair == _SLURM:
+    if not address and variables == _SLURM:
         address = _first_host(environment[_SLURM_STEP_NODES])
         if not environment.get("JAX_COORDINATOR_PORT"):
             # Jobs may share a node; these ports are above most systems' ephemeral range.
             job = int(re.sub(r"\D", "", environment.get("SLURM_JOB_ID", "")) or 0)
             port = str(61440 + job % 4096)
     if not address:
+        count_name = variables[0]
         raise UserError(
-            f"{pair[0]}={environment[pair[0]]} requests several processes, but no coordinator is "
-            "set. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
+            f"{count_name}={environment[count_name]} requests several processes, but no "
+            "coordinator is set. Set JAX_COORDINATOR_ADDRESS=HOST:PORT (or JAX_COORDINATOR_IP and "
             "JAX_COORDINATOR_PORT) to the host of process 0 and a free port there, the same for "
             "all processes."
         )
@@ -189,31 +238,34 @@ def _coordinator(environment: Mapping[str, str], pair: tuple[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """Parses SLURM's node list: "gpu[007-012,20],cpu3" -> "gpu007"."""
+    """Returns the first host of SLURM's node list: "gpu007" of "gpu[007-012,20],cpu3"."""
     match = re.match(r"([^,\[]*)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
     assert match is not None  # matches the empty string
     return "".join(part or "" for part in match.groups())
 
 
 def _local_device_ids(
-    environment: Mapping[str, str], pair: tuple[str, str]
+    environment: Mapping[str, str], variables: tuple[str, str]
 ) -> tuple[int, ...] | None:
-    """Assigns one GPU per process, unless the environment did."""
+    """Returns the GPU of this process if a node has several processes and all see all GPUs.
+
+    None leaves the assignment to JAX or to the environment.
+    """
     if environment.get("JAX_LOCAL_DEVICE_IDS"):
         return None  # read by JAX
-    names = {
+    variable_names = {
         _SLURM: ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_LOCALID"),
         _MPI[0]: ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    }.get(pair, ("",))
-    *sharing, local = (environment.get(name, "") for name in names)
+    }.get(variables, ("",))
+    *tasks_per_node, local_rank = (environment.get(name, "") for name in variable_names)
     # e.g. "4(x2),1"; the largest number counts.
-    numbers = re.findall(r"(?<!x)\b\d+", next(filter(None, sharing), ""))
-    if max(map(int, numbers), default=1) == 1 or not local.isdecimal():
+    numbers = re.findall(r"(?<!x)\b\d+", next(filter(None, tasks_per_node), ""))
+    if max(map(int, numbers), default=1) == 1 or not local_rank.isdecimal():
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and len(visible.split(",")) <= int(local):
+    if visible is not None and len(visible.split(",")) <= int(local_rank):
         return None  # the scheduler gave each process its own
-    return (int(local),)
+    return (int(local_rank),)
 
 
 def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
@@ -234,7 +286,12 @@ def _tpu(environment: Mapping[str, str], hardware: str) -> Cluster | None:
 
 
 def find_devices(hardware: str) -> list[Any]:
-    """Returns all processes' devices; UserError if none or unequal."""
+    """Returns the devices of all processes.
+
+    Raises:
+      UserError: There are none, the processes have different numbers of them, or their number is
+        not what the launcher expects (NUM_DEVICES_VARIABLE).
+    """
     import jax
 
     try:
@@ -247,18 +304,21 @@ def find_devices(hardware: str) -> list[Any]:
             "  What to do: install the requirements for it (setup.sh DEVICE=tpu|gpu), or set "
             "hardware=cpu."
         ) from error
-    of_process = collections.Counter(device.process_index for device in devices)
-    numbers = [of_process[process] for process in range(processes.count())]
-    if len(set(numbers)) > 1:
-        words = ", ".join(f"process {process} has {n}" for process, n in enumerate(numbers))
+    devices_by_process = collections.Counter(device.process_index for device in devices)
+    device_counts = [devices_by_process[process] for process in range(processes.count())]
+    if len(set(device_counts)) > 1:
+        counts = ", ".join(
+            f"process {process} has {num_devices}"
+            for process, num_devices in enumerate(device_counts)
+        )
         raise UserError(
-            f"processes have different numbers of devices: {words}. Check for hidden, busy or "
+            f"processes have different numbers of devices: {counts}. Check for hidden, busy or "
             "failed devices."
         )
-    asked = os.environ.get(NUM_DEVICES_VARIABLE, "")
-    if asked and asked != str(len(devices)):
+    expected = os.environ.get(NUM_DEVICES_VARIABLE, "")
+    if expected and expected != str(len(devices)):
         raise UserError(
-            f"{NUM_DEVICES_VARIABLE}={asked}, and jax finds {len(devices)} devices "
+            f"{NUM_DEVICES_VARIABLE}={expected}, and jax finds {len(devices)} devices "
             f"({devices[0].device_kind}) in {processes.count()} processes. Start on that many "
             "devices, or request as many as there are."
         )
@@ -266,7 +326,11 @@ def find_devices(hardware: str) -> list[Any]:
 
 
 def assert_same_config(config_flat: Mapping[str, Any]) -> None:
-    """Raises UserError if configurations differ between processes."""
+    """Raises UserError if the configurations of processes differ. Collective.
+
+    Args:
+      config_flat: Values by key; keys that may differ between machines are not compared.
+    """
     if processes.count() == 1:
         return
     import numpy as np
@@ -274,22 +338,25 @@ def assert_same_config(config_flat: Mapping[str, Any]) -> None:
 
     names = sorted(set(config_flat) - _MACHINE_SPECIFIC_KEYS)
     # Names first: another version has different keys, and then values do not line up.
-    texts = ["\n".join(names)]
-    for compared in (texts, [repr(config_flat[name]) for name in names]):
+    name_texts = ["\n".join(names)]
+    for compared in (name_texts, [repr(config_flat[name]) for name in names]):
         digests = np.array([zlib.crc32(text.encode()) for text in compared], np.uint32)
-        of_all = np.asarray(multihost_utils.process_allgather(digests))
-        others = np.flatnonzero((of_all != of_all[0]).any(axis=1))
-        if not len(others):
+        digests_by_process = np.asarray(multihost_utils.process_allgather(digests))
+        different_processes = np.flatnonzero(
+            (digests_by_process != digests_by_process[0]).any(axis=1)
+        )
+        if not len(different_processes):
             continue
-        which = "process " + ", ".join(map(str, others))
-        if compared is texts:
+        processes_text = "process " + ", ".join(map(str, different_processes))
+        if compared is name_texts:
             raise UserError(
-                f"{which} knows other configuration keys than process 0: it runs a different "
-                "version of this program. Deploy the same version to all machines."
+                f"{processes_text} knows other configuration keys than process 0: it runs a "
+                "different version of this program. Deploy the same version to all machines."
             )
-        keys = np.flatnonzero((of_all != of_all[0]).any(axis=0))
+        columns = np.flatnonzero((digests_by_process != digests_by_process[0]).any(axis=0))
+        keys = ", ".join(names[column] for column in columns)
         raise UserError(
-            f"{which} has other values of {', '.join(names[key] for key in keys)} than process 0. "
+            f"{processes_text} has other values of {keys} than process 0. "
             "Give all processes the same configuration, and a run_name that does not contain the "
             "time."
         )

@@ -1,4 +1,4 @@
-"""Ends a process without progress, and reports all processes.
+"""Watchdog: exits a process that makes no progress, and reports the state of all processes.
 
 A process whose peer is stuck waits in a collective forever: neither JAX nor the network notices.
 """
@@ -45,12 +45,12 @@ _ENDED = "ended"
 class Watchdog:
     """Tracks the progress of this process and publishes it to the others.
 
-    With several processes, each writes `<folder>/processes/<process>.json` every few seconds:
-    {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix seconds.
-    After `timeout` seconds without `enter`, a process prints all of these, names the slowest, dumps
-    every thread's stack to stderr and exits with exit_codes.STALLED. The phases `startup` (the
-    first), `compile` and `shutdown` may take six times as long, and so may steps of processes that
-    wait for it.
+    With several processes, each writes a status file `<folder>/processes/<process>.json` every few
+    seconds: {"process", "host", "pid", "state", "phase", "step", "since", "written"}, times in Unix
+    seconds. After `timeout` seconds without `enter`, a process prints all of these, names the
+    slowest, dumps every thread's stack to stderr and exits with exit_codes.STALLED. The phases
+    `startup` (the first), `compile` and `shutdown` may take six times as long, and so may steps of
+    processes that wait for a peer in one of them.
     """
 
     def __init__(
@@ -63,12 +63,19 @@ class Watchdog:
         say: Callable[[str], Any] | None = None,
         read_seconds: float = 20.0,
     ):
-        """Takes the run folder (or None) and heartbeat_timeout (0: never).
+        """Prepares the watchdog; `start` starts its threads.
 
-        `read_seconds` limits the reading of all status files: storage may be what is stuck.
+        Args:
+          folder: The run folder; None publishes nothing.
+          timeout: Seconds without progress after which the process exits; 0 for never.
+          process_index: Index of this process.
+          process_count: Number of processes of the run.
+          say: Prints the report; by default to stderr.
+          read_seconds: Limit on reading all status files, because storage may be what is stuck.
         """
-        several = folder is not None and process_count > 1
-        self._folder = epath.Path(folder) / FOLDER if several and folder is not None else None
+        self._folder: epath.Path | None = None
+        if folder is not None and process_count > 1:
+            self._folder = epath.Path(folder) / FOLDER
         self._timeout = timeout
         self._index = process_index
         self._count = process_count
@@ -104,7 +111,7 @@ class Watchdog:
         return self
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Reports progress by phase, such as startup, compile or step."""
+        """Reports progress: this process is in `phase` (startup, compile, step, ...) of `step`."""
         if (phase, step) != (self._row["phase"], self._row["step"]):
             self._row |= {"phase": phase, "step": step, "since": round(time.time(), 3)}
         self._progress = time.monotonic()
@@ -112,6 +119,7 @@ class Watchdog:
     def watch_iterator(
         self, items: Iterable[Item], phase: str, step: int | None = None
     ) -> Iterator[Item]:
+        """Yields `items`, and reports progress in `phase` before and after each."""
         self.enter(phase, step)
         for item in items:
             yield item
@@ -128,17 +136,27 @@ class Watchdog:
                 thread.join(_MIN_WRITE_SECONDS)  # storage that hangs must not block the exit
 
     def fail(self, error: BaseException | None) -> None:
-        """Writes an error (None: a peer died), and keeps watching."""
+        """Publishes that this process failed, and keeps watching until it exits.
+
+        Args:
+          error: Its exception; None if another process died.
+        """
         self._row["state"] = _LOST if error is None else f"{_FAILED}: {type(error).__name__}"
         self._write_now()
 
     def describe_all(self, *, wait: bool = False) -> str:
-        """Returns a table of all processes; `wait` reveals dead ones."""
+        """Returns a table of all processes; empty for a single process.
+
+        Args:
+          wait: First waits until the status file of a process that just died is old enough to show
+            it.
+        """
         if self._folder is None:
             return ""
         if wait:
             time.sleep(self._silent_seconds + self._period)
-        if not (rows := self._rows()):
+        rows = self._rows()
+        if not rows:
             return f"cannot read the status files in {self._folder}"
         return describe(rows, self._silent_seconds)
 
@@ -147,7 +165,7 @@ class Watchdog:
         if folder is None:
             return []
         # Starts at its own index, so that processes do not all read the same file at once.
-        order = [(self._index + other) % self._count for other in range(self._count)]
+        order = [(self._index + offset) % self._count for offset in range(self._count)]
         # shared by the readers
         unread = iter(order)
         rows = list[dict[str, Any]]()
@@ -157,36 +175,41 @@ class Watchdog:
                 rows.append(_read(folder, process))
 
         # Daemon threads: a pool would wait at exit for those that hang in storage.
-        number = min(_PARALLEL_READS, self._count)
-        readers = [threading.Thread(target=read, daemon=True) for _ in range(number)]
+        num_readers = min(_PARALLEL_READS, self._count)
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(num_readers)]
         for reader in readers:
             reader.start()
-        until = time.monotonic() + self._read_seconds
+        deadline = time.monotonic() + self._read_seconds
         for reader in readers:
-            reader.join(max(0.0, until - time.monotonic()))
+            reader.join(max(0.0, deadline - time.monotonic()))
         return list(rows)
 
     def _watch(self) -> None:
-        before = time.monotonic()
+        previous_check = time.monotonic()
         while not self._over.wait(self._period):
-            now = time.monotonic()
+            current_time = time.monotonic()
             # Suspension of the whole process (Ctrl-Z, a sleeping machine) does not count.
-            suspended = now - before - 2 * self._period - 1.0
+            suspended = current_time - previous_check - 2 * self._period - 1.0
             if suspended > 0:  # otherwise a concurrent `enter` could be undone
                 self._progress += suspended
-            before = now
+            previous_check = current_time
             phase = self._row["phase"]
-            silent = now - self._progress
-            own = _TIMEOUT_FACTORS.get(phase, 1.0)
-            longest = max(_TIMEOUT_FACTORS.values())
-            if phase == "prepare" or silent <= self._timeout * own:
+            silent_seconds = current_time - self._progress
+            timeout_factor = _TIMEOUT_FACTORS.get(phase, 1.0)
+            longest_factor = max(_TIMEOUT_FACTORS.values())
+            if phase == "prepare" or silent_seconds <= self._timeout * timeout_factor:
                 continue  # preparing text may take hours
             # A collective takes as long as its last participant.
-            waits = phase in _COLLECTIVE and silent <= self._timeout * longest
-            if not (waits and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)):
-                self._end(silent)
+            may_wait_for_peer = (
+                phase in _COLLECTIVE and silent_seconds <= self._timeout * longest_factor
+            )
+            if not (
+                may_wait_for_peer
+                and peer_in_long_phase(self._rows(), self._index, self._silent_seconds)
+            ):
+                self._end(silent_seconds)
 
-    def _end(self, silent: float) -> None:
+    def _end(self, silent_seconds: float) -> None:
         self._row["state"] = _STUCK
         # Exits even if printing blocks, e.g. on a full pipe.
         last_resort = threading.Timer(self._read_seconds + _MIN_WRITE_SECONDS, os._exit, (STALLED,))
@@ -195,7 +218,8 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._say(
                 f"error: process {self._index} of {self._count} has made no progress for "
-                f"{silent:.0f} s, in {_where(self._row)} (heartbeat_timeout={self._timeout:g}).\n"
+                f"{silent_seconds:.0f} s, in {_where(self._row)} "
+                f"(heartbeat_timeout={self._timeout:g}).\n"
                 f"{self.describe_all()}\n"
                 "  What to do: rerun the command to resume from the newest checkpoint. If a step "
                 "or a checkpoint may take this long, raise heartbeat_timeout."
@@ -230,19 +254,23 @@ class Watchdog:
 
 
 def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
-    """Returns a table of processes and the slowest one.
+    """Returns a table of processes that names the slowest.
 
-    That is the first by: dead or frozen (its file is `silent_seconds` older than the newest),
-    failed, stuck on its own, lowest step, in a phase that is not collective, longest in its phase.
-    `rows` are status files, {"process": n} if missing.
+    The slowest is the first by: dead or frozen (its file is `silent_seconds` older than the
+    newest), failed, stuck on its own, lowest step, in a phase that is not collective, longest in
+    its phase.
+
+    Args:
+      rows: Contents of the status files; {"process": n} for a missing one.
+      silent_seconds: Age relative to the newest file from which a process counts as dead.
     """
-    now = max((row.get("written", 0.0) for row in rows), default=0.0)
+    newest_write = max((row.get("written", 0.0) for row in rows), default=0.0)
 
     def order(row: Mapping[str, Any]) -> tuple:
         state = row.get("state", "")
         phase = row.get("phase")
         step = row.get("step")
-        is_silent = state != _ENDED and now - row.get("written", 0.0) > silent_seconds
+        is_silent = state != _ENDED and newest_write - row.get("written", 0.0) > silent_seconds
         return (
             not is_silent,
             not state.startswith(_FAILED),
@@ -254,23 +282,24 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 
     ordered = sorted(rows, key=order)
     slowest = ordered[0]
-    shown = ordered[:_MAX_ROWS]
+    table_rows = ordered[:_MAX_ROWS]
     lines = [f"  {'process':>7}  {'host':<20}  {'step':>8}  {'phase':<11}  {'for':>7}  state"]
-    for row in sorted(shown, key=lambda row: row["process"]):
+    for row in sorted(table_rows, key=lambda row: row["process"]):
         if "written" not in row:
             lines.append(f"  {row['process']:>7}  no status file")
             continue
         state = row["state"]
-        silent = now - row["written"]
+        silent = newest_write - row["written"]
         if state == "running" and silent > silent_seconds:
             state = f"silent for {silent:.0f} s: dead or frozen"
         step = "-" if row["step"] is None else row["step"]
+        mark = "  <- slowest" if row is slowest else ""
         lines.append(
             f"  {row['process']:>7}  {row['host']:<20}  {step:>8}  {row['phase']:<11}  "
-            f"{now - row['since']:>5.0f} s  {state}{'  <- slowest' if row is slowest else ''}"
+            f"{newest_write - row['since']:>5.0f} s  {state}{mark}"
         )
-    if len(rows) > len(shown):
-        lines.append(f"  and {len(rows) - len(shown)} more processes, further ahead")
+    if len(rows) > len(table_rows):
+        lines.append(f"  and {len(rows) - len(table_rows)} more processes, further ahead")
     lines.append(f"  slowest: process {slowest['process']}, last seen in {_where(slowest)}")
     return "\n".join(lines)
 
@@ -278,13 +307,19 @@ def describe(rows: Sequence[Mapping[str, Any]], silent_seconds: float) -> str:
 def peer_in_long_phase(
     rows: Sequence[Mapping[str, Any]], process: int, silent_seconds: float
 ) -> bool:
-    """Returns whether another live process is in a long phase."""
-    now = max((row.get("written", 0.0) for row in rows), default=0.0)
+    """Returns whether a live process other than `process` is in a phase with a longer timeout.
+
+    Args:
+      rows: Contents of the status files.
+      process: Index of this process.
+      silent_seconds: Age relative to the newest file from which a process counts as dead.
+    """
+    newest_write = max((row.get("written", 0.0) for row in rows), default=0.0)
     return any(
         row["process"] != process
         and row.get("state") == "running"
         and row.get("phase") in _TIMEOUT_FACTORS
-        and now - row["written"] <= silent_seconds
+        and newest_write - row["written"] <= silent_seconds
         for row in rows
     )
 

@@ -1,4 +1,8 @@
-"""Atomic writes and locks: a rename never makes half-written data visible."""
+"""Atomic file writes, JSON files with a checksum, and lock files.
+
+A local file is written under a temporary name, flushed to disk and renamed, so that a crash leaves
+either the old or the complete new file. Objects in a bucket appear only when complete anyway.
+"""
 
 import contextlib
 import hashlib
@@ -24,7 +28,7 @@ _HEARTBEAT_SECONDS = 20.0
 
 
 def sync_file(path: Path) -> None:
-    """Blocks until a file, or a folder's entries, are on disk."""
+    """Flushes a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -33,12 +37,12 @@ def sync_file(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Returns a temporary path for `atomic_rename`, unique per writer."""
+    """Returns a path next to `path` for writing, unique per writer; see `atomic_rename`."""
     return path.with_name(f"{path.name}.{secrets.token_hex(8)}{WRITING_SUFFIX}")
 
 
 def atomic_rename(writing: Path, path: Path) -> None:
-    """Renames a complete file, durably, once its contents are on disk."""
+    """Flushes the file `writing` to disk, then renames it to `path`, which it replaces."""
     sync_file(writing)
     writing.replace(path)
     sync_file(path.parent)
@@ -66,7 +70,7 @@ def apply_umask(path: Path) -> None:
 
 
 def atomic_write_text(path: Path | epath.Path, contents: str) -> None:
-    """Replaces a small text file, local or gs://, atomically and durably."""
+    """Replaces a small text file (UTF-8), local or gs://, atomically and durably."""
     atomic_write_bytes(path, contents.encode("utf-8"))
 
 
@@ -86,12 +90,16 @@ def atomic_write_bytes(path: Path | epath.Path, contents: bytes) -> None:
 
 
 def write_json_with_digest(path: epath.Path, name: str, value: Any) -> None:
-    """Writes `{name: value, "sha256": ...}` atomically."""
+    """Writes {name: value, "sha256": ...} atomically; see `read_json_with_digest`."""
     atomic_write_text(path, json.dumps({name: value, "sha256": _digest(value)}))
 
 
 def read_json_with_digest(path: epath.Path, name: str) -> Any:
-    """Returns the value, or None without a file; ValueError for damage."""
+    """Returns the value that `write_json_with_digest` wrote; None if there is no file.
+
+    Raises:
+      ValueError: The file is damaged.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["sha256"] != _digest(content[name]):
@@ -110,19 +118,26 @@ def _digest(value: Any) -> str:
 
 @contextlib.contextmanager
 def lock(path: Path, log: Callable[[str], None]) -> Iterator[None]:
-    """Holds the shared lock file `path`; deletes it afterwards.
+    """Holds a lock file, on a local or network disk, while the block runs; deletes it afterwards.
 
-    Waits for another holder, and logs that with `log`. Raises OSError if it cannot be written.
+    Waits for another process that holds it.
+
+    Args:
+      path: The lock file.
+      log: Called with a line if there is another holder.
+
+    Raises:
+      OSError: The file cannot be written.
     """
     lease = SoftFileLease(
         path, lease_duration=_LEASE_SECONDS, heartbeat_interval=_HEARTBEAT_SECONDS
     )
     try:
-        held = lease.acquire(timeout=0)
+        acquired_lease = lease.acquire(timeout=0)
     except Timeout:
         owner = lease.owner
         holder = f"process {owner.pid} on {owner.hostname}" if owner else "another process"
         log(f"Waiting for {holder}, which prepares the same data set")
-        held = lease.acquire(poll_interval=0.2)
-    with held:
+        acquired_lease = lease.acquire(poll_interval=0.2)
+    with acquired_lease:
         yield

@@ -1,4 +1,8 @@
-"""Errors of files and object stores, and whether a retry may help."""
+"""Errors of files and object stores, and whether a retry may help.
+
+Files are read and written through the operating system, fsspec and gcsfs, and TensorStore (by
+Orbax). Each reports failures in its own way; these functions classify them.
+"""
 
 import errno
 import re
@@ -40,23 +44,31 @@ _PERMANENT = {
 
 
 class ObjectStoreError(OSError, UserError):
-    """An error after retries: EIO if transient, else EINVAL, and a message."""
+    """A request to a bucket failed after retries.
+
+    `errno` is EIO for an outage and EINVAL for a refused request; `strerror` is the message.
+    """
 
     def __str__(self) -> str:
         return str(self.strerror)
 
 
 class FileReadError(UserError):
-    """A file unreadable now: missing, not permitted, or storage failed."""
+    """A file cannot be read: it is missing, not permitted, truncated, or storage failed."""
 
 
 class BadRecordError(UserError):
-    """A damaged record, fatal unless bad_records.action=skip.
-
-    `offset` counts `unit`s (byte, record or row) in the file.
-    """
+    """A damaged record of a dataset, fatal unless bad_records.action=skip."""
 
     def __init__(self, path: str, offset: int, reason: str, unit: str = "byte"):
+        """Describes a damaged record.
+
+        Args:
+          path: The file.
+          offset: Where the record begins, in `unit`s from the start of the file.
+          reason: What is wrong with it.
+          unit: What `offset` counts: "byte", "record" or "row".
+        """
         super().__init__(f"{path} at {unit} {offset}: {reason}")
         self.path = path
         self.offset = offset
@@ -68,9 +80,11 @@ class BadRecordError(UserError):
 
 
 def causes(error: BaseException | None, *, with_context: bool = False) -> Iterator[BaseException]:
-    """Yields an error and its causes.
+    """Yields an error and its causes, the innermost last.
 
-    `with_context` adds the errors handled when it was raised.
+    Args:
+      error: The exception.
+      with_context: Whether to follow implicit contexts (`__context__`) where no cause is given.
     """
     while error is not None:
         yield error
@@ -78,7 +92,7 @@ def causes(error: BaseException | None, *, with_context: bool = False) -> Iterat
 
 
 def is_permission_denied(error: BaseException) -> bool:
-    """Returns whether an error or its cause is a denied access."""
+    """Returns whether an error or one of its causes is a denied access to a bucket."""
     for cause in causes(error):
         if isinstance(cause, ObjectStoreError):
             return cause.errno == errno.EINVAL
@@ -88,30 +102,39 @@ def is_permission_denied(error: BaseException) -> bool:
 
 
 def is_storage_error(error: BaseException) -> bool:
-    """Returns whether storage failed (EIO, EACCES, ...), without damage."""
+    """Returns whether an error means that storage failed (EIO, EACCES, ...).
+
+    A missing file, or a folder in its place, means damage and is not a failure of storage.
+    """
     for cause in causes(error, with_context=True):
         if isinstance(cause, ObjectStoreError):
             return True
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause.errno not in _DAMAGE
-        if found := _OS_ERROR.search(str(cause)):
-            return int(found[1]) not in _DAMAGE
+        os_error = _OS_ERROR.search(str(cause))
+        if os_error is not None:
+            return int(os_error[1]) not in _DAMAGE
     return any(_is_from_tensorstore(cause, _FAILED) for cause in causes(error))
 
 
 def is_transient(error: BaseException, remote: bool) -> bool:
-    """Returns whether a failure or one of its causes may be gone on retry.
+    """Returns whether a retry may help against an error or one of its causes.
 
-    Remote clients raise OSErrors without errno, which on a local disk mean damaged contents.
+    Args:
+      error: The exception.
+      remote: Whether the storage is remote. Its clients raise OSErrors without errno, which on a
+        local disk mean damaged contents.
     """
     for cause in causes(error):
-        if (found := _is_transient(cause, remote)) or isinstance(cause, ObjectStoreError):
-            return found
+        if _is_transient(cause, remote):
+            return True
+        if isinstance(cause, ObjectStoreError):  # its client has retried already
+            return False
     return False
 
 
 def is_client_error(error: Exception) -> bool:
-    """Returns whether a remote client's error blames the request."""
+    """Returns whether an error of a remote client blames the request, as HTTP 4xx does."""
     # gcsfs has `code`, aiohttp `status`; google.auth has neither if credentials are missing.
     status = getattr(error, "code", None) or getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 500:

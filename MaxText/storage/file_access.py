@@ -1,4 +1,8 @@
-"""Access to files on local disks and behind fsspec URLs such as gs://."""
+"""Reads files of datasets, on local disks and behind fsspec URLs such as gs://.
+
+`list_files` expands what users write (files, folders, patterns, lists) to `FileInfo`s, and
+`read_ranges` reads byte ranges of many files at once.
+"""
 
 import collections
 import errno
@@ -38,7 +42,10 @@ _TAGS = ("etag", "ETag", "generation", "mtime", "updated", "created")
 
 
 class FileInfo(NamedTuple):
-    """A listed file; `tag` is a timestamp or ETag of its contents."""
+    """A listed file: path or URL, size in bytes, and a tag that changes with its contents.
+
+    The tag is a modification time or an ETag; empty if the file system has none.
+    """
 
     path: str
     size: int
@@ -51,7 +58,7 @@ def is_url(path: str) -> bool:
 
 
 def local_path(path: str) -> str:
-    """Returns a path for the operating system: without file://, ~ expanded."""
+    """Returns a path for the operating system: without file://, with ~ expanded."""
     return os.path.expanduser(path.removeprefix("file://"))
 
 
@@ -61,7 +68,11 @@ def absolute(path: str) -> str:
 
 
 def file_system(path: str) -> tuple[Any, str]:
-    """Returns fsspec's file system and the path in it."""
+    """Returns fsspec's file system of a path or URL, and the path in it.
+
+    Raises:
+      UserError: The protocol is unknown, or its package is not installed.
+    """
     if not is_url(path):
         return LocalFileSystem(), local_path(path)
     protocol = path.split("://")[0]
@@ -100,8 +111,8 @@ def list_files(location: str, key: str) -> list[FileInfo]:
         is_list = location.startswith("@") and not path_type(location)
         names = _lines(location[1:], key) if is_list else _names(location)
         files = []
-        for name, found in zip(names, _matches(names, key, literal=is_list), strict=True):
-            if not found:
+        for name, matching_files in zip(names, _matches(names, key, literal=is_list), strict=True):
+            if not matching_files:
                 if is_list:
                     raise UserError(
                         f"{key}={location} lists {name}, which is not a file. Correct it."
@@ -111,7 +122,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
                     f"{key}={location}: no such file{part}. Check the path; a pattern is given in "
                     "quotes, and ** stands for folders of any depth."
                 )
-            files += found
+            files += matching_files
         return files
     except UserError:
         raise
@@ -123,7 +134,7 @@ def list_files(location: str, key: str) -> list[FileInfo]:
 
 
 def path_type(path: str | os.PathLike[str]) -> str:
-    """Returns `file`, `directory`, `other` or "" (missing)."""
+    """Returns "file", "directory", "other", or "" if nothing is there."""
     entry = _look(*file_system(os.fspath(path)))
     return entry["type"] if entry else ""
 
@@ -160,8 +171,8 @@ def existing_prefix(location: str) -> str:
     if is_url(location):
         return ""
     path = _absolute_local(location)
-    rest = path[len(local_search.existing_prefix(path)) :]
-    return location.removesuffix(rest) if location.endswith(rest) else ""
+    missing_part = path[len(local_search.existing_prefix(path)) :]
+    return location.removesuffix(missing_part) if location.endswith(missing_part) else ""
 
 
 def split_list(text: str, separator: str, name_of: Callable[[str], str] = str) -> list[str]:
@@ -169,8 +180,12 @@ def split_list(text: str, separator: str, name_of: Callable[[str], str] = str) -
 
     A separator belongs to a name if a file or folder of that name exists, is within braces, or
     stands in brackets, as in `a[,]b*.txt`. White space around entries is removed, unless that
-    would turn an existing name into a missing one. `name_of` returns the name in an entry that may
-    have more, such as a weight.
+    would turn an existing name into a missing one.
+
+    Args:
+      text: The list.
+      separator: One character between entries.
+      name_of: Returns the name in an entry that may hold more, such as a weight.
     """
     if not is_url(text) and os.path.exists(local_path(text)):
         return [text]
@@ -288,9 +303,9 @@ def _search_url(name: str, is_folder: bool) -> list[FileInfo]:
     system, path = file_system(name)
     if is_folder:
         entries = {
-            below: entry
-            for below, entry in system.find(path, detail=True).items()
-            if not re.search(r"(^|/)\.", os.path.relpath(below, path).replace(os.sep, "/"))
+            file_path: entry
+            for file_path, entry in system.find(path, detail=True).items()
+            if not re.search(r"(^|/)\.", os.path.relpath(file_path, path).replace(os.sep, "/"))
         }
     else:
         shows_hidden = path.rpartition("/")[2].startswith(".")
@@ -317,8 +332,8 @@ def _is_file(entry: dict[str, Any]) -> bool:
     return entry["type"] == "file" and not entry["name"].endswith("/")
 
 
-def _info(system: Any, like: str, entry: dict[str, Any]) -> FileInfo:
-    path = system.unstrip_protocol(entry["name"]) if is_url(like) else entry["name"]
+def _info(system: Any, location: str, entry: dict[str, Any]) -> FileInfo:
+    path = system.unstrip_protocol(entry["name"]) if is_url(location) else entry["name"]
     tag = next(filter(None, (entry.get(tag) for tag in _TAGS)), "")
     return FileInfo(path, int(entry["size"]), str(tag))
 
@@ -356,7 +371,11 @@ def without_repeated_links(files: Sequence[FileInfo]) -> list[FileInfo]:
 
 
 def file_info(path: str) -> FileInfo:
-    """Returns size and tag of a file; UserError for a folder."""
+    """Returns size and tag of a file, under the path as given.
+
+    Raises:
+      UserError: The path is a folder, or the file cannot be read.
+    """
     try:
         system, name = file_system(path)
         entry = system.info(name)
@@ -373,10 +392,10 @@ def file_info(path: str) -> FileInfo:
 def file_infos(paths: Sequence[str]) -> list[FileInfo]:
     """Returns `file_info` of each path, concurrently."""
     size = 1 + len(paths) // (4 * _CONCURRENT_REQUESTS)  # a task costs more than a local file
-    parts = [paths[start : start + size] for start in range(0, len(paths), size)]
+    chunks = [paths[start : start + size] for start in range(0, len(paths), size)]
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS) as threads:
-        found = threads.map(lambda part: [*map(file_info, part)], parts)
-        return [*itertools.chain.from_iterable(found)]
+        infos = threads.map(lambda chunk: [*map(file_info, chunk)], chunks)
+        return [*itertools.chain.from_iterable(infos)]
 
 
 def open_stream(path: str) -> BinaryIO:
@@ -386,12 +405,15 @@ def open_stream(path: str) -> BinaryIO:
 
 
 def is_mistake(error: Exception) -> bool:
-    """Returns whether an error is a UserError but no ObjectStoreError."""
+    """Returns whether an error is the user's mistake, and no failure of storage."""
     return isinstance(error, UserError) and not isinstance(error, OSError)
 
 
 def reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+    """Returns a short description of an error: the system's, its message, or its type."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error) or type(error).__name__
 
 
 def _unreadable(path: str, error: Exception) -> FileReadError:
@@ -416,16 +438,25 @@ def _descriptor(path: str) -> _Descriptor:
 
 
 def invalidate_cache(paths: Sequence[str]) -> None:
-    """Drops open files, and cached listings of these paths."""
+    """Closes all cached files, and drops cached listings of the file systems of `paths`."""
     _descriptor.cache_clear()
     for url in {path.split("://")[0]: path for path in paths if is_url(path)}.values():
         file_system(url)[0].invalidate_cache()
 
 
 def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[int]) -> list[bytes]:
-    """Returns byte ranges of files, remote ones read in one call.
+    """Returns byte ranges of files; remote ranges are read concurrently.
 
-    Reads instead of mapping: past the end of a truncated file, a map would kill the process.
+    Files are read and not memory-mapped, because access past the end of a truncated file would
+    kill the process.
+
+    Args:
+      paths: The file of each range.
+      offsets: First byte of each range.
+      sizes: Bytes of each range.
+
+    Raises:
+      FileReadError: A file cannot be read, or is shorter than its range.
     """
     contents: list[bytes] = []
     remote: dict[str, list[int]] = {}
@@ -436,14 +467,9 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
             continue
         file = _descriptor(path)
         try:
-            content = os.pread(file.fileno(), size, offset)
-            while (done := len(content)) < size:
-                if not (more := os.pread(file.fileno(), size - done, offset + done)):
-                    raise _is_truncated(path, offset + done, size - done)
-                content += more
+            contents.append(_read_range(file, path, offset, size))
         except OSError as error:
             raise _unreadable(path, error) from error
-        contents.append(content)
     for numbers in remote.values():
         ranges = [(paths[number], offsets[number], sizes[number]) for number in numbers]
         for number, content in zip(numbers, _read_remote(ranges), strict=True):
@@ -451,9 +477,22 @@ def read_ranges(paths: Sequence[str], offsets: Sequence[int], sizes: Sequence[in
     return contents
 
 
+def _read_range(file: _Descriptor, path: str, offset: int, size: int) -> bytes:
+    content = os.pread(file.fileno(), size, offset)
+    while len(content) < size:  # the system may return less than was requested
+        end = offset + len(content)
+        chunk = os.pread(file.fileno(), size - len(content), end)
+        if not chunk:
+            raise _truncated(path, end, missing=size - len(content))
+        content += chunk
+    return content
+
+
 def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
-    paths, begins, sizes = map(list, zip(*ranges, strict=True))
-    ends = [*map(sum, zip(begins, sizes, strict=True))]
+    """Returns ranges (path, offset, size) of files behind one protocol."""
+    paths = [path for path, _, _ in ranges]
+    begins = [offset for _, offset, _ in ranges]
+    ends = [offset + size for _, offset, size in ranges]
     try:
         system, _ = file_system(paths[0])
         names = [*map(system._strip_protocol, paths)]
@@ -465,12 +504,13 @@ def _read_remote(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     for (path, offset, size), content in zip(ranges, contents, strict=True):
         if isinstance(content, Exception):
             raise _unreadable(path, content) from content
-        if missing := size - len(content):
-            raise _is_truncated(path, offset + len(content), missing)
+        if len(content) < size:
+            end = offset + len(content)
+            raise _truncated(path, end, missing=size - len(content))
     return contents
 
 
-def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
+def _truncated(path: str, size: int, missing: int) -> FileReadError:
     return FileReadError(
         f"{path} ends at byte {size:,}, where {missing:,} more were expected: it was truncated. "
         "Copy it again."
@@ -478,7 +518,7 @@ def _is_truncated(path: str, size: int, missing: int) -> FileReadError:
 
 
 def relative_names(files: Sequence[str]) -> Iterator[str]:
-    """Yields each file's path relative to the common folder."""
+    """Yields the path of each file relative to the folder that all have in common."""
     paths = [file.split("/") for file in files]
     folders = zip(*(path[:-1] for path in paths), strict=False)
     shared = sum(1 for _ in itertools.takewhile(lambda names: len(set(names)) == 1, folders))
@@ -486,7 +526,12 @@ def relative_names(files: Sequence[str]) -> Iterator[str]:
 
 
 def fingerprint(files: Sequence[FileInfo], contents: list) -> str:
-    """Returns a location-independent digest of names, sizes, `contents`."""
+    """Returns a digest of files that does not depend on where they lie.
+
+    Args:
+      files: Their relative names and sizes count.
+      contents: JSON values that describe what they hold, such as checksums of samples.
+    """
     names = relative_names([file.path for file in files])
     sizes = [[name, file.size] for name, file in zip(names, files, strict=True)]
     return hashlib.sha256(json.dumps([sizes, contents]).encode()).hexdigest()[:16]

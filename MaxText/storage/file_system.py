@@ -79,15 +79,15 @@ class RetryingGCSFileSystem(GCSFileSystem):
 
 def _failure(path: str, args: tuple[Any, ...], error: Exception, refused: bool) -> ObjectStoreError:
     match = _ADDRESS.search(path)
-    named = "/".join(match.groups() if match else map(str, args)) or path
-    named = f"gs://{urllib.parse.unquote(named)}"
+    object_name = "/".join(match.groups() if match else map(str, args)) or path
+    object_name = f"gs://{urllib.parse.unquote(object_name)}"
     reason = str(error) or type(error).__name__
     if reason.startswith(_FORBIDDEN):
         # The URL, followed on its own line by the service's message.
-        said = reason.partition("\n")[2].strip() or "403"
-        return ObjectStoreError(errno.EINVAL, f"{_FORBIDDEN}: {named} ({said})")
-    how = "rejected a request" if refused else "does not respond correctly"
+        service_message = reason.partition("\n")[2].strip() or "403"
+        return ObjectStoreError(errno.EINVAL, f"{_FORBIDDEN}: {object_name} ({service_message})")
+    behavior = "rejected a request" if refused else "does not respond correctly"
     return ObjectStoreError(
         errno.EINVAL if refused else errno.EIO,
-        f"the bucket of {named} {how} ({' '.join(reason.split())})",
+        f"the bucket of {object_name} {behavior} ({' '.join(reason.split())})",
     )

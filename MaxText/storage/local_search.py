@@ -47,11 +47,12 @@ def existing_prefix(path: str) -> str:
     """
     if os.path.exists(path):
         return path
-    end = len(path)
-    while (end := path.rfind("/", 0, end)) >= 0:
+    end = path.rfind("/")
+    while end >= 0:
         prefix = path[: end + 1]
         if os.path.isdir(prefix):
             return prefix
+        end = path.rfind("/", 0, end)
     return ""
 
 
@@ -96,6 +97,7 @@ def files_matching(pattern: str) -> Iterator[LocalFile]:
 
 
 def is_hidden(path: str) -> bool:
+    """Returns whether a file's name begins with a dot."""
     return os.path.basename(path).startswith(".")
 
 
@@ -111,12 +113,16 @@ def _matching_folders(folders: Sequence[_Folder], part: str) -> list[_Folder]:
     expression = re.compile(glob_translate(part))
     matching: list[_Folder] = []
     for folder in folders:
-        named = os.path.join(folder.path, part)
-        if os.path.isdir(named):
-            matching.append(_open_folder(named))
+        literal_folder = os.path.join(folder.path, part)
+        if os.path.isdir(literal_folder):
+            matching.append(_open_folder(literal_folder))
             continue
         _, subfolders = _list_folder(folder.path)
-        matching += [each for each in subfolders if expression.match(os.path.basename(each.path))]
+        matching += [
+            subfolder
+            for subfolder in subfolders
+            if expression.match(os.path.basename(subfolder.path))
+        ]
     # What is below a folder does not depend on the name by which it was reached.
     links_last = sorted(matching, key=lambda folder: (folder.is_link, folder.path))
     first_by_identity = {folder.identity: folder for folder in reversed(links_last)}

@@ -30,6 +30,7 @@ class LiteralPath(gpath.PosixGPath):
 
 
 def is_object_store_path(path: object) -> bool:
+    """Returns whether a path is a URL such as gs://bucket/folder."""
     return "://" in str(path)
 
 
@@ -40,7 +41,15 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 
 
 def parse_path(text: str, key: str) -> epath.Path:
-    """Returns a user's local or gs:// path; UserError names `key`."""
+    """Returns the path that a user typed, local or gs://, with ~ expanded.
+
+    Args:
+      text: The path as typed.
+      key: Its configuration key, for messages.
+
+    Raises:
+      UserError: Storage of another kind, or the home folder is unknown.
+    """
     if text.startswith("gs://"):
         register_filesystems(f"{key}={text}")
     elif is_object_store_path(text):
@@ -64,11 +73,16 @@ def check_checkpoint_path(path: object, key: str) -> None:
         )
 
 
-def register_filesystems(what: str) -> None:
-    """Registers RetryingGCSFileSystem with fsspec and etils.epath."""
+def register_filesystems(requested_by: str) -> None:
+    """Registers RetryingGCSFileSystem with fsspec and etils.epath for gs://.
+
+    Args:
+      requested_by: The path that needs it, for the message of the UserError without gcsfs.
+    """
     if importlib.util.find_spec("gcsfs") is None:
         raise UserError(
-            f"{what} needs the package gcsfs, which is not installed: pip install 'MaxText[gcs]'"
+            f"{requested_by} needs the package gcsfs, which is not installed: "
+            "pip install 'jaxpretrain[gcs]'"
         )
     import fsspec
 

@@ -1,7 +1,8 @@
-"""Run folders: created, probed, and locked for one process at a time.
+"""Run folders: created, checked for write access, and locked for one process at a time.
 
-In a bucket the lock is a lease, an object with a heartbeat. Clocks are never compared; a lease
-unchanged for `timeout_seconds` belongs to a dead owner.
+A run folder on a disk is locked with a file lock. In a bucket the lock is a lease: an object that
+its owner rewrites every few seconds (a heartbeat). Clocks of machines are never compared; a lease
+that does not change for `timeout_seconds` belongs to a dead owner.
 """
 
 import atexit
@@ -42,7 +43,17 @@ _ended: set[str] = set()  # tokens of this process without a heartbeat, maybe st
 
 
 def create_run_folder(path: epath.PathLike) -> epath.Path:
-    """Creates a writable run folder and returns its absolute path."""
+    """Creates a run folder and checks that it is writable.
+
+    Args:
+      path: base_output_directory/run_name.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      UserError: The folder cannot be written.
+    """
     # Orbax requires absolute paths.
     folder = parse_path(str(path), "base_output_directory")
     if not is_object_store_path(path):
@@ -65,7 +76,11 @@ def create_run_folder(path: epath.PathLike) -> epath.Path:
 
 
 def check_writable(folder: epath.Path) -> None:
-    """Creates a folder and a probe file in it; raises OSError on failure."""
+    """Creates a folder, and writes and deletes a probe file in it.
+
+    Raises:
+      OSError: One of these fails.
+    """
     probe = folder / f".writeprobe_{uuid.uuid4().hex[:8]}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,10 +93,16 @@ def check_writable(folder: epath.Path) -> None:
 
 
 def lock_run_folder(run_folder: epath.Path, timeout: float = 3.0) -> None:
-    """Locks a run folder until process 0 ends; by a lease in a bucket.
+    """Locks a run folder until this process ends or calls `unlock_run_folder`.
 
-    File systems without locks stay unlocked. Waits `timeout` seconds for a killed owner to end.
-    Raises UserError if another process holds it.
+    Call it in process 0 of a run. A folder on a file system without locks stays unlocked.
+
+    Args:
+      run_folder: The folder, on a disk or in a bucket.
+      timeout: Seconds to wait for a killed owner on the same disk to end.
+
+    Raises:
+      InUseError: Another process holds the lock.
     """
     if is_object_store_path(run_folder):
         lease = Lease(f"{run_folder}/{_LOCK_FILE}")
@@ -114,7 +135,11 @@ def unlock_run_folder() -> None:
 
 
 class Lease:
-    """An exclusive lease on an object, released at program exit."""
+    """An exclusive lease: an object in a bucket that its owner renews with a heartbeat.
+
+    The object's content is {"host", "process", "started", "token", "renewals"}. The lease is
+    released at program exit at the latest.
+    """
 
     def __init__(
         self,
@@ -125,28 +150,39 @@ class Lease:
         takeover_seconds: float = 2.0,
         is_advisory: bool = False,
     ):
-        """Waits `takeover_seconds` after a takeover for a competing one.
+        """Prepares the lease; `acquire` writes it.
 
-        An advisory lease is silent, and its loss does not end the process.
+        Args:
+          url: URL of the object.
+          renewal_seconds: Period of the heartbeat.
+          timeout_seconds: Time without a heartbeat after which an owner counts as dead.
+          takeover_seconds: Time to wait after a takeover for a competing one.
+          is_advisory: An advisory lease is silent, and its loss does not end the process.
         """
         self._is_advisory = is_advisory
         self._renewal_seconds = renewal_seconds
         self._timeout_seconds = timeout_seconds
         self._takeover_seconds = takeover_seconds
-        self._url, self._holder, self._token = url, _this_process(), uuid.uuid4().hex
+        self._url = url
+        self._holder = _this_process()
+        self._token = uuid.uuid4().hex
         self._renewals = 0
-        self._watched = ""
+        self._watched_holder = ""  # whose heartbeat a line on stderr says we wait for
         self._over = threading.Event()
         self._storage, self._path = file_system(url)
 
     def acquire(self) -> None:
-        """Acquires and keeps the lease; InUseError if its owner is alive."""
+        """Acquires the lease and renews it in a background thread until `release`.
+
+        Raises:
+          InUseError: Another owner is alive.
+        """
         while not self._create():
-            found = self._read()
-            if found is None:
+            holder = self._read()
+            if holder is None:
                 continue  # released just now
-            is_dead = found.get("token") in _ended or _is_dead_here(found)
-            if is_dead or not self._is_renewed(found):
+            is_dead = holder.get("token") in _ended or _is_dead_here(holder)
+            if is_dead or not self._is_renewed(holder):
                 self._write()
                 # Only other hosts take so long to see that a lease has expired.
                 self._over.wait(min(self._takeover_seconds, 2.0 if is_dead else math.inf))
@@ -157,38 +193,49 @@ class Lease:
         atexit.register(self.release)
 
     def release(self) -> None:
+        """Stops the heartbeat and deletes the object if it is still this lease's. Idempotent."""
         if not self._over.is_set():
             self._over.set()
             _ended.add(self._token)
-            found = self._read()
-            if found is not None and found.get("token") == self._token:
+            holder = self._read()
+            if holder is not None and holder.get("token") == self._token:
                 self._storage.rm_file(self._path)
 
-    def _is_renewed(self, found: dict[str, Any]) -> bool:
-        """Watches a lease; False once it expires, InUseError if renewed."""
-        if not self._is_advisory and (who := describe_holder(found)) != self._watched:
-            seconds = f"{self._timeout_seconds:g} s"
-            self._watched = who
-            sys.stderr.write(f"Waiting up to {seconds} for a heartbeat of {who} ({self._url})\n")
-        until = time.monotonic() + self._timeout_seconds
-        while time.monotonic() < until:
+    def _is_renewed(self, holder: dict[str, Any]) -> bool:
+        """Watches another owner's lease for `timeout_seconds`.
+
+        Returns:
+          False if it expired; True if it was released meanwhile.
+
+        Raises:
+          InUseError: The owner renewed it.
+        """
+        description = describe_holder(holder)
+        if not self._is_advisory and description != self._watched_holder:
+            self._watched_holder = description
+            sys.stderr.write(
+                f"Waiting up to {self._timeout_seconds:g} s for a heartbeat of {description} "
+                f"({self._url})\n"
+            )
+        deadline = time.monotonic() + self._timeout_seconds
+        while time.monotonic() < deadline:
             self._over.wait(self._renewal_seconds / 5)
-            now = self._read()
-            if now is None:
+            current_holder = self._read()
+            if current_holder is None:
                 return True  # released: try to create it
-            if now != found:
-                raise InUseError(os.path.dirname(self._url), now)
+            if current_holder != holder:
+                raise InUseError(os.path.dirname(self._url), current_holder)
         return False
 
     def _create(self) -> bool:
         try:
             self._write(mode="create")
         except OSError as error:
-            found = self._read()
-            if found is None and not isinstance(error, FileExistsError):
+            holder = self._read()
+            if holder is None and not isinstance(error, FileExistsError):
                 raise  # nothing is there, and it cannot be written
             # Also true if the response to a successful first try was lost.
-            return found is not None and found.get("token") == self._token
+            return holder is not None and holder.get("token") == self._token
         return True
 
     def _write(self, mode: str = "overwrite") -> None:
@@ -206,8 +253,8 @@ class Lease:
     def _renew(self) -> None:
         while not self._over.wait(self._renewal_seconds):
             try:
-                found = self._read()
-                if found is not None and found.get("token") not in (self._token, None):
+                holder = self._read()
+                if holder is not None and holder.get("token") not in (self._token, None):
                     break
                 self._renewals += 1
                 self._write()
@@ -215,7 +262,7 @@ class Lease:
                 continue
         if not (self._is_advisory or self._over.is_set()):
             sys.stderr.write(
-                f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(found)} "
+                f"error: {os.path.dirname(self._url)} was taken over by {describe_holder(holder)} "
                 "while this process sent no heartbeat. Exiting, so that only one process writes "
                 "there.\n"
             )
@@ -224,6 +271,7 @@ class Lease:
 
 
 def describe_holder(holder: Any) -> str:
+    """Returns a phrase for the owner of a lock, from the lock's content, which may be damaged."""
     try:
         return f"process {holder['process']} on {holder['host']}, started {holder['started']}"
     except (LookupError, TypeError):

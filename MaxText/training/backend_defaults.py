@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 
 from MaxText.config.model_sections import ModelConfig
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention import flash_attention
 from MaxText.layers.depth.aggregate import kernel_unsupported_reason, vmem_bytes_per_token
 from MaxText.parallelism.mesh import ShardingPlan
@@ -82,6 +83,15 @@ def resolve_auto(
         chosen, reason = ("blocked", problem) if problem else ("flash", "scores stay on the chip")
         attention = choose("attention", attention, chosen, reason, may_be_flash)
     return _with(config, "attention", attention=attention), lines
+
+
+def abstract_model(config: ModelConfig) -> Model:
+    """Returns the model of a configuration for its parameters' names and shapes, without values.
+
+    `auto` is resolved as on CPU: neither names nor shapes depend on the device.
+    """
+    resolved_config, _ = resolve_auto(config, "cpu")
+    return Model(resolved_config)
 
 
 def _with(config: ModelConfig, name: str, **values: object) -> ModelConfig:

@@ -77,6 +77,6 @@ def start(
     checkpoints = CheckpointManager(folder / "checkpoints", section)
     result = restore_or_initialize(
         checkpoints, section, abstract(state), initialize or (lambda: state), config, lines.append,
-        resolved,
+        resolved=resolved,
     )  # fmt: skip
     return result, lines

@@ -1,20 +1,15 @@
 """Healthy checkpoints: which they are, what a resume takes, what retention keeps and deletes."""
 
 import dataclasses
-import errno
-import json
 import random
 import shutil
 
 import jax.numpy as jnp
 import pytest
-from etils import epath
 
 from MaxText.checkpointing.compatibility import checkpoint_metadata
-from MaxText.checkpointing.history import HealthyCheckpoints
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig, GuardConfig
-from MaxText.errors import UserError
 from MaxText.run.restore import restore_or_initialize
 from MaxText.training.spike_guard import initial_state
 from MaxText.training.state import TrainState
@@ -33,9 +28,14 @@ def open_run(folder, healthy_steps=3, **keys):
     )
 
 
+def observe(checkpoints, step, *, is_accepted):
+    last_skipped = checkpoints.health._last_skipped if is_accepted else step
+    checkpoints.observe_steps(step, last_skipped)
+
+
 def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
     for step in steps:
-        checkpoints.update_health(step, step not in unhealthy)
+        observe(checkpoints, step, is_accepted=step not in unhealthy)
         if step % period == 0:
             state = state_after(step, mark)
             metadata = checkpoint_metadata(CONFIG, state.params)
@@ -57,7 +57,7 @@ def killed(tmp_path):
     checkpoints = open_run(tmp_path)
     train(checkpoints, range(11), period=4)  # 4 was followed by 6 updates, 8 by 2
     checkpoints.wait()
-    checkpoints.update_health(11, healthy=False)
+    observe(checkpoints, 11, is_accepted=False)
     del checkpoints  # not closed: nothing more is written
     return tmp_path
 
@@ -99,8 +99,9 @@ def test_a_rollback_deletes_later_checkpoints(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
     assert checkpoints.last_healthy() == 4
-    assert checkpoints.last_healthy(before=4) == 3
+    assert checkpoints.last_healthy(before_step=4) == 3
     checkpoints.roll_back_to(2)
+    checkpoints.health.begin(3, last_skipped=-1)
     assert checkpoints.steps() == [0, 1, 2]
     assert checkpoints.last_healthy() == open_run(tmp_path, 1).last_healthy() == 2
     train(checkpoints, range(3, 5), mark=1)
@@ -115,9 +116,10 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     train(checkpoints, range(12), period=2)
     checkpoints.wait()
     assert checkpoints.steps() == [4, 6, 8, 10]  # 4 was good when 10 was saved, 6 the next
-    checkpoints.promote(1_000)  # there is none
+    assert not checkpoints.finish(10, ["the loss diverged"])
+    assert checkpoints.finish(1_000)  # there is no such checkpoint
     assert checkpoints.last_healthy() == 6
-    checkpoints.promote(10)
+    assert checkpoints.finish(10)
     assert checkpoints.steps() == [8, 10]  # no more than it was asked to keep
     checkpoints.close()
     assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
@@ -126,12 +128,13 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
 def test_broken_states_are_set_aside(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
-    checkpoints.promote(5)
+    checkpoints.finish(5)
     assert checkpoints.set_aside(lambda step: step >= 4) == [4, 5]
     assert checkpoints.set_aside(lambda step: step >= 4) == []
     assert checkpoints.last_healthy() == 3
     again = open_run(tmp_path, 1)
     assert (again.last_healthy(), again.steps_to_resume()[0]) == (3, 3)
+    checkpoints.health.begin(4, last_skipped=-1)
     # The next past has a step of the same number, which takes its place.
     train(checkpoints, range(4, 7), mark=1)
     checkpoints.wait()
@@ -174,11 +177,8 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
         guard = dataclasses.replace(fresh, num_accepted=jnp.int32(value))
         return dataclasses.replace(state_after(0), guard=guard)
 
-    earlier = vars(with_guard(7).guard) | {"num_sound": jnp.int32(7), "calm_step": jnp.int32(0)}
-    del earlier["num_accepted"], earlier["last_stable_step"]
     for row, (saved, wanted, expected) in enumerate([
         (with_guard(7), with_guard(7), with_guard(7)),
-        (dataclasses.replace(state_after(0), guard=earlier), with_guard(0), with_guard(7)),
         (with_guard(7), state_after(0), state_after(0)),
         (state_after(0), with_guard(7), with_guard(0)),
         (with_guard(7), with_guard(7, size=9), with_guard(0, size=9)),
@@ -189,65 +189,3 @@ def test_a_guard_comes_back_or_stays_fresh(tmp_path):
         start, text = resume(open_run(tmp_path / str(row), 0), wanted)
         assert_bit_equal(start.state, on_host(expected))
         assert "num_accepted" not in text
-
-
-# --- Counting, and the file ----------------------------------------------------------------------
-
-
-def healthy_checkpoints(folder, healthy_steps=3, lines=None):
-    return HealthyCheckpoints(
-        epath.Path(folder), healthy_steps, [].append if lines is None else lines.append
-    )
-
-
-def test_healthy_updates_in_a_row_make_a_checkpoint_good(tmp_path):
-    good = healthy_checkpoints(tmp_path)
-    good.watch(10)
-    for step in range(8, 13):  # reports lag behind: those up to 10 say nothing about it
-        good.update(step, healthy=True)
-    good.watch(12)
-    assert good.steps == set()
-    good.update(13, healthy=False)  # the count starts again
-    for step in (14, 15):
-        good.update(step, healthy=True)
-        assert good.steps == set()
-    good.update(16, healthy=True)
-    assert good.steps == {10, 12}
-    at_once = healthy_checkpoints(tmp_path, healthy_steps=0)
-    at_once.watch(4)
-    assert at_once.steps == {4}
-
-
-def test_the_file(tmp_path, monkeypatch):
-    def full_disk(descriptor):
-        raise OSError(errno.ENOSPC, "full")
-
-    good, file = healthy_checkpoints(tmp_path), tmp_path / "healthy.json"
-    assert not good.changed
-    for step in (2, 9, 5):
-        good.promote(step)
-    assert good.changed
-    good.write(lambda step: step != 9)
-    assert good.changed  # 9 is in flight
-    assert [path.name for path in tmp_path.iterdir()] == ["healthy.json"]
-    assert json.loads(file.read_text())["healthy"] == [2, 5]
-    again = healthy_checkpoints(tmp_path)
-    assert again.steps == {2, 5}
-    assert not again.changed
-    before, lines = file.read_bytes(), []
-    file.write_bytes(before.replace(b"5", b"6"))
-    assert healthy_checkpoints(tmp_path, lines=lines).steps == set()
-    assert "healthy.json" in lines[0]
-    file.write_bytes(before)
-    # What cannot be written stays as it is; what cannot be read is an error.
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full_disk)
-        with pytest.raises(OSError, match="full"):
-            good.write(lambda step: True)
-    assert file.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [file]
-    assert good.changed
-    file.unlink()
-    file.mkdir()
-    with pytest.raises(UserError, match=r"healthy\.json"):
-        healthy_checkpoints(tmp_path).steps  # noqa: B018

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from etils import epath
 
-from MaxText.checkpointing.history import HealthyCheckpoints, Rollback, read_rollbacks
+from MaxText.checkpointing.history import Rollback, read_rollbacks
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.loading import load_config
 from MaxText.config.training_sections import CheckpointingConfig
@@ -18,7 +18,6 @@ from MaxText.run.restore import (
     restore_data_position,
     restore_or_initialize,
 )
-from MaxText.storage.atomic import write_json_with_digest
 from tests.refusals import refused
 
 
@@ -56,17 +55,6 @@ def test_a_restart_finds_them_all(tmp_path):
     assert (start.how, start.rollbacks) == ("scratch", (first, second, third))
 
 
-def test_the_file_of_earlier_versions(tmp_path):
-    row = {"number": 1, "to": 6, "noticed": 8, "began": 7, "samples": [28, 36], "source": "a"}
-    row |= {"reason": "b", "data": {}}
-    write_json_with_digest(epath.Path(tmp_path / "rewinds.json"), "rewinds", [row])
-    assert read_rollbacks(epath.Path(tmp_path), pytest.fail) == (
-        Rollback(1, 6, 8, 7, (28, 36), "a", "b", {}),
-    )
-    write_json_with_digest(epath.Path(tmp_path / "good.json"), "good", [6])
-    assert HealthyCheckpoints(epath.Path(tmp_path), 1, pytest.fail).steps == {6}
-
-
 @pytest.mark.parametrize(
     "change", [lambda t: t[:-9], lambda t: t.replace("28", "29"), lambda t: "[]", lambda t: "é"]
 )
@@ -86,7 +74,8 @@ def test_a_restart_from_before_excludes_the_same_data_at_the_same_step():
     rolled_back.seek(6)
     rolled_back.exclude(28, 36)
     lines = []
-    start = RestoreResult(None, 2, {"step": 2, "samples": 8, **restarted.identity}, "", "resume")
+    position = {"step": 2, "samples": 8, "excluded": [], **restarted.identity}
+    start = RestoreResult(None, 2, position, "", "resume")
     start = start._replace(rollbacks=(rollback(),))
     assert restore_data_position(start, restarted, 20, lines.append) == 19
     (line,) = lines

@@ -28,7 +28,7 @@ from MaxText.config.training_sections import MeshConfig
 from MaxText.parallelism.device_mesh import create_device_mesh
 
 targets.prepare_environment(targets.find_target("v5e-4"))
-for name in targets.names():
+for name in targets.tpu_names():
     number = 0
     target = targets.find_target(name)
     devices = targets.devices(target)

@@ -1,9 +1,7 @@
-"""Keys with entries, and program options, which are declared alike."""
+"""Keys with entries."""
 
 import pytest
 
-from MaxText.config.command_line import ProgramOptions, describe, read_options
-from MaxText.config.keys import Count, key
 from MaxText.config.loading import load, load_config
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.schema import flatten
@@ -61,29 +59,3 @@ def test_mistakes_under_an_earlier_name_of_an_entry(write, given, capsys):
     with pytest.raises(ConfigurationError, match=r"existing_slots_lr_scale: (-1\.0 is|given twi)"):
         load([path])
     assert "growth.old_slots_learning_rate is called" in capsys.readouterr().err
-
-
-class Options(ProgramOptions):
-    """Options of a test."""
-
-    REQUIRED = ("from",)
-
-    from_: str = key("", "Source.")
-    number: Count = key(1, "How many.")
-    fast: bool = key(False, "Whether it is fast.")
-
-
-@pytest.mark.parametrize("words", ["number=3 --fast", "--number 3 fast=true", "--fast --number=3"])
-def test_options_in_every_form(words):
-    options, rest = read_options(Options, ["a.yml", "from=x", *words.split(), "steps=3"])
-    assert options == Options(from_="x", number=3, fast=True)
-    assert (rest.configuration, rest.problems) == (["a.yml", "steps=3"], [])
-    assert "number=VALUE" in describe(Options)
-
-
-def test_mistakes_in_options_are_found_at_once():
-    _, rest = read_options(Options, ["numbr=3", "number=0", "--fats", "lerning_rate=1"])
-    assert [problem.message.partition(":")[0] for problem in rest.problems] == [
-        "numbr", "number", "fats", "from= is missing",
-    ]  # fmt: skip
-    assert rest.keys == ["lerning_rate=1"]

@@ -60,7 +60,7 @@ def test_one_problem_for_one_mistake(program, snapshot):
         set_at = [place.removeprefix("command line, ") for place in problem.location]
         assert keys_of(line) & {place.partition("=")[0].lstrip("-") for place in set_at}, line
         messages[line] = "\n".join(problem.lines())
-        advice = [text for label, text in problem.context if label in ("try", "closest", "write")]
+        advice = [text for label, text in problem.facts if label in ("try", "closest", "write")]
         named = re.findall(r"(?<![\w./-])([a-z][a-z_0-9.]{2,})=", " ".join(advice))
         assert set(named) <= {*all_names()}, line
     assert messages == snapshot

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from MaxText.config.loading import load
 from MaxText.conversion.convert import convert
 from MaxText.conversion.request import parse_arguments
-from MaxText.conversion.weight_source import RunWeights, abstract_model, unflatten
+from MaxText.conversion.weight_source import RunWeights, unflatten
 from MaxText.run.grow import grow
+from MaxText.training.backend_defaults import abstract_model
 
 EXACT = ("dtype=float32", "matmul_precision=highest", "logits_dot_in_fp32=true")
 
@@ -26,7 +27,7 @@ def names(folder):
 
 def model_in_run(folder, *keys):
     """The model of a run by its own config.yml and keys on top, all in float32."""
-    return abstract_model(load([f"{folder}/config.yml", *EXACT, *keys]).config)
+    return abstract_model(load([f"{folder}/config.yml", *EXACT, *keys]).config.model)
 
 
 def parameters_in_run(folder):

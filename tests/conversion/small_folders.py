@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 from MaxText.config.loading import load_config
 from MaxText.conversion.hf_config import config_from_hf, resolve_family
 from MaxText.conversion.hf_import import TensorMap
-from MaxText.conversion.weight_source import abstract_model
+from MaxText.training.backend_defaults import abstract_model
 
 _SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32}
@@ -136,7 +136,7 @@ def of_family(model_type: str, **changes: Any) -> tuple[dict, dict[str, np.ndarr
 def _drawn_by_table(config: dict, dtype: str) -> dict[str, np.ndarray]:
     """Names and shapes are the converter's own: the golden models have those of the programs."""
     family = resolve_family(config, "here")
-    model = abstract_model(load_config(**config_from_hf(family, config, "here", {})))
+    model = abstract_model(load_config(**config_from_hf(family, config, "here", {})).model)
     return _drawn({tensor.name: tensor.shape for tensor in TensorMap(family, model).tensors}, dtype)
 
 

@@ -13,7 +13,8 @@ from MaxText.checkpointing import checkpoint_files
 from MaxText.config.loading import load, load_config
 from MaxText.conversion.hf_checkpoint import resolve_hf_path
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.weight_source import LazyCheckpointReader, RunWeights, open_pretrained
+from MaxText.conversion.open_weights import open_pretrained
+from MaxText.conversion.weight_source import LazyCheckpointReader, RunWeights
 from MaxText.errors import UserError
 from MaxText.input_pipeline.tokenization.hugging_face import train_tokenizer
 from tests.conversion.golden_models import hugging_face

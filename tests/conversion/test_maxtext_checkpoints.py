@@ -8,8 +8,9 @@ import pytest
 
 from MaxText.config.loading import load
 from MaxText.conversion.hf_import import HFWeights
-from MaxText.conversion.weight_source import abstract_model, unflatten
+from MaxText.conversion.weight_source import unflatten
 from MaxText.errors import UserError
+from MaxText.training.backend_defaults import abstract_model
 from tests.conversion.golden_models import hugging_face, of_muddformer, of_tokenformer, save_tree
 from tests.conversion.running import names, parameters_in_run, run
 from tests.conversion.small_folders import same_bits
@@ -26,7 +27,7 @@ def drawn(arguments):
     generator = np.random.default_rng(0)
     return {
         name: generator.standard_normal(info.shape, np.float32)
-        for name, info in abstract_model(load(arguments).config).parameters.items()
+        for name, info in abstract_model(load(arguments).config.model).parameters.items()
     }
 
 

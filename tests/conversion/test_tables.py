@@ -19,8 +19,8 @@ from MaxText.conversion.hf_config import (
 )
 from MaxText.conversion.hf_export import write_folder
 from MaxText.conversion.hf_import import HFWeights, TensorMap
-from MaxText.conversion.weight_source import abstract_model
 from MaxText.errors import UserError
+from MaxText.training.backend_defaults import abstract_model
 from tests.conversion.golden_models import hugging_face
 from tests.conversion.small_folders import (
     DESCENDANTS,
@@ -185,9 +185,8 @@ def test_a_window_of_all_layers(model_type):
 
 
 def test_a_part_that_the_format_does_not_know_is_named():
-    model = abstract_model(
-        load_config("gpt2.yml", dataset_type="synthetic", base_num_decoder_layers=1)
-    )
+    config = load_config("gpt2.yml", dataset_type="synthetic", base_num_decoder_layers=1)
+    model = abstract_model(config.model)
     family = FAMILIES["gpt2"]
     with pytest.raises(UserError, match=r"format gpt2 has no tensors for .*layers/mlp/wo/kernel"):
         TensorMap(family, model, family.rows[:3])
@@ -203,7 +202,7 @@ HYBRID = {
 def test_a_llama_with_a_mixer_of_ones_own_comes_back(keys, tmp_path):
     given = keys | {"import_modules": ["examples/moving_average.py"]}
     config = load_config(**config_from_hf(FAMILIES["llama"], random("llama")[0], "here", given))
-    model = abstract_model(config)
+    model = abstract_model(config.model)
     arrays = {
         name: np.random.default_rng(0).random(info.shape, np.float32)
         for name, info in model.parameters.items()
@@ -338,7 +337,7 @@ def test_tensors_of_a_released_model():
     del config["head_dim"]
     family = FAMILIES["muddpythia"]
     tensors = TensorMap(
-        family, abstract_model(load_config(**config_from_hf(family, config, "", {})))
+        family, abstract_model(load_config(**config_from_hf(family, config, "", {})).model)
     ).tensors
     assert len({tensor.name for tensor in tensors}) == 600
     assert sum(int(np.prod(tensor.shape)) for tensor in tensors) == 1_419_950_149

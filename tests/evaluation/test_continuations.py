@@ -24,11 +24,11 @@ def trained(request):
 def random_continuations(count, seed=0, longest=2 * WINDOW):
     """Contexts of 1 to `longest` ids, continuations of 1 to WINDOW."""
     generator = np.random.default_rng(seed)
-    found = []
+    continuations = []
     for _ in range(count):
         size = (generator.integers(1, longest + 1), generator.integers(1, WINDOW + 1))
-        found.append(Continuation(*(generator.integers(0, 64, n).tolist() for n in size)))
-    return found
+        continuations.append(Continuation(*(generator.integers(0, 64, n).tolist() for n in size)))
+    return continuations
 
 
 def expected(trained, continuation):
@@ -38,29 +38,32 @@ def expected(trained, continuation):
     return total, bool((log_p.argmax(axis=-1) == ids).all())
 
 
-def check(found, wanted):
-    log_probabilities, greedy = zip(*wanted, strict=True)
-    scores = [score.log_probability for score in found]
+def check(actual, expected):
+    log_probabilities, greedy = zip(*expected, strict=True)
+    scores = [score.log_probability for score in actual]
     np.testing.assert_allclose(scores, log_probabilities, rtol=1e-5, atol=1e-4)
-    assert [score.is_greedy for score in found] == [*greedy]
+    assert [score.is_greedy for score in actual] == [*greedy]
 
 
 def test_every_score_is_that_of_a_plain_forward_pass(trained, monkeypatch):
     """Whether all logits are made at once or in chunks."""
-    asked = random_continuations(23)
+    requests = random_continuations(23)
     # Contexts shorter than the window, whose greedy continuations are known.
     for length in (1, 3, 7):
         context = list(range(5, 5 + length))
         ids = []
         for _ in range(4):
             ids.append(int(full_log_probabilities(trained, [*context, *ids])[-1].argmax()))
-        asked += [Continuation(context, ids), Continuation(context, [*ids[:3], (ids[3] + 1) % 64])]
-    found = Scorer(trained).score_continuations(asked)
-    wanted = [expected(trained, one) for one in asked]
-    check(found, wanted)
-    assert [score.is_greedy for score in found[-6:]] == [True, False] * 3
+        requests += [
+            Continuation(context, ids),
+            Continuation(context, [*ids[:3], (ids[3] + 1) % 64]),
+        ]
+    scores = Scorer(trained).score_continuations(requests)
+    expected_scores = [expected(trained, request) for request in requests]
+    check(scores, expected_scores)
+    assert [score.is_greedy for score in scores[-6:]] == [True, False] * 3
     monkeypatch.setattr(scorers, "CHUNK_LOGITS", 128)
-    check(Scorer(trained).score_continuations(asked), wanted)
+    check(Scorer(trained).score_continuations(requests), expected_scores)
     assert Scorer(trained).score_continuations([]) == []
 
 
@@ -101,9 +104,9 @@ def test_padding_is_less_than_half_and_stays_in_the_window(length, window):
 
 @pytest.mark.multi_device
 def test_the_same_scores_on_eight_devices(monkeypatch):
-    asked = random_continuations(40, seed=3)
-    one = Scorer(tiny_trained(base_num_kv_heads=4)).score_continuations(asked)
+    requests = random_continuations(40, seed=3)
+    one_device = Scorer(tiny_trained(base_num_kv_heads=4)).score_continuations(requests)
     monkeypatch.setattr(scorers, "CHUNK_LOGITS", 256)
     keys = MIXED | {"base_num_kv_heads": 4, "per_device_batch_size": 1}
-    many = Scorer(tiny_trained(devices=jax.devices(), **keys)).score_continuations(asked)
-    check(many, [(score.log_probability, score.is_greedy) for score in one])
+    many = Scorer(tiny_trained(devices=jax.devices(), **keys)).score_continuations(requests)
+    check(many, [(score.log_probability, score.is_greedy) for score in one_device])

@@ -99,51 +99,58 @@ def by_hand(trained, documents, stride):
 )  # fmt: skip
 def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     (source,) = open_eval_sources(configured(folder))
-    ends = source.data.store.document_offsets
-    ids = source.data.store.read(ends[:1], ends[-1:])
+    ends = source.dataset.store.document_offsets
+    ids = source.dataset.store.read(ends[:1], ends[-1:])
     documents = [ids[a:b].tolist() for a, b in itertools.pairwise(ends.tolist())]
     if joined:
         documents = [list(itertools.chain.from_iterable(documents))]
     keys = {"eval_stride": stride, "cross_document_attention": joined} if stride else {}
-    (found,) = score(trained, folder, **keys or {"packing": False})
-    assert found.num_targets == sum(len(document) - 1 for document in documents)
-    np.testing.assert_allclose(found.total_nll, by_hand(trained, documents, stride), rtol=1e-6)
+    (source_score,) = score(trained, folder, **keys or {"packing": False})
+    assert source_score.num_targets == sum(len(document) - 1 for document in documents)
+    np.testing.assert_allclose(
+        source_score.total_nll, by_hand(trained, documents, stride), rtol=1e-6
+    )
 
 
 def test_the_same_as_the_evaluation_of_training(trained, folder):
-    (found,) = score(trained, folder)
+    (source_score,) = score(trained, folder)
     step = trained.sharding.jit(make_eval_step(trained.model))
     report = evaluate(step, trained.params, batches_of(folder), step=0)
-    assert (found.total_nll, found.num_targets) == (report.total_loss, report.total_weights)
-    assert found.num_batches == report.num_batches
+    assert (source_score.total_nll, source_score.num_targets) == (
+        report.total_loss,
+        report.total_weights,
+    )
+    assert source_score.num_batches == report.num_batches
 
 
 @pytest.mark.parametrize("stride", [-1, 4])
 def test_the_size_of_batches_changes_nothing(trained, folder, stride):
-    found = [score(trained, folder, rows, eval_stride=stride)[0] for rows in (1, 3, 64)]
-    assert len({(one.num_targets, one.num_bytes) for one in found}) == 1
-    np.testing.assert_allclose([one.total_nll for one in found], found[0].total_nll, rtol=1e-6)
-    assert found[0].num_batches > found[2].num_batches == 1
+    scores = [score(trained, folder, rows, eval_stride=stride)[0] for rows in (1, 3, 64)]
+    assert len({(source_score.num_targets, source_score.num_bytes) for source_score in scores}) == 1
+    np.testing.assert_allclose(
+        [source_score.total_nll for source_score in scores], scores[0].total_nll, rtol=1e-6
+    )
+    assert scores[0].num_batches > scores[2].num_batches == 1
 
 
 def test_sources_add_up(trained, folder, tmp_path):
     other = data_set(tmp_path / "other", ["another text altogether", "and one more"])
-    (one,), (two,) = score(trained, folder), score(trained, other)
+    (first,), (second,) = score(trained, folder), score(trained, other)
     for keys in (
         {"grain_eval_files": f"{folder}; {other}"},
         {"dataset_path": f"{folder},2;{other},0.5"},
         {"dataset_path": "", "data_mixture_weights": [[str(folder), 0.9], [str(other), 0.1]]},
     ):
-        both = score(trained, folder, **keys)
-        assert [source.name for source in both] == [str(folder), str(other)]
-        assert [source.total_nll for source in both] == [one.total_nll, two.total_nll]
-        whole = total_score(both)
-        assert whole.total_nll == one.total_nll + two.total_nll
-        assert whole.num_targets == one.num_targets + two.num_targets
-        assert whole.num_bytes == one.num_bytes + two.num_bytes
+        sources = score(trained, folder, **keys)
+        assert [source.name for source in sources] == [str(folder), str(other)]
+        assert [source.total_nll for source in sources] == [first.total_nll, second.total_nll]
+        total = total_score(sources)
+        assert total.total_nll == first.total_nll + second.total_nll
+        assert total.num_targets == first.num_targets + second.num_targets
+        assert total.num_bytes == first.num_bytes + second.num_bytes
         # Not the mean of the means: the sources differ in size.
-        assert whole.loss == pytest.approx((one.total_nll + two.total_nll) / whole.num_targets)
-        assert whole.perplexity == pytest.approx(math.exp(whole.loss))
+        assert total.loss == pytest.approx((first.total_nll + second.total_nll) / total.num_targets)
+        assert total.perplexity == pytest.approx(math.exp(total.loss))
 
 
 def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
@@ -153,8 +160,8 @@ def test_bytes_are_those_of_the_targets(trained, folder, tmp_path):
     assert plain.bits_per_byte == pytest.approx(plain.total_nll / math.log(2) / plain.num_bytes)
     with_bos = data_set(tmp_path / "bos", add_bos=True)
     for stride in (-1, 4):
-        (found,) = score(trained, with_bos, eval_stride=stride)
-        assert found.num_bytes == sum(len(text.encode()) for text in TEXTS)
+        (source_score,) = score(trained, with_bos, eval_stride=stride)
+        assert source_score.num_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
 def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
@@ -165,23 +172,23 @@ def test_bytes_as_the_preparation_counted_them(trained, tmp_path):
     tokenizer.save(path)
     texts = ["İstanbul ve İzmir", "Ab"]  # shorter in lower case, or longer
     with_bos = data_set(tmp_path / "bos", texts, tokenizer_path=path, add_bos=True)
-    (found,) = score(trained, with_bos)
-    assert found.num_bytes == sum(len(text.encode()) for text in texts)
+    (source_score,) = score(trained, with_bos)
+    assert source_score.num_bytes == sum(len(text.encode()) for text in texts)
     (part,) = score(trained, with_bos, rows=1, eval_steps=1)
     assert part.num_bytes is None
     plain = data_set(tmp_path / "plain", texts, tokenizer_path=path)
-    (found,) = score(trained, plain)
-    assert (found.num_bytes, found.bits_per_byte) == (None, None)
-    assert "byte by byte; and not every token" in found.bytes_unavailable_reason
-    said = f"bits/byte of {plain} is not shown: the ids of its tokenizer"
-    assert said in source_table([found])
+    (source_score,) = score(trained, plain)
+    assert (source_score.num_bytes, source_score.bits_per_byte) == (None, None)
+    assert "byte by byte; and not every token" in source_score.bytes_unavailable_reason
+    note = f"bits/byte of {plain} is not shown: the ids of its tokenizer"
+    assert note in source_table([source_score])
 
 
 def test_a_part_of_the_split(trained, folder):
-    (whole,) = score(trained, folder, rows=1)
+    (full,) = score(trained, folder, rows=1)
     (part,) = score(trained, folder, rows=1, eval_steps=2)
-    assert part.num_batches == 2 < whole.num_batches
-    assert part.num_targets < whole.num_targets
+    assert part.num_batches == 2 < full.num_batches
+    assert part.num_targets < full.num_targets
     (strided,) = score(trained, folder, rows=1, eval_steps=2, eval_stride=8)
     assert strided.num_batches == 2
 
@@ -195,10 +202,10 @@ def test_the_z_loss_is_no_part_of_it(trained, folder):
 
 
 def test_random_tokens(trained):
-    (found,) = score(trained, None, eval_steps=3)
-    assert found.num_targets == 3 * 4 * LENGTH
-    assert found.bytes_unavailable_reason == "random tokens are not text"
-    assert math.isfinite(found.loss)
+    (source_score,) = score(trained, None, eval_steps=3)
+    assert source_score.num_targets == 3 * 4 * LENGTH
+    assert source_score.bytes_unavailable_reason == "random tokens are not text"
+    assert math.isfinite(source_score.loss)
 
 
 def test_masked_accuracy_against_a_count(folder):
@@ -207,18 +214,21 @@ def test_masked_accuracy_against_a_count(folder):
             "mlm.same_token_prob": 0.5, "mlm.random_token_prob": 0.0}  # fmt: skip
     model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
     masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
-    (found,) = score(masked, folder, **keys)
+    (source_score,) = score(masked, folder, **keys)
     hits = 0
     for batch in batches_of(folder, **keys):
         argmax_BT = np.argmax(masked.model.merge(masked.params)(batch), axis=-1)
         hits += int(((argmax_BT == batch.targets_BT) & (batch.loss_mask_BT > 0)).sum())
-    assert 0 < hits < found.num_targets
-    assert (found.correct, found.masked_accuracy) == (hits, hits / found.num_targets)
-    row = total_score([found, found]).to_json()
-    assert (row["correct"], row["masked_accuracy"]) == (2 * hits, found.masked_accuracy)
-    shown = source_table([found])
+    assert 0 < hits < source_score.num_targets
+    assert (source_score.correct, source_score.masked_accuracy) == (
+        hits,
+        hits / source_score.num_targets,
+    )
+    row = total_score([source_score, source_score]).to_json()
+    assert (row["correct"], row["masked_accuracy"]) == (2 * hits, source_score.masked_accuracy)
+    shown = source_table([source_score])
     assert "masked accuracy" in shown
-    assert f"{found.masked_accuracy:.4f}" in shown
+    assert f"{source_score.masked_accuracy:.4f}" in shown
 
 
 def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
@@ -227,16 +237,16 @@ def test_entmax_has_a_loss_of_its_own_and_no_perplexity(trained, folder):
     assert "masked_accuracy" not in plain.to_json()
     keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "base_num_decoder_layers": 1}
     sparse = tiny_trained(loss_type="entmax", entmax_alpha=1.5, **keys)
-    (found,) = score(sparse, folder)
+    (source_score,) = score(sparse, folder)
     expected = 0.0
     for batch in batches_of(folder):
         losses_BT = entmax_loss(sparse.model.merge(sparse.params)(batch), batch.targets_BT, 1.5)
         expected += float((losses_BT * batch.loss_mask_BT).sum())
-    np.testing.assert_allclose(found.loss, expected / found.num_targets, rtol=1e-5)
-    row = total_score([found]).to_json()
+    np.testing.assert_allclose(source_score.loss, expected / source_score.num_targets, rtol=1e-5)
+    row = total_score([source_score]).to_json()
     assert row["loss_type"] == "entmax"
     assert [row[name] for name in ("perplexity", "bits_per_byte", "nats")] == [None] * 3
-    assert "loss of entmax per token" in source_table([found])
+    assert "loss of entmax per token" in source_table([source_score])
 
 
 def test_labels_cannot_be_moved(trained, tmp_path):
@@ -248,8 +258,8 @@ def test_labels_cannot_be_moved(trained, tmp_path):
     path = tmp_path / "rows_train.parquet"
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     keys = {"data_cache_dir": str(tmp_path / "cache"), "tokenizer_path": "bytes"}
-    (found,) = score(trained, path, **keys)
-    assert found.num_targets == 5
+    (source_score,) = score(trained, path, **keys)
+    assert source_score.num_targets == 5
     with pytest.raises(UserError, match=r"has labels.*Leave eval_stride=-1"):
         score(trained, path, eval_stride=4, **keys)
 
@@ -258,12 +268,16 @@ def test_documents_of_one_token_have_nothing_to_predict(trained, tmp_path):
     folder = data_set(tmp_path / "data", ["a", "b", "c"], add_eos=False)
     with pytest.raises(UserError, match=r"no document has two tokens.*cross_document_attention"):
         score(trained, folder, eval_stride=4)
-    (found,) = score(trained, folder, eval_stride=4, cross_document_attention=True)
-    assert found.num_targets == 2
+    (source_score,) = score(trained, folder, eval_stride=4, cross_document_attention=True)
+    assert source_score.num_targets == 2
 
 
 def test_table_and_json(told):
-    one = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
-    two = SourceScore("b", 3e9, 2, None, "unknown", 1, 0.0)
-    told("\n".join([source_table([one, two]), *(str(score.to_json()) for score in (one, two))]))
+    first = SourceScore("a", 10.0, 4, 20, "", 2, 2.0, {"data_set": "f"})
+    second = SourceScore("b", 3e9, 2, None, "unknown", 1, 0.0)
+    told(
+        "\n".join(
+            [source_table([first, second]), *(str(score.to_json()) for score in (first, second))]
+        )
+    )
     assert math.isnan(SourceScore("c", 0.0, 0, 0, "", 1, 1.0).loss)

@@ -55,20 +55,20 @@ def data_of(root, **keys):
 @pytest.mark.parametrize("stride", [-1, 8])
 def test_a_folder_of_hugging_face(root, stride):
     lines = []
-    before = sorted(os.listdir(root / "hf"))
-    found = run(root, *data_of(root, eval_stride=stride), log=lines.append)
-    whole = found["data"]["total"]
+    files_before = sorted(os.listdir(root / "hf"))
+    result = run(root, *data_of(root, eval_stride=stride), log=lines.append)
+    full_result = result["data"]["total"]
     # Each document has its bytes, and an end.
-    assert (whole["targets"], whole["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
-    assert whole["nats"] == found["data"]["sources"][0]["nats"]
-    assert whole["bits_per_byte"] > 8  # of random weights
-    assert (found["data"]["eval_stride"], found["folder"]) == (stride, str(root / "hf"))
-    assert found["tokenizer_sha256"] == found["data"]["sources"][0]["tokenizer_sha256"]
-    said = "\n".join(lines)
-    assert "warning: " not in said
-    assert f"{whole['loss']:.4f}" in said
-    assert "windows of 32 tokens, " + ("no overlap" if stride < 0 else "every 8 targets") in said
-    assert sorted(os.listdir(root / "hf")) == before
+    assert (full_result["targets"], full_result["bytes"]) == (NUM_BYTES + 2, NUM_BYTES)
+    assert full_result["nats"] == result["data"]["sources"][0]["nats"]
+    assert full_result["bits_per_byte"] > 8  # of random weights
+    assert (result["data"]["eval_stride"], result["folder"]) == (stride, str(root / "hf"))
+    assert result["tokenizer_sha256"] == result["data"]["sources"][0]["tokenizer_sha256"]
+    printed = "\n".join(lines)
+    assert "warning: " not in printed
+    assert f"{full_result['loss']:.4f}" in printed
+    assert "windows of 32 tokens, " + ("no overlap" if stride < 0 else "every 8 targets") in printed
+    assert sorted(os.listdir(root / "hf")) == files_before
 
 
 def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
@@ -77,15 +77,15 @@ def test_text_is_read_with_the_tokenizer_of_the_weights(root, tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
     ready = run(root, *data_of(root))["data"]["total"]
     for weights in ("hf", "run"):
-        found = run(root, f"grain_eval_files={path}", cache, weights=weights)["data"]["total"]
-        assert found["nats"] == pytest.approx(ready["nats"], rel=1e-6)
-        assert (found["targets"], found["bytes"]) == (ready["targets"], ready["bytes"])
+        result = run(root, f"grain_eval_files={path}", cache, weights=weights)["data"]["total"]
+        assert result["nats"] == pytest.approx(ready["nats"], rel=1e-6)
+        assert (result["targets"], result["bytes"]) == (ready["targets"], ready["bytes"])
 
 
 def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
     run_folder = shutil.copytree(root / "run", tmp_path / "run")
     shutil.rmtree(run_folder / "eval", ignore_errors=True)
-    before = contents(run_folder)
+    files_before = contents(run_folder)
     lines = []
     for number in range(2):
         run(root, *data_of(root), "eval_steps=1", weights=run_folder, log=lines.append)
@@ -96,16 +96,16 @@ def test_a_run_keeps_its_scores_and_nothing_of_it_changes(root, tmp_path):
     assert written["data"]["eval_steps"] == 1
     assert written["data"]["sources"][0]["tokenizer_sha256"]
     assert written["weights"] == f"parameters of {run_folder / 'checkpoints' / '0'}"
-    after = contents(run_folder)
-    assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"eval"}
+    files_after = contents(run_folder)
+    assert {name: files_after[name] for name in files_before} == files_before
+    assert {name.split("/")[0] for name in files_after.keys() - files_before.keys()} == {"eval"}
 
 
 def test_the_file_that_is_asked_for(root, tmp_path):
     path = tmp_path / "new" / "scores.json"
     for steps in (1, 2):
-        found = run(root, *data_of(root), f"eval_output={path}", f"eval_steps={steps}")
-        assert json.loads(path.read_text()) == found
+        result = run(root, *data_of(root), f"eval_output={path}", f"eval_steps={steps}")
+        assert json.loads(path.read_text()) == result
     assert os.listdir(path.parent) == ["scores.json"]
 
 
@@ -113,11 +113,11 @@ def test_tasks_alone_and_with_data(root, tmp_path):
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "one two three"}\n')
     task = ["eval_tasks=[lambada]", f"task_files.lambada={path}"]
-    alone, both = run(root, *task), run(root, *task, *data_of(root))
-    for found in (alone, both):
-        assert [score["task"] for score in found["tasks"]] == ["lambada"]
-    assert "data" not in alone
-    assert both["data"]["total"]["targets"] == NUM_BYTES + 2
+    only_tasks, with_data = run(root, *task), run(root, *task, *data_of(root))
+    for result in (only_tasks, with_data):
+        assert [score["task"] for score in result["tasks"]] == ["lambada"]
+    assert "data" not in only_tasks
+    assert with_data["data"]["total"]["targets"] == NUM_BYTES + 2
 
 
 def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):

@@ -128,13 +128,13 @@ def write_tasks(folder, offline):
 
     def asking(kind, question, answer, *metrics, **settings):
         metric_list = [{"metric": name, "higher_is_better": True} for name in metrics]
-        asked = {"output_type": kind, "doc_to_text": question, "doc_to_target": answer}
-        return {**asked, "metric_list": metric_list, "metadata": {"version": 1.0}} | settings
+        task_config = {"output_type": kind, "doc_to_text": question, "doc_to_target": answer}
+        return {**task_config, "metric_list": metric_list, "metadata": {"version": 1.0}} | settings
 
     def generating(**settings):
-        found = asking("generate_until", "{{question}} go", "{{word}}", "exact_match")
-        found["metric_list"][0]["aggregation"] = "mean"
-        return found | {"generation_kwargs": settings}
+        generation_task = asking("generate_until", "{{question}} go", "{{word}}", "exact_match")
+        generation_task["metric_list"][0]["aggregation"] = "mean"
+        return generation_task | {"generation_kwargs": settings}
 
     tasks = {
         "our_word": asking("loglikelihood", "{{question}}", "{{word}}", "perplexity", "acc"),
@@ -158,12 +158,16 @@ def answers(lm_eval, model, names, folder):
     make = importlib.import_module("lm_eval.tasks").TaskManager
     manager = make(include_path=str(folder), include_defaults=False)
     keys = {"task_manager": manager, "bootstrap_iters": 0}
-    found = lm_eval.simple_evaluate(model=model, tasks=names, **keys)
-    results = [(t, n, value) for t, of in found["results"].items() for n, value in of.items()]
+    outputs = lm_eval.simple_evaluate(model=model, tasks=names, **keys)
+    results = [
+        (t, n, value)
+        for t, task_results in outputs["results"].items()
+        for n, value in task_results.items()
+    ]
     metrics = {(task, name): value for task, name, value in results if isinstance(value, float)}
     samples = {
         name: [sample["resps"] for sample in sorted(rows, key=lambda row: row["doc_id"])]
-        for name, rows in found["samples"].items()
+        for name, rows in outputs["samples"].items()
     }
     return metrics, samples
 
@@ -197,12 +201,12 @@ def test_answers_are_those_of_transformers(libraries, family, tmp_path, offline)
     assert samples.keys() == expected[1].keys() == set(names)
     compared = 0
     for name in names:
-        for mine, wanted in zip(flat(samples[name]), flat(expected[1][name]), strict=True):
+        for mine, expected_value in zip(flat(samples[name]), flat(expected[1][name]), strict=True):
             compared += 1
-            if isinstance(wanted, float):
-                assert mine == pytest.approx(wanted, abs=1e-4, rel=1e-5), name
+            if isinstance(expected_value, float):
+                assert mine == pytest.approx(expected_value, abs=1e-4, rel=1e-5), name
             else:
-                assert mine == wanted, name
+                assert mine == expected_value, name
     assert compared >= 12 * (2 + 6 + 1 + 1 + 1)
     assert metrics.keys() == expected[0].keys()
     for name, value in expected[0].items():
@@ -247,8 +251,8 @@ LAMBADA = {
 def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     passages = [sentence(number, 4 + number) for number in range(9)]
     name = task(tmp_path / "tasks", "passages", [{"text": text} for text in passages], **LAMBADA)
-    found, shown = run(tmp_path / "tasks", name)
-    results = found["results"][name]
+    harness_results, shown = run(tmp_path / "tasks", name)
+    results = harness_results["results"][name]
     path = str(tmp_path / "tasks" / "passages.jsonl")
     passages = tasks.read_passages(path)
     actual, _ = tasks.score_lambada(passages, Scorer(trained), tokenizer)
@@ -256,9 +260,9 @@ def test_our_lambada_is_the_harness_s(run, trained, tokenizer, tmp_path):
     assert results["acc,none"] == actual["accuracy"]
     assert results["acc_stderr,none"] == pytest.approx(actual["accuracy_standard_error"])
     assert results["perplexity_stderr,none"] > 0
-    assert found["n-samples"][name]["effective"] == 9
-    assert found["harness_version"]
-    assert json.loads(json.dumps(found)) == found
+    assert harness_results["n-samples"][name]["effective"] == 9
+    assert harness_results["harness_version"]
+    assert json.loads(json.dumps(harness_results)) == harness_results
     assert any(name in line and "perplexity" in line for line in shown)
 
 
@@ -293,12 +297,12 @@ def test_arguments_of_the_harness(monkeypatch):
     from MaxText.evaluation.harness import MaxTextLM
 
     assert get_model("maxtext") is MaxTextLM
-    monkeypatch.setattr(MaxTextLM, "open", staticmethod(lambda words: words))
-    words = ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
-    typed = f"{words[0]},{words[1]}, {words[2]}"
-    assert MaxTextLM.create_from_arg_string(typed, {"device": None}) == words
-    made = MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3})
-    assert made == ["load_parameters_path=run", "eval_steps=3"]
+    monkeypatch.setattr(MaxTextLM, "open", staticmethod(lambda arguments: arguments))
+    arguments = ["load_parameters_path=hf:models/gpt2", "mesh_axes=[data,fsdp]", "dtype=float32"]
+    typed = f"{arguments[0]},{arguments[1]}, {arguments[2]}"
+    assert MaxTextLM.create_from_arg_string(typed, {"device": None}) == arguments
+    lm = MaxTextLM.create_from_arg_obj({"load_parameters_path": "run", "eval_steps": 3})
+    assert lm == ["load_parameters_path=run", "eval_steps=3"]
 
 
 def test_without_the_harness(monkeypatch):

@@ -92,9 +92,9 @@ def test_pages_begin_at_their_titles(tmp_path):
 
 def test_titles():
     titles = [" = Robert Boulter = ", "= A = B ="]
-    others = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
+    other_lines = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
               "a = b = ", "= 5", ""]  # fmt: skip
-    for line in titles + others:
+    for line in titles + other_lines:
         assert len(tasks.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
 
 
@@ -117,14 +117,15 @@ def test_wikitext_by_brute_force(trained, tokenizer):
         loss -= following(trained, [BOS, *ids[:WINDOW]], WINDOW).sum()
         loss -= following(trained, ids[-(WINDOW + 1) :], len(ids) - WINDOW).sum()
     num_bytes = len("".join(pages).encode())
-    words = sum(1 + len(page.split()) + 1 for page in pages)
+    num_words = sum(1 + len(page.split()) + 1 for page in pages)
     num_tokens = sum(len(tasks.detokenized(page).encode()) for page in pages)
     assert num_tokens < num_bytes
-    assert counts == {"pages": 2, "words": words, "bytes": num_bytes, "tokens": num_tokens}
+    assert counts == {"pages": 2, "words": num_words, "bytes": num_bytes, "tokens": num_tokens}
     expected = {
-        "word_perplexity": math.exp(loss / words), "byte_perplexity": math.exp(loss / num_bytes),
+        "word_perplexity": math.exp(loss / num_words),
+        "byte_perplexity": math.exp(loss / num_bytes),
         "bits_per_byte": loss / num_bytes / math.log(2),
-    }  # fmt: skip
+    }
     assert metrics == pytest.approx(expected, rel=1e-4)
 
 
@@ -141,8 +142,8 @@ def harness_rules():
 @given(page=st.lists(WIKI_LETTERS, max_size=60).map("".join))
 def test_the_rules_of_the_harness(harness_rules, page):
     assert tasks.detokenized(page) == harness_rules.wikitext_detokenizer({"page": page})
-    _, words = harness_rules.process_results({"page": page}, (0.0,))["word_perplexity"]
-    assert tasks.count_words(page) == words
+    _, page_words = harness_rules.process_results({"page": page}, (0.0,))["word_perplexity"]
+    assert tasks.count_words(page) == page_words
 
 
 @pytest.mark.parametrize(

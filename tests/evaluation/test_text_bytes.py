@@ -19,11 +19,11 @@ from tests.input_pipeline.tokenization.test_tiktoken_file import write as write_
 def exact(tmp_path_factory):
     """Tokenizers of all kinds, with the bytes of their ids."""
     folder = tmp_path_factory.mktemp("exact")
-    found = {name: loaded(make()) for name, make in small_tokenizers.STRUCTURES.items()}
-    found["byte"] = load_tokenizer("byte")
-    words = {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
-    found["tiktoken"] = load_tokenizer(write_tiktoken(folder / "ranks.tiktoken", **words))
-    return {name: (tokenizer, token_byte_counts(tokenizer)) for name, tokenizer in found.items()}
+    by_kind = {name: loaded(make()) for name, make in small_tokenizers.STRUCTURES.items()}
+    by_kind["byte"] = load_tokenizer("byte")
+    options = {"word_pattern": "cl100k_base", "special_tokens": {"<|endoftext|>": 5000}}
+    by_kind["tiktoken"] = load_tokenizer(write_tiktoken(folder / "ranks.tiktoken", **options))
+    return {name: (tokenizer, token_byte_counts(tokenizer)) for name, tokenizer in by_kind.items()}
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
@@ -83,7 +83,7 @@ def test_vocabularies_of_characters_that_fall_back_to_bytes(prepends):
 
 
 def test_sentence_piece(tmp_path):
-    pytest.importorskip("sentencepiece", reason="needs pip install 'MaxText[data]'")
+    pytest.importorskip("sentencepiece", reason="needs pip install 'jaxpretrain[data]'")
     from tests.input_pipeline.tokenization.test_sentence_piece import train
 
     as_it_is = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -97,17 +97,17 @@ def test_sentence_piece(tmp_path):
 
 
 def test_where_ids_do_not_tell_the_bytes():
-    words = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    word_level = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     lower, spaced, split = byte_pairs(1), byte_pairs(1), byte_pairs(1)
     split.normalizer = normalizers.NFD()
     lower.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     spaced.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    whole = json.loads(byte_pairs(1, count=0).to_str())
-    vocabulary = whole["model"]["vocab"].items()
-    whole["model"]["vocab"] = {token: i for token, i in vocabulary if len(token) == 1}
-    del whole["model"]["vocab"]["A"]
-    whole["model"]["merges"] = []
-    few = tokenizers.Tokenizer.from_str(json.dumps(whole))
-    for tokenizer in (words, lower, spaced, split, few):
+    file_json = json.loads(byte_pairs(1, count=0).to_str())
+    vocabulary = file_json["model"]["vocab"].items()
+    file_json["model"]["vocab"] = {token: i for token, i in vocabulary if len(token) == 1}
+    del file_json["model"]["vocab"]["A"]
+    file_json["model"]["merges"] = []
+    few = tokenizers.Tokenizer.from_str(json.dumps(file_json))
+    for tokenizer in (word_level, lower, spaced, split, few):
         with pytest.raises(InexactByteCountError, match="byte by byte"):
             token_byte_counts(loaded(tokenizer))

@@ -1,6 +1,9 @@
 """The example mixers against their formulas, token by token in NumPy."""
 
+import dataclasses
+import json
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from MaxText.config.registry import lookup
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.rotary import rotary_table
+from MaxText.run.hooks import StepInfo, user_hooks
 from tests.small_models import tiny_config
 
 B, T, N, H = 2, 11, 2, 4
@@ -20,8 +24,15 @@ DOCUMENTS = np.array([[1] * 3 + [2] * 6 + [3] * 2, [1] * 4 + [2] + [3] * 6])
 
 @pytest.fixture(scope="module")
 def delta_rule():
+    """The function of the example, from separate arrays."""
     tiny_config(import_modules=["examples/gated_deltanet.py"])
-    return sys.modules[lookup("mixer", "gated_deltanet").__module__].delta_rule
+    example = sys.modules[lookup("mixer", "gated_deltanet").__module__]
+
+    def run(q, k, v, beta, log_a, segments, memory, chunk):
+        inputs = example.DeltaInputs(q, k, v, beta, log_a, segments)
+        return example.delta_rule(inputs, memory, chunk)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +147,25 @@ def test_differential_attention(keys):
         o = o / np.sqrt(np.mean(o**2) + 1e-5) * scale * (1 - first)
         expected[row, t] += o @ w["out"]["kernel"][head]
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_stable_rank_of_the_embedding(tmp_path, capsys):
+    tiny_config(import_modules=["examples/embedding_rank.py"])
+    (embedding_rank,) = user_hooks(["embedding_rank"])
+    generator = np.random.default_rng(0)
+    info = StepInfo(
+        step=99, state=None, config=None, model=None, run_folder=tmp_path,
+        device_metrics={"loss": jnp.float32(2.5)},
+    )  # fmt: skip
+    for shape in ((30, 8), (8, 30)):
+        matrix = generator.normal(size=shape).astype("f")
+        params = {"token_embedder": {"embedding": matrix}}
+        embedding_rank(dataclasses.replace(info, state=types.SimpleNamespace(params=params)))
+        row = json.loads((tmp_path / "embedding_rank.jsonl").read_text().splitlines()[-1])
+        expected = np.linalg.norm(matrix) ** 2 / np.linalg.norm(matrix, 2) ** 2
+        assert row == {"step": 99, "loss": 2.5, "stable_rank": pytest.approx(expected, rel=1e-5)}
+        assert capsys.readouterr().out.endswith(f"token embedding {expected:.1f}\n")
+    assert embedding_rank.every == 100
 
 
 def test_moving_average():

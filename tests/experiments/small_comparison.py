@@ -1,6 +1,7 @@
 """Small configurations, and whole comparisons of them in process."""
 
 import csv
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,7 +56,7 @@ def compare(*arguments: str) -> list[str]:
     """What compare.py shows; its folder is out/ unless it is named."""
     lines: list[str] = []
     request, problems = parse_args(arguments)
-    request = request if request.output else request.model_copy(update={"output": Path("out")})
+    request = request if request.output else dataclasses.replace(request, output=Path("out"))
     found = expand_variants(request, problems)
     command = ["compare.py", *arguments]
     run_comparison(request, found, solve_key_by_label(request, found), command, lines.append)

@@ -36,8 +36,6 @@ def begun(configs):
 
 def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
     plan, found, question = begun
-    path = plan.folder / FILE
-    path.write_text(path.read_text().replace('"solve_for"', '"free"'))  # as in earlier versions
     again = load_or_create_plan(plan.folder, found, question, (0, 1, 2))
     assert (again.planned, again.budget) == (plan.planned, 64.0)
     assert json.loads((plan.folder / FILE).read_text())["groups"] == {

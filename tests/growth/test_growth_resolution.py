@@ -11,12 +11,13 @@ from etils import epath
 from MaxText.checkpointing import checkpoint_files
 from MaxText.checkpointing.compatibility import ArraySpec
 from MaxText.config.schema import flatten
-from MaxText.conversion.weight_source import abstract_model, unflatten
+from MaxText.conversion.weight_source import unflatten
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import SourceCheckpoint
 from MaxText.growth.resolve import resolve_growth, resolve_growth_from
 from MaxText.run.records import emit_start
 from MaxText.run.restore import RestoreResult
+from MaxText.training.backend_defaults import abstract_model
 from MaxText.training.state import TrainState
 from tests.growth.growing import SMALL, config_of, save, stored_in
 from tests.small_models import tiny_config
@@ -26,7 +27,7 @@ PARENT = "runs/small/checkpoints/0"
 
 def source_of(config, is_known=True):
     """The parameters of a configuration, which say so or not, as a source to grow from."""
-    parameters = abstract_model(config).parameters
+    parameters = abstract_model(config.model).parameters
     leaves = {
         name: ArraySpec(tuple(info.shape), np.dtype("float32")) for name, info in parameters.items()
     }
@@ -192,7 +193,7 @@ def test_a_source_that_does_not_know_its_configuration():
 
 def saved(folder, config, metadata=None):
     """A run with one checkpoint, of zeros."""
-    parameters = abstract_model(config).parameters
+    parameters = abstract_model(config.model).parameters
     zeros = {name: np.zeros(info.shape, np.float32) for name, info in parameters.items()}
     return save(folder, config, TrainState(jnp.int32(1), unflatten(zeros), ()), metadata)
 

@@ -113,7 +113,7 @@ def test_slots_layers_scale_and_moments(small, tmp_path, mode, zoom, moments, da
         old = by_name_repeated(getattr(state.opt_state[1], kind))
         for name, leaf in leaves.items():
             stored = tuple(slice(size) for size in old[name].shape)
-            expected = np.zeros(leaf.new.shape)
+            expected = np.zeros(leaf.new_spec.shape)
             if kind == "nu" and moments == "warmed" and leaf.slots:
                 expected += old[name].mean(leaf.slots.axis, keepdims=True)
             if moments != "zeroed":
@@ -174,7 +174,7 @@ def test_updates_of_old_slots_are_scaled(small, factor):
         expected = plain[name].copy()
         assert np.all(expected)
         if leaf.slots:
-            expected[tuple(slice(size) for size in leaf.old.shape)] *= factor
+            expected[tuple(slice(size) for size in leaf.old_spec.shape)] *= factor
         np.testing.assert_allclose(slowed[name], expected, rtol=1e-6)
     if factor == 0:  # frozen whatever the update is
         _, slowed, _ = updates(np.nan, growth_old_slots_learning_rate=factor)

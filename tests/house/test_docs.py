@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from MaxText.config.command_line import read_options
 from MaxText.config.loading import load
+from MaxText.config.program_options import read_options
 from MaxText.conversion import request
 from MaxText.conversion.families import FAMILIES
 from MaxText.cost.plan_args import PlanOptions
@@ -94,7 +94,7 @@ def accept(program: str, arguments: list[str]) -> None:
     """Raises unless the program would take the arguments."""
     match program:
         case "plan.py":
-            load(read_options(PlanOptions, arguments)[1].configuration, program)
+            load(read_options(PlanOptions, arguments).configuration, program)
         case "compare.py":
             asked, problems = compare_args.parse_args(arguments)
             assert not problems
@@ -113,7 +113,7 @@ def accept(program: str, arguments: list[str]) -> None:
         case "inspect_data.py":
             options = of_program(program, "InspectOptions")
             arguments = of_program(program, "with_dataset")(arguments)
-            load(read_options(options, arguments)[1].configuration, program)
+            load(read_options(options, arguments).configuration, program)
         case "train.py" if arguments[0] == "--from-maxtext":
             pass  # it reads a file of the user's
         case "check_part.py":

@@ -209,7 +209,7 @@ BELOW = {
     "hardware": "config runtime",
     "parallelism": "config",
     "layers": "config parallelism",
-    "input_pipeline": "config storage runtime.cores layers.batch",
+    "input_pipeline": "config storage runtime.cores parallelism.mesh layers.batch",
     "training": "config parallelism layers",
     "checkpointing": "config storage runtime",
     "metrics": "config storage runtime",

@@ -40,9 +40,9 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
         capacities = {getattr(state, "capacity", None) for state in sequences.cache}
         return capacities - {None}
 
-    def run(room):
+    def run(expected_length):
         sequences, drawn = engine.prefill(
-            [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, room=room
+            [[1, 2, 3], [4]], [(0, 0), (1, 0)], [0, 0], seed=0, expected_length=expected_length
         )
         tokens = [np.asarray(drawn.tokens_B)]
         capacities = capacities_of(sequences)
@@ -53,8 +53,11 @@ def test_decode_state_that_grows_generates_the_same_tokens(monkeypatch, keys, gr
             tokens.append(np.asarray(drawn.tokens_B))
         return np.array(tokens), capacities
 
-    grown, capacities = run(room=4)
-    at_once, one = run(room=64)
-    assert (capacities, one) == ({8, 32, 64} if grows else set(), {64} if grows else set())
-    np.testing.assert_array_equal(grown, at_once)
+    grown, capacities = run(expected_length=4)
+    allocated_at_once, final_capacity = run(expected_length=64)
+    assert (capacities, final_capacity) == (
+        {8, 32, 64} if grows else set(),
+        {64} if grows else set(),
+    )
+    np.testing.assert_array_equal(grown, allocated_at_once)
     assert len(np.unique(grown)) > 3

@@ -7,7 +7,7 @@ import pytest
 from etils import epath
 
 from MaxText.checkpointing import checkpoint_files
-from MaxText.checkpointing.history import HealthyCheckpoints
+from MaxText.checkpointing.health import HealthyCheckpoints
 from MaxText.config.command_line import explain_value
 from MaxText.config.loading import load_config
 from MaxText.config.schema import flatten

@@ -28,14 +28,14 @@ def pieces_of(encoded, stops=()):
 @example("xaby", ["b", "ab"])  # two at once
 def test_pieces_make_up_the_text_before_the_first_stop(text, stops):
     stream, pieces = pieces_of(text.encode(), stops)
-    found = [text.find(stop) for stop in stops if stop in text]
+    stop_offsets = [text.find(stop) for stop in stops if stop in text]
     # Of a stop string that ends first nothing is shown, though another may begin before it.
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     seen = text[: min(ends)] if ends else text
     begins = [seen.find(stop) for stop in stops if stop in seen]
     expected = seen[: min(begins)] if begins else text
     assert "".join(pieces) == stream.text == expected
-    assert stream.stopped == bool(found)
+    assert stream.stopped == bool(stop_offsets)
 
 
 def test_what_may_change_is_held_back():
@@ -48,10 +48,10 @@ def test_what_may_change_is_held_back():
 
 def test_the_space_of_the_first_word_is_kept():
     # As tokenizers do that put a space before a text and take it away again.
-    words = ["I", " love", " to", " eat", " apples"]
+    vocabulary = ["I", " love", " to", " eat", " apples"]
 
     def stripping(ids):
-        return "".join(words[i] for i in ids).removeprefix(" ")
+        return "".join(vocabulary[i] for i in ids).removeprefix(" ")
 
     stream = IncrementalDetokenizer(stripping, ["apples"], prompt=[0, 1, 2])
     assert [stream.add(3), stream.add(4)] == [" eat", " "]

@@ -41,14 +41,14 @@ def decode(ids):
 
 def completions(engine, stopping, batch_size=4, prompts=PROMPTS, **options):
     keys = {"batch_size": batch_size, "decode": decode} | options
-    found = dict(generate(engine, prompts, stopping, **keys))
-    return [found[number] for number in range(len(prompts))]
+    by_index = dict(generate(engine, prompts, stopping, **keys))
+    return [by_index[number] for number in range(len(prompts))]
 
 
 def test_greedy_is_the_argmax_of_the_whole_forward_pass(small):
     model, params, _, engine = small
-    found = completions(engine(GREEDY), StoppingCriteria(10))
-    for prompt, completion in zip(PROMPTS, found, strict=True):
+    results = completions(engine(GREEDY), StoppingCriteria(10))
+    for prompt, completion in zip(PROMPTS, results, strict=True):
         assert completion.finish_reason == "length"
         ids = prompt + completion.tokens
         logits = forward(model)(params, np.array([ids + [0] * (WINDOW - len(ids))]))
@@ -63,8 +63,8 @@ def test_greedy_is_the_argmax_of_the_whole_forward_pass(small):
 def test_a_completion_does_not_depend_on_its_batch(small, choice, new_tokens):
     engine = small[-1](choice)
     together = completions(engine, StoppingCriteria(new_tokens), batch_size=4, seed=3)
-    alone = completions(engine, StoppingCriteria(new_tokens), batch_size=1, seed=3)
-    assert [c.tokens for c in together] == [c.tokens for c in alone]
+    one_by_one = completions(engine, StoppingCriteria(new_tokens), batch_size=1, seed=3)
+    assert [c.tokens for c in together] == [c.tokens for c in one_by_one]
 
 
 def test_numbers_that_are_not_finite_end_in_a_message(small):
@@ -76,12 +76,12 @@ def test_numbers_that_are_not_finite_end_in_a_message(small):
 
 
 def test_the_seed_and_the_number_of_a_prompt_decide_the_draws(small):
-    same, again, other = (
+    same, repeated, other = (
         completions(small[-1](DRAWN), StoppingCriteria(8), prompts=[PROMPTS[0]] * 4, seed=seed)
         for seed in (1, 1, 2)
     )
     assert len({tuple(c.tokens) for c in same}) > 1
-    assert [c.tokens for c in same] == [c.tokens for c in again]
+    assert [c.tokens for c in same] == [c.tokens for c in repeated]
     assert [c.tokens for c in same] != [c.tokens for c in other]
 
 
@@ -90,12 +90,12 @@ def test_an_end_id_ends_its_row_alone(small):
     free = completions(engine, StoppingCriteria(12))
     end = free[0].tokens[4]
     ended = completions(engine, StoppingCriteria(12, eos_ids=frozenset({end})))
-    for before, after in zip(free, ended, strict=True):
-        if end in before.tokens:
-            assert after.finish_reason == "end"
-            assert after.tokens == before.tokens[: before.tokens.index(end) + 1]
+    for unstopped, stopped in zip(free, ended, strict=True):
+        if end in unstopped.tokens:
+            assert stopped.finish_reason == "end"
+            assert stopped.tokens == unstopped.tokens[: unstopped.tokens.index(end) + 1]
         else:
-            assert (after.finish_reason, after.tokens) == ("length", before.tokens)
+            assert (stopped.finish_reason, stopped.tokens) == ("length", unstopped.tokens)
 
 
 def test_a_stop_string_ends_a_text(small):
@@ -108,9 +108,9 @@ def test_a_stop_string_ends_a_text(small):
         shown[number] += piece
 
     stopped = completions(engine, StoppingCriteria(12, stop_strings=(stop,)), on_text=on_text)
-    for number, (before, after) in enumerate(zip(free, stopped, strict=True)):
-        assert after.text == before.text.partition(stop)[0] == shown[number]
-        assert after.finish_reason == ("stop" if stop in before.text else "length")
+    for number, (unstopped, stopped_completion) in enumerate(zip(free, stopped, strict=True)):
+        assert stopped_completion.text == unstopped.text.partition(stop)[0] == shown[number]
+        assert stopped_completion.finish_reason == ("stop" if stop in unstopped.text else "length")
 
 
 def test_beyond_the_window_the_newer_half_goes_on(small):
@@ -137,34 +137,40 @@ def test_a_prompt_that_fits_is_read_whole_and_of_a_longer_one_the_end(small, len
 def test_ids_without_a_token_are_never_chosen(small):
     model, params, sharding, _ = small
     engine = Engine(model, params, sharding, SamplingParams(temperature=5.0), num_ids=7)
-    found = completions(engine, StoppingCriteria(20))
-    assert max(max(c.tokens) for c in found) < 7
-    assert jnp.isfinite(jnp.array([c.log_probabilities for c in found])).all()
+    results = completions(engine, StoppingCriteria(20))
+    assert max(max(c.tokens) for c in results) < 7
+    assert jnp.isfinite(jnp.array([c.log_probabilities for c in results])).all()
 
 
 def test_every_draw_of_every_sequence_has_a_random_number_of_its_own(small):
     """Of a model for which all ids are equally likely: tokens follow from the draws alone."""
     model, params, sharding, _ = small
     engine = Engine(model, jax.tree.map(jnp.zeros_like, params), sharding, SamplingParams())
-    names = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    draw_ids = [(0, 0), (0, 1), (1, 0), (1, 1)]
     # Beyond the window, where tokens are read again, draws go on.
-    found = completions(engine, StoppingCriteria(2 * WINDOW), names=names, seed=5)
-    tokens = [completion.tokens for completion in found]
+    results = completions(engine, StoppingCriteria(2 * WINDOW), draw_ids=draw_ids, seed=5)
+    tokens = [completion.tokens for completion in results]
     runs = [tuple(row[start : start + 6]) for row in tokens for start in range(len(row) - 5)]
     assert len(set(runs)) == len(runs)
     assert len({token for row in tokens for token in row}) > 50
     # A draw does not depend on the prompt, on other sequences or on how many came before.
-    again = completions(engine, StoppingCriteria(20), prompts=[[7] * 9], names=names[2:3], seed=5)
-    assert again[0].tokens == tokens[2][:20]
-    other = completions(engine, StoppingCriteria(20), prompts=[[7] * 9], names=names[2:3], seed=6)
-    assert sum(x == y for x, y in zip(other[0].tokens, tokens[2], strict=False)) < 5
+    repeated = completions(
+        engine, StoppingCriteria(20), prompts=[[7] * 9], draw_ids=draw_ids[2:3], seed=5
+    )
+    assert repeated[0].tokens == tokens[2][:20]
+    other_seed = completions(
+        engine, StoppingCriteria(20), prompts=[[7] * 9], draw_ids=draw_ids[2:3], seed=6
+    )
+    assert sum(x == y for x, y in zip(other_seed[0].tokens, tokens[2], strict=False)) < 5
 
 
 def test_the_penalty_is_on_the_ids_of_the_prompt_and_of_the_tokens_so_far(small):
     model, params, _, engine = small
     penalty = 3.0
     choice = SamplingParams(temperature=0, repetition_penalty=penalty)
-    state, output = engine(choice).prefill(PROMPTS, [(0, 0)] * 4, [0] * 4, seed=0, room=WINDOW)
+    state, output = engine(choice).prefill(
+        PROMPTS, [(0, 0)] * 4, [0] * 4, seed=0, expected_length=WINDOW
+    )
     sequences = [
         [*prompt, int(token)] for prompt, token in zip(PROMPTS, output.tokens_B, strict=True)
     ]
@@ -177,6 +183,8 @@ def test_the_penalty_is_on_the_ids_of_the_prompt_and_of_the_tokens_so_far(small)
     for prompt, ids in zip(PROMPTS, sequences, strict=True):
         logits = np.asarray(forward(model)(params, np.array([ids + [0] * (WINDOW - len(ids))])))[0]
         for length in range(len(prompt), len(ids)):
-            row, known = logits[length - 1].copy(), sorted({*ids[:length]})
-            row[known] = np.where(row[known] > 0, row[known] / penalty, row[known] * penalty)
+            row, seen_ids = logits[length - 1].copy(), sorted({*ids[:length]})
+            row[seen_ids] = np.where(
+                row[seen_ids] > 0, row[seen_ids] / penalty, row[seen_ids] * penalty
+            )
             assert ids[length] == row.argmax()

@@ -62,13 +62,13 @@ def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
 
 
 def test_what_is_in_the_output_file_stays_until_there_is_a_text(folder, tmp_path):
-    kept = tmp_path / "kept.jsonl"
-    kept.write_text('{"prompt": "before"}\n')
+    output_path = tmp_path / "kept.jsonl"
+    output_path.write_text('{"prompt": "before"}\n')
     with pytest.raises(UserError, match="no such file"):
-        run(folder, f"decode_output_path={kept}", "tokenizer_path=gone/tokenizer.json")
+        run(folder, f"decode_output_path={output_path}", "tokenizer_path=gone/tokenizer.json")
     with pytest.raises(UserError, match="is the file of prompt_file"):
-        run(folder, f"decode_output_path={kept}", f"prompt_file={kept}")
-    assert kept.read_text() == '{"prompt": "before"}\n'
+        run(folder, f"decode_output_path={output_path}", f"prompt_file={output_path}")
+    assert output_path.read_text() == '{"prompt": "before"}\n'
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         run(folder, f"decode_output_path={tmp_path}")
 

@@ -116,9 +116,9 @@ def test_a_rows_draws_do_not_depend_on_its_neighbours():
     key_B = jax.random.split(jax.random.key(3), 6)
     together_B, _ = draw(logits_BV, key_B, params, generated_BV)
     for row in range(6):
-        here = slice(row, row + 1)
-        alone_B, _ = draw(logits_BV[here], key_B[here], params, generated_BV[here])
-        assert alone_B.tolist() == together_B[here].tolist()
+        one_row = slice(row, row + 1)
+        alone_B, _ = draw(logits_BV[one_row], key_B[one_row], params, generated_BV[one_row])
+        assert alone_B.tolist() == together_B[one_row].tolist()
     again_B, _ = draw(logits_BV[::-1], key_B[::-1], params, generated_BV[::-1])
     assert again_B.tolist() == together_B[::-1].tolist()
     drawn = {int(draw(logits_BV[:1], key[None], params, generated_BV[:1])[0][0]) for key in key_B}

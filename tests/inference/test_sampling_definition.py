@@ -35,14 +35,14 @@ FILTERS = {
 def by_definition(logits, seen, temperature=1.0, repetition_penalty=1.0, **settings):
     """Penalty, temperature, softmax, then the filters in this order, each normalized."""
     pushed = [
-        (x / repetition_penalty if x > 0 else x * repetition_penalty) if known else x
-        for x, known in zip(logits, seen, strict=True)
+        (x / repetition_penalty if x > 0 else x * repetition_penalty) if is_generated else x
+        for x, is_generated in zip(logits, seen, strict=True)
     ]
     p = np.exp((np.array(pushed) - max(pushed)) / temperature)
     p /= p.sum()
-    for name, kept in FILTERS.items():
+    for name, keep_mask in FILTERS.items():
         if name in settings:
-            p = np.where(kept(p, settings[name]), p, 0)
+            p = np.where(keep_mask(p, settings[name]), p, 0)
             p /= p.sum()
     return p
 
@@ -72,8 +72,8 @@ def test_distributions(settings):
             logits_BV, seen_BV
         )
     )
-    for found, logits, seen in zip(found_BV, np.float64(logits_BV), seen_BV, strict=True):
+    for p_V, logits, seen in zip(found_BV, np.float64(logits_BV), seen_BV, strict=True):
         expected = by_definition(logits, seen, **settings)
-        assert np.flatnonzero(found).tolist() == np.flatnonzero(expected).tolist()
-        np.testing.assert_allclose(found, expected, rtol=1e-4)
+        assert np.flatnonzero(p_V).tolist() == np.flatnonzero(expected).tolist()
+        np.testing.assert_allclose(p_V, expected, rtol=1e-4)
     assert 1 < (found_BV > 0).sum(1).mean() < V  # some are left out, and some stay

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from MaxText.input_pipeline.sequences.global_batch import GlobalBatch
+from MaxText.input_pipeline.sequences.batch_source import BatchSource
 from MaxText.storage.errors import FileReadError
 from tests.input_pipeline.small_data import data_keys, open_train, quiet, random_documents, take
 from tests.input_pipeline.token_store import token_files
@@ -68,7 +68,7 @@ def changed(files, change):
 @contextlib.contextmanager
 def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str = ""):
     """The next reads of these steps call `then` and raise an I/O error, of a file if named."""
-    read, failures = GlobalBatch.__getitem__, iter([True] * count)
+    read, failures = BatchSource.__getitem__, iter([True] * count)
 
     def fail(self, step):
         if step >= from_step and next(failures, False):
@@ -79,5 +79,5 @@ def failing_reads(count: int, from_step: int = 0, then=lambda: None, path: str =
         return read(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlobalBatch, "__getitem__", fail)
+        patch.setattr(BatchSource, "__getitem__", fail)
         yield

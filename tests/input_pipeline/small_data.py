@@ -16,6 +16,7 @@ from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.iterator import EvalBatches, TrainIterator
 from MaxText.input_pipeline.loader import make_eval_iterator, make_train_iterator
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
+from MaxText.input_pipeline.sequences.batch_source import BatchShard
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -130,14 +131,14 @@ def open_train(
     data, batch: int = 8, host: int = 0, hosts: int = 1, schedule=None, log=quiet, **keys
 ) -> TrainIterator:
     schedule = schedule or BatchSchedule.constant(batch, LENGTH)
-    config = run_config(data, max_target_length=schedule.window, **keys)
-    return make_train_iterator(config, schedule, (host, hosts), log)
+    config = run_config(data, max_target_length=schedule.sequence_length, **keys)
+    return make_train_iterator(config, schedule, BatchShard(host, hosts), log)
 
 
 def open_eval(
     data, batch: int = 8, host: int = 0, hosts: int = 1, log=quiet, **keys
 ) -> EvalBatches:
-    return make_eval_iterator(run_config(data, **keys), batch, (host, hosts), log)
+    return make_eval_iterator(run_config(data, **keys), batch, BatchShard(host, hosts), log)
 
 
 def take(iterator, count: int) -> list[Batch]:

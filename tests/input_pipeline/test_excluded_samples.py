@@ -22,7 +22,8 @@ from tests.input_pipeline.small_data import (
 )
 
 PLAN = BatchSchedule(
-    (ScheduleStage(0, 4, 16), ScheduleStage(5, 8, 8), ScheduleStage(12, 8, 16)), window=LENGTH
+    (ScheduleStage(0, 4, 16), ScheduleStage(5, 8, 8), ScheduleStage(12, 8, 16)),
+    sequence_length=LENGTH,
 )
 
 
@@ -66,8 +67,8 @@ def test_the_samples_that_are_left_are_read(folder):
     assert "2 to 3, 7 to 9" in lines[-1]
     left = [0, 1, 4, 5, 6, 10, 11]
     assert_same(take(iterator, 7), [plain[sample] for sample in left])
-    assert [iterator.source.sample_range(step) for step in (1, 2, 5)] == [(1, 2), (4, 5), (10, 11)]
-    assert iterator.source.origin(5) == opened(folder, schedule=plan).source.origin(10)
+    assert [iterator.source.order_range(step) for step in (1, 2, 5)] == [(1, 2), (4, 5), (10, 11)]
+    assert iterator.source.origins(5) == opened(folder, schedule=plan).source.origins(10)
 
 
 def test_the_position_holds_the_excluded_samples(folder):
@@ -115,7 +116,7 @@ def test_rollback_and_excluding_may_come_in_any_order(folder, exclude_first):
     saved = run.get_state()
     list(itertools.islice(run, 6))
     # Steps 5 and 6 of the ten are suspected, and one sample that was read before the checkpoint.
-    first, end = run.source.sample_range(5)[0], run.source.sample_range(6)[1]
+    first, end = run.source.order_range(5)[0], run.source.order_range(6)[1]
     if not exclude_first:
         run.set_state(saved)
     run.exclude(15, 16)

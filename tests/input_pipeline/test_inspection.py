@@ -43,8 +43,8 @@ def test_tokens_are_those_of_numpy(tmp_path, documents, monkeypatch, kind, block
     found = measure_tokens(store, ALL, seen.append)
     stream = np.concatenate(documents)
     assert found.num_read == sum(seen) == stream.size
-    assert (found.smallest_id, found.max_token_id) == (stream.min(), stream.max())
-    assert found.largest_at == stream.argmax()
+    assert (found.min_token_id, found.max_token_id) == (stream.min(), stream.max())
+    assert found.max_id_offset == stream.argmax()
 
 
 def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
@@ -54,7 +54,7 @@ def test_a_sample_is_spread_evenly(tmp_path, monkeypatch):
     store = open_data(tmp_path / "set", tmp_path).store
     found = measure_tokens(store, 350, quiet)
     # Blocks 0, 3, and 6 of ten.
-    assert (found.num_read, found.smallest_id, found.max_token_id) == (300, 1, 700)
+    assert (found.num_read, found.min_token_id, found.max_token_id) == (300, 1, 700)
     assert measure_tokens(store, 1, quiet).num_read == 100
     monkeypatch.setattr(inspect_dataset, "BLOCK_TOKENS", 400)
     assert measure_tokens(store, 1000, quiet).num_read == 1000  # 2.5 blocks
@@ -139,7 +139,7 @@ def test_checksums_are_compared(tmp_path):
     lines: list[str] = []
     opened = functools.partial(inspection, lines.append, dataset_path=str(tmp_path / "set"))
     opened().show_statistics(ALL)
-    (tmp_path / "set/train/tokens_running_crc32c.npy").unlink()  # as in sets of earlier versions
+    (tmp_path / "set/train/tokens_running_crc32c.npy").unlink()  # as where it was not copied
     opened().show_statistics(ALL)
     shown = re.findall("Checksums: (.*), ", "\n".join(lines))
     assert shown == ["CRC-32C of every 4 KiB", "SHA-256 of the manifest"]
@@ -157,7 +157,7 @@ def test_an_import_need_not_have_the_bytes_of_the_manifest(tmp_path):
     opened = functools.partial(inspection, lines.append, **keys)
     opened().show_statistics(ALL)
     for checksums in tmp_path.glob("cache/imported/*/*_crc32c.npy"):
-        checksums.unlink()  # as in imports of earlier versions
+        checksums.unlink()  # as where they were not copied
     opened().show_statistics(ALL)
     shown = re.findall("Checksums: (.*)", "\n".join(lines))
     assert shown == ["CRC-32C of every 4 KiB, compared at each read", "none"]

@@ -11,7 +11,7 @@ from MaxText.config.data_sections import DataRetryOptions
 from MaxText.errors import UserError, WaitCancelledError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.iterator import EvalBatches
-from MaxText.input_pipeline.prefetch import BATCHES_READY, Prefetcher, Retries, pauses
+from MaxText.input_pipeline.prefetch import BATCHES_READY, Prefetcher, Retries, poll_intervals
 from tests.input_pipeline.faults import changed, kept_files, opened  # noqa: F401
 from tests.input_pipeline.small_data import assert_same, data_keys, open_eval, quiet, take
 from tests.refusals import refused
@@ -98,8 +98,8 @@ def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
     with pytest.raises(WaitCancelledError):
         ahead.next(timeout, lambda: next(asked) >= 1)
     with pytest.raises(WaitCancelledError):
-        next(pauses(1000.0, lambda: True))
-    assert not [*pauses(0.0, lambda: False)]
+        next(poll_intervals(1000.0, lambda: True))
+    assert not [*poll_intervals(0.0, lambda: False)]
     with pytest.raises(TimeoutError, match=r"0\.01 s"):
         ahead.next(0.01)
     source.release.set()
@@ -107,7 +107,7 @@ def test_waiting_ends_at_its_limit_or_when_the_run_stops(timeout):
 
 
 def reader_of(source, **limits):
-    """Batches of a source other than GlobalBatch."""
+    """Batches of a source other than BatchSource."""
     return EvalBatches(source, [], Retries(DataRetryOptions(**limits), quiet))
 
 
@@ -130,7 +130,7 @@ def test_other_errors_than_those_of_storage_are_not_retried(error):
 
 def test_waits_double_up_to_a_minute(monkeypatch):
     waits = []
-    monkeypatch.setattr(prefetch, "pauses", lambda seconds, _: waits.append(seconds) or ())
+    monkeypatch.setattr(prefetch, "poll_intervals", lambda seconds, _: waits.append(seconds) or ())
     reader = reader_of(Numbers(), attempts=9, delay=1.5)
     refused("10 tries", next, iter(reader))  # of waiting for a batch
     assert waits[1::2] == [1.5, 3, 6, 12, 24, 48, 60, 60, 60]

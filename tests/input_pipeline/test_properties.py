@@ -91,7 +91,7 @@ def test_position_gives_the_same_batches_on_any_hosts(
     data = run_keys(run, sets, cache, excluded_samples=tuple(excluded), **{"data_retry.delay": 0.0})
     plan = BatchSchedule(
         (ScheduleStage(0, 4, 16), ScheduleStage(4, 4 * share, 8), ScheduleStage(9, 4, 16)),
-        window=LENGTH,
+        sequence_length=LENGTH,
     )
     options = {"schedule": plan, "masking": run[1]}
     whole = take(open_train(data, **options), stop + 3)

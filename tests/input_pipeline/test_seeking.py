@@ -38,7 +38,7 @@ def test_the_next_batch_is_that_of_the_step(folder, keys):
     for step in range(STEPS):
         saved[step] = json.loads(json.dumps(run.get_state()))
         assert saved[step]["step"] == step
-        assert saved[step]["samples"] == GROWING.samples_before(step)
+        assert saved[step]["samples"] == GROWING.sequences_before(step)
         next(run)
     # Without closing it in between: back, forward, to the same step, to the next one.
     for step in (3, 9, 9, 10, 0, 12, 5):

@@ -58,9 +58,6 @@ def test_slurm(launch, tmp_path):
     assert commands(result) == [["sbatch", "--parsable", f"{tmp_path}/logs/quickstart.sh"]]
     assert "#SBATCH --nodes=2" in result[1]
     assert commands(launch("slurm", "stop", "--job-id=7")) == [["scancel", "7"]]
-    _, output, errors = launch("slurm", "stop", "--job=7")  # the old name
-    assert "scancel 7" in output
-    assert errors == "note: job= is now job_id=\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_the_fused_kernel_gets_documents_windows_and_scores(keys, monkeypatch):
     """In place of the kernel, whose own tests are elsewhere, stands plain attention."""
     calls = []
 
-    def kernel(q_BTNH, k_BSKH, v_BSKH, spec, query_sharding, key_sharding, *, segments_BT=None):
+    def kernel(q_BTNH, k_BSKH, v_BSKH, spec, sharding, *, segments_BT=None):
         calls.append(spec)
         return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, spec, segments_BT=segments_BT)
 

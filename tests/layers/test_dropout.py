@@ -12,7 +12,7 @@ from MaxText.layers.assembly import block as block_module
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.dropout import drop_path, dropout
+from MaxText.layers.dropout import Dropout, drop_path, dropout
 from tests.small_models import random_params, tiny_config
 
 KEY = jax.random.key(0)
@@ -85,7 +85,7 @@ def test_attention_drops_probabilities_after_the_softmax_and_differently_in_each
 
     @jax.jit
     def run(dropout_key):
-        drops = {"dropout_rate": rate, "dropout_key": dropout_key}
+        drops = {"dropout": Dropout(rate, dropout_key)}
         return [dot_product_attention(q, k, v, **options, **more) for more in ({}, drops)]
 
     plain, found = (np.asarray(o_BTNH)[0, :, 0] for o_BTNH in run(KEY))

@@ -12,7 +12,11 @@ from MaxText.cost.jaxpr_graph import traced
 from MaxText.cost.step_time import operations
 from MaxText.layers.assembly.remat import apply_remat
 from MaxText.layers.attention import flash_attention
-from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.attention_core import (
+    AttentionSharding,
+    AttentionSpec,
+    dot_product_attention,
+)
 from MaxText.training import backend_defaults
 from tests.small_models import tiny_config
 
@@ -58,11 +62,11 @@ def differentiated(function, q, k, v, weights):
     return jax.block_until_ready(graded(q, k, v))
 
 
-def check_kernel(spec, arrays, segments, *shardings):
+def check_kernel(spec, arrays, segments, sharding=None):
     """Its outputs and gradients are those of plain attention."""
 
     def kernel(q, k, v):
-        return flash_attention.flash_attention(q, k, v, spec, *shardings, segments_BT=segments)
+        return flash_attention.flash_attention(q, k, v, spec, sharding, segments_BT=segments)
 
     def plain(q, k, v):
         return dot_product_attention(q, k, v, spec, segments_BT=segments)
@@ -86,7 +90,7 @@ def test_masks_are_those_of_the_library(causal, window, monkeypatch):
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "scores", "documents"), CASES)
 def test_the_same_outputs_and_gradients(heads, kv_heads, head_dim, scores, documents):
     *arrays, segments = given(heads, kv_heads, head_dim, documents)
-    check_kernel(AttentionSpec(**scores), arrays, segments, None, None)
+    check_kernel(AttentionSpec(**scores), arrays, segments)
 
 
 # (axes of the batch, of the sequence, of the heads, key/value heads, spec)
@@ -105,7 +109,8 @@ def test_the_same_on_several_devices(batch, length, heads, kv_heads, scores):
     query_sharding = NamedSharding(mesh, PartitionSpec(batch, length, heads))
     own = heads if kv_heads % 2 == 0 else None
     key_sharding = NamedSharding(mesh, PartitionSpec(batch, None, own))
-    check_kernel(AttentionSpec(**scores), arrays, segments, query_sharding, key_sharding)
+    sharding = AttentionSharding(query_sharding, key_sharding)
+    check_kernel(AttentionSpec(**scores), arrays, segments, sharding)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +181,7 @@ def test_a_plan_counts_the_products_of_the_kernels(causal, window, monkeypatch):
     q, k, v, _, _ = given(4, 2, 64, False)
 
     def total(q, k, v):
-        return flash_attention.flash_attention(q, k, v, spec, None, None).sum()
+        return flash_attention.flash_attention(q, k, v, spec).sum()
 
     program = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(q, k, v)
     nodes = traced(program.jaxpr, weights=[0.0] * 3).nodes
@@ -192,7 +197,7 @@ def test_a_policy_that_keeps_the_context_runs_the_forward_kernel_once(policy, ti
     q, k, v, _, _ = given(2, 2, 64, False)
 
     def attend(q, k, v):
-        return flash_attention.flash_attention(q, k, v, AttentionSpec(), None, None)
+        return flash_attention.flash_attention(q, k, v, AttentionSpec())
 
     layer = apply_remat(attend, policy, in_scan=False)
     program = jax.make_jaxpr(jax.grad(lambda *x: (layer(*x) ** 2).sum()))(q, k, v)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from MaxText.config.layer_sections import PositionConfig
-from MaxText.layers.rotary import apply_rotary, apply_rotary_tpu, frequencies, rotary_table
+from MaxText.layers.lowering.tpu_rotary import apply_rotary_tpu
+from MaxText.layers.rotary import apply_rotary, frequencies, rotary_table
 
 
 def plain(num_dims, theta):

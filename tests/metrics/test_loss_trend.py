@@ -130,12 +130,3 @@ def test_the_limit_of_a_single_loss():
     assert LossTrend().outlier_limit == float("inf")
     limit = trend_of([*falling(8.0, 3.0, 60, noise=0.02)]).outlier_limit
     assert 3.2 < limit < 4.0
-
-
-def test_a_trend_saved_by_an_earlier_version():
-    state = {"first": 8.0, "lowest": 3.0, "highest": 8.0, "reports": 40, "last": [3.0] * 9}
-    trend = LossTrend(6.4, state)
-    assert not trend.diverged
-    for _ in range(9):
-        trend.add(9.0)
-    assert trend.diverged

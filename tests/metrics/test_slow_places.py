@@ -1,6 +1,11 @@
 """Trackers and buckets that are slow, hang or fail: the run goes on, and its rows stay in order."""
 
+import atexit
 import contextlib
+import errno
+import gc
+import io
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -11,8 +16,11 @@ from etils import epath
 
 from MaxText.metrics import event_stream, json_lines
 from MaxText.metrics.event_stream import EventLog
+from MaxText.metrics.events import Sink
 from MaxText.metrics.json_lines import EventFile, JsonlFile, MetricsFile, read_rows
+from MaxText.metrics.sinks import tensorboard_file
 from MaxText.metrics.sinks.background import BackgroundSink
+from MaxText.metrics.sinks.tensorboard import TensorBoardSink
 from MaxText.runtime import processes
 from tests.programs import ended, started
 
@@ -25,7 +33,7 @@ def left_behind(monkeypatch):
     return calls
 
 
-class Tracker:
+class Tracker(Sink):
     """Takes each event when it is let."""
 
     def __init__(self):
@@ -40,7 +48,7 @@ class Tracker:
     def flush(self):
         self.calls.append("flush")
 
-    def close(self):
+    def close(self, until=None):
         self.calls.append("close")
 
 
@@ -90,6 +98,46 @@ def test_a_tracker_that_fails_is_reported_once(capsys, monkeypatch):
     assert line.startswith("warning: tracker ")
     assert ": 503." in line
     assert line.endswith("; wandb sync.")
+
+
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_tensorboard_touches_no_file_after_an_error(operation, tmp_path, capsys, monkeypatch):
+    unraised, registered, operations = [], [], []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
+    monkeypatch.setattr(atexit, "register", registered.append)
+    failure = OSError(errno.EIO, "Input/output error")
+    number_that_fails = {"write": 4, "fsync": 1}[operation]
+
+    class File(io.FileIO):
+        """Fails from the first write or sync of the metrics on."""
+
+        def write(self, content):
+            operations.append("write")
+            if operations.count("write") >= number_that_fails and operation == "write":
+                raise failure
+            return super().write(content)
+
+    def fsync(descriptor):
+        operations.append("fsync")
+        if operation == "fsync":
+            raise failure
+
+    monkeypatch.setattr(tensorboard_file, "open", lambda path, *_, **__: File(path, "w"), False)
+    monkeypatch.setattr(tensorboard_file.os, "fsync", fsync)
+    threads = threading.active_count()
+    sink = BackgroundSink(TensorBoardSink(tmp_path, {"learning_rate": 0.001}, 0), "TensorBoard")
+    stream = EventLog([sink], flush_every=1)
+    emit_steps(stream, range(20))
+    stream.emit("stop", reason="completed")
+    stream.close()
+    at_the_end = len(operations)
+    del sink, stream
+    gc.collect()
+    assert len(operations) == at_the_end  # nothing was written by the garbage collector
+    assert threading.active_count() == threads
+    assert (unraised, registered) == ([], [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: TensorBoard disabled after an error: [Errno 5] Input/output")
 
 
 @pytest.mark.parametrize(("reason", "seconds"), [("preempted", 10), ("completed", 60)])

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from MaxText.layers.attention.attention_core import AttentionSpec, dot_product_attention
+from MaxText.layers.attention.attention_core import (
+    AttentionSharding,
+    AttentionSpec,
+    dot_product_attention,
+)
 from MaxText.layers.attention.ring_attention import _Ring, ring_attention
 
 pytestmark = pytest.mark.multi_device
@@ -50,15 +54,16 @@ def test_the_same_outputs_and_gradients(name):
     query_sharding = NamedSharding(mesh, heads)
     whole = PartitionSpec(None, "context", None, None)
     key_sharding = NamedSharding(mesh, heads if num_kv_heads % 2 == 0 else whole)
+    sharding = AttentionSharding(query_sharding, key_sharding)
     given = {"segments_BT": segments_BT, "block_size": other.get("block_size")}
 
     def ring(q, k, v, kept):
         own = {"persistent_kv": kept, "balanced": other["balanced"]}
-        return ring_attention(q, k, v, spec, query_sharding, key_sharding, **own, **given)
+        return ring_attention(q, k, v, spec, sharding, **own, **given)
 
     def in_parts(q, k, v, kept):
         q = jax.lax.with_sharding_constraint(q, query_sharding)
-        return dot_product_attention(q, k, v, spec, persistent_kv=kept, parts=4, **given)
+        return dot_product_attention(q, k, v, spec, persistent_kv=kept, num_parts=4, **given)
 
     def whole_sequences(q, k, v, kept):
         return dot_product_attention(q, k, v, spec, persistent_kv=kept, segments_BT=segments_BT)
@@ -92,9 +97,10 @@ def test_copies_and_blocks_are_no_more_than_needed():
 def test_bfloat16_adds_up_in_float32():
     mesh = Mesh(np.array(jax.devices()), ("context",))
     split = NamedSharding(mesh, PartitionSpec(None, "context", None, None))
+    sharding = AttentionSharding(split, split)
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))
-    found = jax.jit(lambda *given: ring_attention(*given, AttentionSpec(), split, split))(q, k, v)
+    found = jax.jit(lambda *given: ring_attention(*given, AttentionSpec(), sharding))(q, k, v)
     exact = dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), AttentionSpec())
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(np.float32), exact, atol=0.02)

@@ -105,13 +105,13 @@ def test_runs_show_what_replaced_auto_only_if_all_did_so(tmp_path, facts, dtype)
 
 
 def blown_up(folder, **arguments):
-    """A run that earlier versions call complete: its loss is finite and back above its first."""
+    """A run whose loss is finite and back above its first."""
     run = RunFiles(folder, **arguments)
     run.start()
     run.steps(0, 40, every=20)
     run.steps(40, 60, **{"learning/lm_loss": 74.5})
     run.evaluate(59, 74.5)
-    run.add("stop", reason="completed")
+    run.add("stop", reason="diverged")
     return run.write()
 
 

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 
+from MaxText.checkpointing.health import HealthyCheckpoints
+from MaxText.checkpointing.manager import RestoreAttempt, RestoredCheckpoint
 from MaxText.config.training_sections import GuardConfig
 from MaxText.errors import TrainingDivergedError
 from MaxText.metrics.event_stream import EventLog
@@ -30,23 +33,26 @@ def state_after(step, section=SECTION, last_skipped=-1):
 class CheckpointManager:
     """Those of `good`; those of `damaged` cannot be read."""
 
-    def __init__(self, good=(), damaged=()):
+    def __init__(self, good=(), damaged=(), healthy_after_steps=SECTION.healthy_after_steps):
+        self.health = HealthyCheckpoints(epath.Path("unused"), healthy_after_steps, pytest.fail)
         self.good, self.damaged = set(good), set(damaged)
         self.observed, self.abandoned, self.lines, self.recorded = [], [], [], []
         self.unhealthy = []
         self.log = self.lines.append
 
-    def update_health(self, step, healthy):
-        self.observed.append((step, healthy))
+    def observe_steps(self, last_step, last_skipped):
+        self.observed.append((last_step, last_skipped))
+        self.health.observe_steps(last_step, last_skipped)
 
-    def last_healthy(self, before):
-        return max((step for step in self.good if step < before), default=None)
+    def last_healthy(self, before_step):
+        return max((step for step in self.good if step < before_step), default=None)
 
     def try_restore(self, step, abstract_state):
         if step in self.damaged:
             self.good.remove(step)
-            return None, "array w is damaged"
-        return (state_after(step), {"step": step + 1, "excluded": []}, {}), ""
+            return RestoreAttempt(None, "array w is damaged")
+        position = {"step": step + 1, "excluded": []}
+        return RestoreAttempt(RestoredCheckpoint(state_after(step), position, {}), "")
 
     def roll_back_to(self, step):
         # Before the record, or a restart in between would resume in the abandoned past.
@@ -75,7 +81,7 @@ class Batches:
     def differences(self, position):
         return [] if position == self.identity else ["seed"]
 
-    def sample_range(self, step):
+    def order_range(self, step):
         return 4 * step, 4 * step + 4
 
     def set_state(self, position):
@@ -110,6 +116,10 @@ def metrics(num_skipped=0, last=-1, first=-1, recent=0, rise=0.0, began=0, **mor
     return {"loss": 3.0, "grad_norm": 1.0, "update_norm": 0.1} | skips | more
 
 
+def is_healthy(rollback):
+    return rollback.checkpoints.health.is_newest_healthy(rollback.problems)
+
+
 def diverging(rollback):
     for step in range(60):
         rollback.observe(step, metrics(log_z=2.0 if step < 45 else 3.0, param_norm=5.0))
@@ -121,16 +131,16 @@ def test_updates_between_two_reports_are_known_by_the_later_one():
     rollback, checkpoints, _, rows = made()
     rollback.observe(4, metrics())
     rollback.observe(9, metrics(num_skipped=2, last=7, first=6, recent=2))
-    assert checkpoints.observed == [(step, step not in (5, 6, 7)) for step in range(10)]
+    assert checkpoints.observed == [(4, -1), (9, 7)]
     (skip,) = rows
     assert (skip.kind, skip.step, skip.fields["count"]) == ("step_skipped", 7, 2)
     assert rollback.trigger is None
-    assert not rollback.is_healthy
+    assert not is_healthy(rollback)
     rollback.observe(11, metrics(num_skipped=2, last=7, first=6, recent=2))
-    assert rollback.is_healthy
+    assert is_healthy(rollback)
     # Skips before a restart are remembered.
-    assert made(first_step=40)[0].is_healthy
-    assert not made(first_step=40, last_skipped=38)[0].is_healthy
+    assert is_healthy(made(first_step=40)[0])
+    assert not is_healthy(made(first_step=40, last_skipped=38)[0])
 
 
 def test_rollback_to_the_newest_healthy_checkpoint_before_the_divergence():
@@ -285,7 +295,7 @@ def test_a_rise_and_skipped_steps_alone():
 def test_without_the_guard_all_updates_are_sound():
     rollback, checkpoints, _, rows = made(section=GuardConfig(skip_step_on_spikes=False))
     rollback.observe(3, {"loss": 3.0})
-    assert checkpoints.observed == [(step, True) for step in range(4)]
+    assert checkpoints.observed == [(3, -1)]
     assert rollback.trigger is None
-    assert rollback.is_healthy
+    assert is_healthy(rollback)
     assert rows == []

@@ -194,6 +194,22 @@ def test_a_skipped_update_is_not_part_of_the_mean(start):
     assert reports[2]["learning/lm_loss"] == 80.0
 
 
+@pytest.mark.parametrize("skipped", [True, False])
+def test_the_loss_of_a_skipped_step_neither_stops_the_run_nor_counts_as_diverged(start, skipped):
+    log, _ = start(period=1, last_step=70)
+    for step, loss in enumerate([8.0, *[3.0] * 50, *[20.0] * 9]):
+        numbers = {"loss": loss, "lm_loss": loss, "total_weights": 8.0}
+        log.add(step, numbers | {"skipped": int(skipped and loss == 20.0)})
+    log.flush()
+    assert bool(log.run_logger.trend.diverged) != skipped
+    log.add(60, {"loss": np.nan, "lm_loss": np.nan, "total_weights": 8.0, "skipped": int(skipped)})
+    if skipped:
+        log.flush()
+    else:
+        with pytest.raises(TrainingDivergedError):
+            log.flush()
+
+
 def test_parts_of_a_loss_are_means_like_their_sum(start):
     """Also those that routers and objectives of users add; state and norms are the newest."""
     log, events = start(period=4, last_step=8)

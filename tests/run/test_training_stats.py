@@ -137,9 +137,6 @@ def test_what_a_run_has_spent(spending):
     assert resumed.spent_before(10) == (5, 7.0)
     assert resumed.spent_before(12).tokens == 5 + 2 * TOKENS
     assert [*new.ancestors, *resumed.ancestors] == []
-    # A checkpoint that does not say is counted by the plan.
-    silent = Lineage.of(begun("resume", 10, {}), spending)
-    assert silent.spent_before(10) == (10 * TOKENS, spending.flops_before(10))
 
 
 @pytest.mark.parametrize(("how", "first_step"), [("parameters", 0), ("full_state", 10)])

@@ -31,7 +31,7 @@ def test_a_python_without_the_packages_is_answered_with_one_line(path, monkeypat
     for command in (["-S", str(path)], ["-S", "-m", f"MaxText.{path.stem}"]):
         done = run([*command, "my_parts.py"])
         (line,) = done.stderr.decode().splitlines()
-        assert line.startswith("error: MaxText is not installed in this Python: etils")
+        assert line.startswith("error: jaxpretrain is not installed in this Python: etils")
         assert sys.executable in line
         assert "bash setup.sh" in line
         assert (done.returncode, done.stdout) == (2, b"")

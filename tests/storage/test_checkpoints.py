@@ -163,7 +163,7 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
         pytest.fail,
         CONFIG,
         [].append,
-        resolved,
+        resolved=resolved,
     )
     counts = asked()
     assert counts["LIST run/checkpoints/"] == 1

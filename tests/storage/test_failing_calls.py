@@ -139,6 +139,8 @@ def check_training(commands, undisturbed, number, times):
     [
         (r"write .*/start\.txt", 1),
         (r"write .*/events\.jsonl", 0),
+        (r"fsync .*/tensorboard/", 1),
+        pytest.param(r"write .*/tensorboard/", 0, marks=pytest.mark.slow),
         pytest.param(r"fsync .*build_spec", 0, marks=pytest.mark.slow),
         pytest.param(r"write .*/metrics\.jsonl", 1, marks=pytest.mark.slow),
         pytest.param(r"mkdir .*/items\.orbax", 1, marks=pytest.mark.slow),

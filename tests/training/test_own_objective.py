@@ -101,7 +101,7 @@ def test_they_conform_and_decode():
 
     sharding = make_sharding_plan(subject.config.mesh, jax.devices()[:1])
     engine = Engine(model, subject.params, sharding, SamplingParams(temperature=0))
-    sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, room=8)
+    sequences, first = engine.prefill([[1, 2, 3]], [(0, 0)], [0], seed=0, expected_length=8)
     _, second = engine.step(sequences)
     ids = [1, 2, 3, int(first.tokens_B[0])]
     batch = random_batch(subject.config, 1)

@@ -108,16 +108,19 @@ LLAMA = hf.Family(
 def _descendant(
     architecture: str, *settings: hf.ConfigMapping, without: Collection[str] = (), **fields: Any
 ) -> hf.Family:
-    """Returns a family different from Llama.
+    """Returns a family that differs from Llama.
 
-    `settings` add to or replace Llama's; `without` names Llama settings it lacks.
+    Args:
+      settings: Added to Llama's, or replacing those of the same name and keys.
+      without: Names of settings of Llama's that it lacks.
+      fields: Other fields of Family.
     """
-    every = {(one.name, one.keys): one for one in (*LLAMA.settings, *settings)}
+    by_key = {(setting.name, setting.keys): setting for setting in (*LLAMA.settings, *settings)}
     return dataclasses.replace(
         LLAMA,
         model_type=architecture.removesuffix("ForCausalLM").lower(),
         architecture=architecture,
-        settings=tuple(one for one in every.values() if one.name not in without),
+        settings=tuple(setting for setting in by_key.values() if setting.name not in without),
         **fields,
     )
 
@@ -144,9 +147,12 @@ def _unused_window(config: Mapping[str, Any]) -> Any:
 
 
 def _write_window(values: Mapping[str, Any]) -> Any:
+    """Returns the window if all layers are local, None if all are global."""
     types = values["attention_types"]
+    if not types:
+        return None
     is_local = all(set(pattern) == {"local"} for pattern, _ in types)
-    return (values["sliding_window_size"] if is_local else hf.REQUIRED) if types else None
+    return values["sliding_window_size"] if is_local else hf.REQUIRED
 
 
 def _window(default: int | None) -> tuple[hf.ConfigMapping, ...]:
@@ -213,7 +219,7 @@ MIXTRAL = _descendant(
     hf.mapped("router_aux_loss_coef", "load_balance_loss_weight", default=0.001),
     hf.supported("router_jitter_noise", 0.0),
     *_window(None),
-    own={
+    choices={
         "moe_layers": None,
         "moe_mlp_dim": -1,
         "moe_activations": None,
@@ -228,7 +234,7 @@ QWEN2 = _descendant(
     "Qwen2ForCausalLM",
     _length(32_768),
     _NO_WINDOW,
-    own={"qkv_bias": True},
+    choices={"qkv_bias": True},
     without=_BIASES,
     ignored=(),
 )
@@ -238,7 +244,7 @@ QWEN3 = _descendant(
     _length(32_768),
     hf.mapped("head_dim", "head_dim", default=128),
     _NO_WINDOW,
-    own={"use_qk_norm": True},
+    choices={"use_qk_norm": True},
     without=("mlp_bias",),
     ignored=(),
 )

@@ -91,7 +91,7 @@ def _family(
         model_type=name,
         architecture=architecture,
         decoder_block=name,
-        own={"rope_table_dtype": rope_table_dtype},
+        choices={"rope_table_dtype": rope_table_dtype},
         settings=settings,
         rows=(*_ROWS, *mlp, *_CONNECTIONS),
         head="output.weight",

@@ -51,7 +51,7 @@ def require_pyarrow(what: str) -> tuple[Any, Any]:
         from pyarrow import parquet
     except ImportError as error:
         raise UserError(
-            f"{what} needs pyarrow, which is not installed. Run: pip install 'MaxText[data]'"
+            f"{what} needs pyarrow, which is not installed. Run: pip install 'jaxpretrain[data]'"
         ) from error
     return pyarrow, parquet
 

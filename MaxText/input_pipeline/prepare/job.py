@@ -37,6 +37,7 @@ from MaxText.input_pipeline.token_store.manifest import (
     Manifest,
     SourceEntry,
     Split,
+    TokenizerEntry,
 )
 from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
@@ -58,10 +59,17 @@ class TokenizationJob:
     def run(self, options: dict[str, Any]) -> Manifest:
         """Builds the dataset, resuming earlier work.
 
-        Returns its manifest with the `options`. Raises UserError if no document has text, a file
-        cannot be read or changed while it was read, or a process was killed.
+        Args:
+          options: Options of the preparation, for the manifest.
+
+        Returns:
+          The manifest.
+
+        Raises:
+          UserError: No document has text, a file cannot be read or changed while it was read, or a
+            process was killed.
         """
-        start = time.monotonic()
+        start_time = time.monotonic()
         tokenization = self.tokenization
         self._open_staging()
         shards, num_kept = self._tokenize_all()
@@ -75,10 +83,7 @@ class TokenizationJob:
         )
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
-            # A separator replaces eos.
-            tokenizer=tokenization.tokenizer.entry.model_copy(
-                update={"eos_id": tokenization.after[0]} if tokenization.after else {}
-            ),
+            tokenizer=self._tokenizer_entry(),
             dtype=tokenization.dtype,
             format="bin",
             chunk_length=1,
@@ -86,30 +91,36 @@ class TokenizationJob:
             source=source,
             options=options,
         )
-        target = tokenization.staging / "data_set"
-        (target / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-        for path in (*tokenization.tokenizer.save(target), target / MANIFEST_NAME, target):
+        dataset_folder = tokenization.staging / "data_set"
+        (dataset_folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        tokenizer_files = tokenization.tokenizer.save(dataset_folder)
+        for path in (*tokenizer_files, dataset_folder / MANIFEST_NAME, dataset_folder):
             sync_file(path)
-        self._report(shards, num_kept, source.skipped, time.monotonic() - start)
+        self._report(shards, num_kept, source.skipped, time.monotonic() - start_time)
         return manifest
+
+    def _tokenizer_entry(self) -> TokenizerEntry:
+        """Returns the tokenizer for the manifest; a separator replaces its eos."""
+        entry = self.tokenization.tokenizer.entry
+        if not self.tokenization.ids_after:
+            return entry
+        return entry.model_copy(update={"eos_id": self.tokenization.ids_after[0]})
 
     def _open_staging(self) -> None:
         """Creates the folder, deleting results of another request."""
         staging = self.tokenization.staging
-        request = staging / "build_spec.json"
-        if (earlier := staging / "request.json").exists():  # the name of earlier versions
-            earlier.rename(request)
-        contents = {"layout": 3, **self.tokenization.summary(), "corpus": self.corpus.identity()}
-        summary = json.dumps(contents, indent=1, sort_keys=True) + "\n"
-        has_results = request.exists() and (staging / "data_set").exists()
-        if has_results and request.read_text(encoding="utf-8") == summary:
+        spec_path = staging / "build_spec.json"
+        spec = {"layout": 3, **self.tokenization.summary(), "corpus": self.corpus.identity()}
+        spec_text = json.dumps(spec, indent=1, sort_keys=True) + "\n"
+        has_results = spec_path.exists() and (staging / "data_set").exists()
+        if has_results and spec_path.read_text(encoding="utf-8") == spec_text:
             return
         if staging.exists():
             self.log(f"Deleting {staging}: an unfinished data set of other text or options")
             shutil.rmtree(staging)
         for name in ("shards", "data_set"):
             (staging / name).mkdir(parents=True)
-        atomic_write_text(request, summary)
+        atomic_write_text(spec_path, spec_text)
 
     def _tokenize_all(self) -> tuple[list[TokenizedShard], int]:
         """Returns all shards, and the number of already tokenized ones."""
@@ -123,28 +134,37 @@ class TokenizationJob:
         jobs = [ShardJob(number, shard, threshold) for number, shard in enumerate(corpus.shards)]
         num_kept = sum(1 for _ in tokenization.ledger.glob("*.json"))
         if tokenization.keys.prepare.runner == "beam":
-            found = _tokenize_with_beam(tokenization, jobs)
+            results = _tokenize_with_beam(tokenization, jobs)
         else:
-            sizes = [shard.num_bytes for shard in corpus.shards]
-            most = tokenization.keys.prepare_num_workers
-            ledger = tokenization.ledger
-            found = run_jobs(
-                "Encoding", tokenize_shard, tokenization, jobs, sizes, most, log, ledger
+            results = run_jobs(
+                "Encoding",
+                tokenize_shard,
+                tokenization,
+                jobs,
+                sizes=[shard.num_bytes for shard in corpus.shards],
+                max_processes=tokenization.keys.prepare_num_workers,
+                log=log,
+                ledger=tokenization.ledger,
             )
-        return [TokenizedShard.model_validate(shard) for shard in found], num_kept
+        return [TokenizedShard.model_validate(shard) for shard in results], num_kept
 
     def _ensure_nonempty_splits(self, shards: list[TokenizedShard]) -> None:
         """Holds out the document with the lowest hash if no other is."""
-        number = min(range(len(shards)), key=lambda number: shards[number].lowest)
-        shard = shards[number]
-        if shard.lowest >= shard.threshold and sum(each.num_documents for each in shards) > 1:
-            job = ShardJob(number, self.corpus.shards[number], shard.lowest + 1)
-            shards[number] = tokenize_again(self.tokenization, job, shard)
+        shard_number = min(range(len(shards)), key=lambda number: shards[number].lowest)
+        shard = shards[shard_number]
+        num_documents = sum(shard.num_documents for shard in shards)
+        if shard.lowest >= shard.threshold and num_documents > 1:
+            job = ShardJob(shard_number, self.corpus.shards[shard_number], shard.lowest + 1)
+            shards[shard_number] = tokenize_again(self.tokenization, job, shard)
 
     def _skipped(self, shards: Sequence[TokenizedShard]) -> dict[str, int]:
-        """Reports skipped rows and files, and returns counts by reason."""
+        """Logs skipped rows and files, and returns counts by reason.
+
+        Raises UserError if more documents are unreadable than bad_records.maximum allows, or if no
+        document has text.
+        """
         skipped = sum((Counter(shard.skipped) for shard in shards), Counter[str]())
-        bad = [message for shard in shards for message in shard.bad]
+        bad_messages = [message for shard in shards for message in shard.bad]
         num_estimated = _estimate_unreadable(shards)
         num_bad = sum(shard.num_bad for shard in shards) + num_estimated
         if num_estimated:
@@ -152,18 +172,20 @@ class TokenizationJob:
         limit = max((shard.max_bad_records for shard in self.corpus.shards), default=0)
         if num_bad > limit:
             self._delete_shards()
-            raise too_many_error(limit, num_bad, bad[0])
-        for message in bad[:_MAX_NAMED_ERRORS]:
+            raise too_many_error(limit, num_bad, bad_messages[0])
+        for message in bad_messages[:_MAX_NAMED_ERRORS]:
             self.log(f"warning: skipped: {message}")
-        if (num_more := len(bad) - _MAX_NAMED_ERRORS) > 0:
+        num_more = len(bad_messages) - _MAX_NAMED_ERRORS
+        if num_more > 0:
             self.log(f"warning: skipped: {num_more} more rows and files like these")
         if not any(shard.num_documents for shard in shards):
             self._delete_shards()
-            reasons = _shown(skipped) or "no rows"
-            raise UserError(
+            reasons = _format_counts(skipped) or "no rows"
+            problem = (
                 f"prepare_source={self.corpus.description} has no document with text "
-                f"({self.corpus.num_files:,} files: {reasons}).{f' {bad[0]}' if bad else ''}"
+                f"({self.corpus.num_files:,} files: {reasons})."
             )
+            raise UserError(" ".join([problem, *bad_messages[:1]]))
         return dict(sorted(skipped.items()))
 
     def _delete_shards(self) -> None:
@@ -171,13 +193,14 @@ class TokenizationJob:
         shutil.rmtree(self.tokenization.staging / "shards", ignore_errors=True)
 
     def _finish_splits(self, shards: Sequence[TokenizedShard]) -> dict[str, Split]:
-        parts: dict[str, list[tuple[int, ShardSplit]]] = {}
-        for number, shard in enumerate(shards):
-            for split, part in shard.splits.items():
-                parts.setdefault(split, []).append((number, part))
+        """Writes the document files of all splits; returns their manifest entries."""
+        shards_by_split: dict[str, list[tuple[int, ShardSplit]]] = {}
+        for shard_number, shard in enumerate(shards):
+            for split, shard_split in shard.splits.items():
+                shards_by_split.setdefault(split, []).append((shard_number, shard_split))
         return {
-            split: write_documents(self.tokenization, split, parts[split])
-            for split in sorted(parts)
+            split: write_documents(self.tokenization, split, shards_by_split[split])
+            for split in sorted(shards_by_split)
         }
 
     def _report(
@@ -187,6 +210,7 @@ class TokenizationJob:
         skipped: dict[str, int],
         seconds: float,
     ) -> None:
+        """Logs the size of the corpus, and the speed if no shard was already tokenized."""
         num_documents = sum(shard.num_documents for shard in shards)
         num_bytes = sum(shard.num_bytes for shard in shards) / 1e6
         line = (
@@ -194,7 +218,7 @@ class TokenizationJob:
             f"{pluralize(self.corpus.num_files, 'file')}"
         )
         if skipped:
-            line += f"; skipped: {_shown(skipped)}"
+            line += f"; skipped: {_format_counts(skipped)}"
         if not num_kept:
             engine = self.tokenization.tokenizer.engine
             line += f"; encoded at {num_bytes / max(seconds, 1e-3):,.1f} MB/s ({engine})"
@@ -214,7 +238,8 @@ def _estimate_unreadable(shards: Sequence[TokenizedShard]) -> int:
     return sum(max(round(size / document_bytes), 1) - 1 for size in sizes)
 
 
-def _shown(skipped: dict[str, int]) -> str:
+def _format_counts(skipped: dict[str, int]) -> str:
+    """Returns `12 empty, 1 malformed`."""
     return ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
 
 
@@ -230,10 +255,10 @@ def _tokenize_with_beam(
     except ImportError as error:
         raise UserError(
             "prepare.runner=beam needs the package apache-beam, which is not installed. Run: pip "
-            "install 'MaxText[beam]', or set prepare.runner=local."
+            "install 'jaxpretrain[beam]', or set prepare.runner=local."
         ) from error
     options = PipelineOptions(shlex.split(tokenization.keys.prepare.beam_options))
-    run = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
+    tokenize_job = functools.partial(run_once, tokenize_shard, tokenization.ledger, tokenization)
     try:
         with apache_beam.Pipeline(options=options) as pipeline:
             # Without a reshuffle, Beam would fuse everything into one bundle.
@@ -241,8 +266,8 @@ def _tokenize_with_beam(
                 pipeline
                 | "Shards" >> apache_beam.Create([*enumerate(jobs)])
                 | apache_beam.Reshuffle()
-                | "Tokenize" >> apache_beam.Map(run)
+                | "Tokenize" >> apache_beam.Map(tokenize_job)
             )
     except Exception as error:  # runners raise errors of their own about those of workers
         raise UserError(f"prepare.runner=beam: {error}") from error
-    return [run(numbered_job) for numbered_job in enumerate(jobs)]
+    return [tokenize_job(numbered_job) for numbered_job in enumerate(jobs)]

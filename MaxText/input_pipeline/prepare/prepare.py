@@ -15,7 +15,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,9 @@ from MaxText.input_pipeline.prepare.job import TokenizationJob
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.prepare.record_export import (
     FILE_LISTS,
-    OPTIONS_OF_RECORDS,
     export_records,
     make_export,
-    stored_options,
+    record_options,
 )
 from MaxText.input_pipeline.prepare.token_shards import Tokenization
 from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -45,7 +44,6 @@ from MaxText.storage.file_access import absolute, file_infos, is_url, local_path
 
 # In record exports: the manifest of the source dataset.
 _RECORDS_MANIFEST_NAME = "records_manifest.json"
-_EARLIER_RECORDS_MANIFEST_NAME = "prepared_from.json"  # read for one release
 
 _FORMAT = "prepare_output_format"
 # Sources and tokenizers are compared by content.
@@ -54,8 +52,8 @@ _OPTIONS_OF_IDS = {"add_bos", "add_eos", "prepare_minimum_tokens", "prepare_sepa
 _OPTIONS_OF_TRAINED_TOKENIZERS = {"tokenizer_vocab_size", "tokenizer_special_tokens"}
 # Of fsspec; the first ones upload single files at best, and to few servers.
 _READ_ONLY_PROTOCOLS = {"http", "https", "data", "github", "git", "libarchive", "tar", "zip"}
-# Keys that affect neither the dataset nor its manifest.
-_NOT_OF_THE_DATA = {"prepare_num_workers", "prepare", "records"}
+# Keys that affect neither the dataset nor its manifest, and `records`, stored by entry.
+_NOT_IN_MANIFEST = {"prepare_num_workers", "prepare", "records"}
 
 # Keys that affect the ids of raw text in a run; others keep their defaults.
 _KEYS_OF_TEXT = ("tokenizer_path", "tokenizer_type", "text_field", "add_bos", "add_eos")
@@ -72,6 +70,7 @@ class _Request:
 
     @property
     def is_records(self) -> bool:
+        """Whether the output is records for other programs."""
         return self.preparation.prepare_output_format in FILE_LISTS
 
     @property
@@ -79,15 +78,15 @@ class _Request:
         """Name of the file marking a folder as complete."""
         return _RECORDS_MANIFEST_NAME if self.is_records else MANIFEST_NAME
 
-    def find_manifest(self, folder: str | Path) -> str:
-        """Returns its name in a folder; empty without one."""
-        names = (self.manifest_name, *[_EARLIER_RECORDS_MANIFEST_NAME] * self.is_records)
-        return next((name for name in names if file_access.path_type(f"{folder}/{name}")), "")
+    def is_complete(self, folder: str | Path) -> bool:
+        """Returns whether a folder has the manifest."""
+        return bool(file_access.path_type(f"{folder}/{self.manifest_name}"))
 
     @property
     def trains_tokenizer(self) -> bool:
-        is_given = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
-        return not is_given and not self.preparation.exports_text
+        """Whether a tokenizer is trained on the text."""
+        has_tokenizer = self.preparation.tokenizer_path or self.preparation.tokenizer_type == "byte"
+        return not has_tokenizer and not self.preparation.exports_text
 
 
 def prepare(
@@ -100,10 +99,21 @@ def prepare(
 ) -> Manifest:
     """Prepares the dataset `dataset_path`, unless it matches already.
 
-    Waits if another process is preparing it. Bucket datasets are staged and text digests cached in
-    `cache_dir` (None: default staging folder, no digests). Returns the manifest of the dataset, or
-    of the one that records were exported from. Raises UserError for no readable text, an unusable
-    tokenizer, or other contents in the folder.
+    Waits if another process is preparing it.
+
+    Args:
+      preparation: The text, the tokenizer and the output format.
+      dataset_path: Folder or URL to write to.
+      log: Takes lines for the terminal.
+      cache_dir: Folder in which bucket datasets are staged and text digests cached. None: the
+        default staging folder, and no digests.
+      max_bad_records: How many malformed or unreadable documents to skip.
+
+    Returns:
+      The manifest of the dataset, or of the one that records were exported from.
+
+    Raises:
+      UserError: No readable text, an unusable tokenizer, or other contents in the folder.
     """
     if not dataset_path:
         raise UserError("dataset_path is not set: give the folder to write the data set to.")
@@ -148,8 +158,9 @@ def _digest_path(corpus: Corpus, cache_dir: Path | None) -> Path | None:
 
 
 def _prepare_folder(request: _Request, folder: Path) -> Manifest:
+    """Prepares a local dataset, or returns the manifest of one that matches."""
     check = functools.partial(_check_existing, request, folder, location=str(folder))
-    if request.find_manifest(folder):
+    if request.is_complete(folder):
         return check()  # without the lock, as the folder may be read-only
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
@@ -157,7 +168,7 @@ def _prepare_folder(request: _Request, folder: Path) -> Manifest:
             "Choose another folder, or delete it."
         )
     manifest = _prepare_if_needed(request, folder, check)
-    _text_sha256(request, known=manifest.source.sha256)
+    _cache_text_sha256(request, manifest.source.sha256)
     return manifest
 
 
@@ -168,10 +179,10 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic.lock(folder.with_name(f".{folder.name}.lock"), log):
-            if request.find_manifest(folder):
+            if request.is_complete(folder):
                 return check()
             try:
-                manifest = _make(request, staging)
+                manifest = _tokenize(request, staging)
                 _finish(request, staging, folder)
             except BaseException:
                 if any((staging / "shards").glob("*.json")):
@@ -187,16 +198,23 @@ def _prepare_if_needed(request: _Request, folder: Path, check: Callable[[], Mani
 
 
 def _staging(folder: Path) -> Path:
+    """Returns the folder in which a dataset is prepared."""
     return folder.with_name(f".{folder.name}.preparing")
 
 
-def _make(request: _Request, staging: Path) -> Manifest:
+def _tokenize(request: _Request, staging: Path) -> Manifest:
+    """Builds the tokenized dataset in the staging folder; returns its manifest."""
     preparation = request.preparation
     if request.is_records:
         make_export(staging, preparation, staging)  # only its checks, before the work
-    tokenizer = _tokenizer(request)
-    control_ids = () if preparation.exports_text else _control_ids(preparation, tokenizer)
-    tokenization = Tokenization(staging, tokenizer, preparation, *control_ids)
+    tokenizer = _open_tokenizer(request)
+    if preparation.exports_text:
+        tokenization = Tokenization(staging, tokenizer, preparation)
+    else:
+        ids_before, ids_after = _control_ids(preparation, tokenizer)
+        tokenization = Tokenization(
+            staging, tokenizer, preparation, ids_before=ids_before, ids_after=ids_after
+        )
     job = TokenizationJob(request.corpus, tokenization, request.log)
     return job.run(_options(preparation))
 
@@ -227,73 +245,111 @@ def write_error(location: object, error: OSError) -> UserError:
     )
 
 
-def _tokenizer(request: _Request) -> Tokenizer:
-    preparation = request.preparation
-    corpus = request.corpus
+def _open_tokenizer(request: _Request) -> Tokenizer:
+    """Trains or loads the tokenizer, and checks its fast engine on the text."""
     if request.trains_tokenizer:
-        seed = preparation.prepare_seed
-        fraction = 0.0 if corpus.splits else preparation.validation_fraction
-        texts = _read(request, sampling.sampling_jobs(corpus, seed))
-        sample = sampling.join_samples(texts, seed, fraction)
-        start = time.monotonic()
-        sample_bytes = sum(len(text.encode()) for text in sample)
-        origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
-        size = preparation.tokenizer_vocab_size
-        special = preparation.tokenizer_special_tokens
-        tokenizer = train_tokenizer(sample, size, origin, special)
-        num_ids = tokenizer.entry.vocab_size
-        seconds = time.monotonic() - start
-        request.log(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
+        sample = _sample_text(request)
+        tokenizer = _train_tokenizer(request, sample)
     else:
-        tokenizer = _given_tokenizer(request)
-        sample = (each.text for one in corpus.shards for each in one.documents(Skipped()))
+        tokenizer = _load_tokenizer(request)
+        sample = _all_texts(request.corpus)
     for note in tokenizer.notes:
         request.log(note)
-    fast = tokenizer.engine
+    fast_engine = tokenizer.engine
     if not tokenizer.check_engine(sample):
         request.log(
-            f"{fast} gives different ids on this text: using {tokenizer.engine}, which is slower"
+            f"{fast_engine} gives different ids on this text: using {tokenizer.engine}, which is "
+            "slower"
         )
     return tokenizer
 
 
-def _given_tokenizer(request: _Request) -> Tokenizer:
+def _all_texts(corpus: Corpus) -> Iterator[str]:
+    """Yields the text of every document; the engine's check reads the first ones."""
+    for shard in corpus.shards:
+        for document in shard.documents(Skipped()):
+            yield document.text
+
+
+def _sample_text(request: _Request) -> tuple[str, ...]:
+    """Returns the text to train a tokenizer on, without held-out documents."""
+    seed = request.preparation.prepare_seed
+    validation_fraction = request.preparation.validation_fraction
+    if request.corpus.splits:
+        validation_fraction = 0.0
+    texts = _read_shards(request, sampling.sampling_jobs(request.corpus, seed))
+    return sampling.join_samples(texts, seed, validation_fraction)
+
+
+def _train_tokenizer(request: _Request, sample: Sequence[str]) -> Tokenizer:
+    """Trains a byte-level BPE on a sample of the text."""
+    start_time = time.monotonic()
+    sample_bytes = sum(len(text.encode()) for text in sample)
+    origin = f"byte-level BPE trained on {sample_bytes / 1e6:.1f} MB of this text"
+    tokenizer = train_tokenizer(
+        sample,
+        request.preparation.tokenizer_vocab_size,
+        origin,
+        request.preparation.tokenizer_special_tokens,
+    )
+    num_ids = tokenizer.entry.vocab_size
+    seconds = time.monotonic() - start_time
+    request.log(f"Tokenizer: {num_ids} ids, {origin} in {seconds:.1f} s")
+    return tokenizer
+
+
+def _load_tokenizer(request: _Request) -> Tokenizer:
+    """Loads the tokenizer of the keys; that of bytes if text is exported."""
     if request.preparation.exports_text:
         return load_tokenizer("", "byte")
     return load_tokenizer(request.preparation.tokenizer_path, request.preparation.tokenizer_type)
 
 
-def _read(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
-    keys = request.preparation
-    sizes = [job.shard.num_bytes for job in jobs]
-    most = keys.prepare_num_workers
-    return run_jobs("Reading", sampling.read_shard, keys, jobs, sizes, most, request.log)
+def _read_shards(request: _Request, jobs: list[sampling.ReadJob]) -> list[sampling.ShardText]:
+    """Reads shards in parallel."""
+    return run_jobs(
+        "Reading",
+        sampling.read_shard,
+        request.preparation,
+        jobs,
+        sizes=[job.shard.num_bytes for job in jobs],
+        max_processes=request.preparation.prepare_num_workers,
+        log=request.log,
+    )
 
 
 def _control_ids(
     preparation: PreparationConfig, tokenizer: Tokenizer
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the ids before and after each document."""
+    """Returns the ids before and after each document.
+
+    Raises UserError if the tokenizer lacks a token that is to be added.
+    """
     entry = tokenizer.entry
-    add_bos = preparation.add_bos
-    add_eos = preparation.add_eos
     separator = preparation.prepare_separator_id
-    end = entry.eos_id if separator < 0 else separator
     if separator >= entry.vocab_size:
         raise UserError(
             f"prepare_separator_id={separator} is not below {entry.vocab_size}, the ids of the "
             f"tokenizer ({entry.origin}). Give one of its ids, or -1 for its end of text."
         )
-    ids = []
-    for which, wanted, control in (("bos", add_bos, entry.bos_id), ("eos", add_eos, end)):
-        ids.append(() if control is None or not wanted else (control,))
-        if wanted and control is None:
-            raise UserError(
-                f"add_{which}=true, and the tokenizer ({entry.origin}) names no {which} token. Put "
-                f'a tokenizer_config.json with "{which}_token" next to it, or set '
-                f"add_{which}=false."
-            )
-    return ids[0], ids[1]
+    ids_before = ()
+    ids_after = ()
+    if preparation.add_bos:
+        ids_before = (_control_id("bos", entry.bos_id, entry.origin),)
+    if preparation.add_eos:
+        eos_id = entry.eos_id if separator < 0 else separator
+        ids_after = (_control_id("eos", eos_id, entry.origin),)
+    return ids_before, ids_after
+
+
+def _control_id(name: str, control_id: int | None, origin: str) -> int:
+    """Returns a control id; UserError if it is None."""
+    if control_id is None:
+        raise UserError(
+            f"add_{name}=true, and the tokenizer ({origin}) names no {name} token. Put "
+            f'a tokenizer_config.json with "{name}_token" next to it, or set add_{name}=false.'
+        )
+    return control_id
 
 
 def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
@@ -301,15 +357,15 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
 
     `location` names the dataset in messages. Raises UserError, listing the differences, otherwise.
     """
-    manifest = read_manifest(str(folder), request.find_manifest(folder))
+    manifest = read_manifest(str(folder), request.manifest_name)
     differences = _different_options(request, manifest)
     if request.trains_tokenizer:
-        was = manifest.options
-        same = not was.get("tokenizer_path") and was.get("tokenizer_type") != "byte"
+        has_path = bool(manifest.options.get("tokenizer_path"))
+        same_tokenizer = not has_path and manifest.options.get("tokenizer_type") != "byte"
     else:
-        tokenizer = _given_tokenizer(request)
-        same = tokenizer.entry.sha256 == manifest.tokenizer.sha256
-    if not same:
+        tokenizer = _load_tokenizer(request)
+        same_tokenizer = tokenizer.entry.sha256 == manifest.tokenizer.sha256
+    if not same_tokenizer:
         differences.append(f"different tokenizer ({manifest.tokenizer.origin})")
     # Read all text only if nothing else differs and no digest is cached.
     if not differences and _text_sha256(request) != manifest.source.sha256:
@@ -323,44 +379,52 @@ def _check_existing(request: _Request, folder: Path, location: str) -> Manifest:
     return manifest
 
 
-def _text_sha256(request: _Request, known: str = "") -> str:
-    """Returns the digest of the text, cached; reads it if not known."""
+def _text_sha256(request: _Request) -> str:
+    """Returns the digest of the text, from the cache or by reading all of it."""
     path = request.digest_path
-    if not known:
-        with contextlib.suppress(OSError):
-            if path and local_cache.mark_used(path):
-                return path.read_text(encoding="ascii")
-        jobs = [sampling.ReadJob(*numbered) for numbered in enumerate(request.corpus.shards)]
-        known = sampling.corpus_digest([text.sha256 for text in _read(request, jobs)])
+    with contextlib.suppress(OSError):
+        if path and local_cache.mark_used(path):
+            return path.read_text(encoding="ascii")
+    jobs = [sampling.ReadJob(number, shard) for number, shard in enumerate(request.corpus.shards)]
+    texts = _read_shards(request, jobs)
+    sha256 = sampling.corpus_digest([text.sha256 for text in texts])
+    _cache_text_sha256(request, sha256)
+    return sha256
+
+
+def _cache_text_sha256(request: _Request, sha256: str) -> None:
+    """Stores the digest of the text for later commands, if there is a cache."""
+    path = request.digest_path
     if path:
         with contextlib.suppress(OSError):  # the cache may be read-only
             local_cache.delete_unused(path.parent.parent)
             path.parent.mkdir(parents=True, exist_ok=True)
-            atomic.atomic_write_text(path, known)
-    return known
+            atomic.atomic_write_text(path, sha256)
 
 
 def _different_options(request: _Request, manifest: Manifest) -> list[str]:
-    asked = _options(request.preparation)
-    # Keys newer than the dataset had their default.
-    was = _options(PreparationConfig()) | manifest.options
-    without_effect = set(_COMPARED_BY_CONTENT)
-    without_effect |= _OPTIONS_OF_IDS if request.preparation.exports_text else set()
-    without_effect |= set() if request.trains_tokenizer else _OPTIONS_OF_TRAINED_TOKENIZERS
-    without_effect |= set() if request.is_records else {*OPTIONS_OF_RECORDS, _FORMAT}
-    typed = {name: f"records.{entry}" for name, entry in OPTIONS_OF_RECORDS.items()}
+    """Returns a phrase per option with another value in the manifest than in the request."""
+    requested = _options(request.preparation)
+    # A key that the manifest lacks had its default.
+    prepared = _options(PreparationConfig()) | manifest.options
+    ignored = set(_COMPARED_BY_CONTENT)
+    if request.preparation.exports_text:
+        ignored |= _OPTIONS_OF_IDS
+    if not request.trains_tokenizer:
+        ignored |= _OPTIONS_OF_TRAINED_TOKENIZERS
+    if not request.is_records:
+        ignored |= {_FORMAT, *record_options(request.preparation)}
     return [
-        f"{typed.get(key, key)} was {was[key]!r} and is {asked[key]!r}"
-        for key in asked
-        if key not in without_effect and was[key] != asked[key]
+        f"{key} was {prepared[key]!r} and is {requested[key]!r}"
+        for key in requested
+        if key not in ignored and prepared[key] != requested[key]
     ]
 
 
 def _options(preparation: PreparationConfig) -> dict[str, Any]:
-    options = preparation.model_dump(mode="json", exclude=_NOT_OF_THE_DATA)
-    if options[_FORMAT] == "array_record":  # an older name
-        options[_FORMAT] = "bin"
-    return options | stored_options(preparation)
+    """Returns the options that manifests store, by the keys that users type."""
+    options = preparation.model_dump(mode="json", exclude=_NOT_IN_MANIFEST)
+    return options | record_options(preparation)
 
 
 def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifest:
@@ -378,10 +442,10 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
     with atomic.lock(staging.with_suffix(".lock"), request.log):
         local_cache.mark_used(staging)
         local_cache.delete_unused(cache_dir)
-        if request.find_manifest(url):
-            kept = local_cache.copy_folder(url, cache_dir)
-            assert kept is not None, url
-            return _check_existing(request, kept, location=url)
+        if request.is_complete(url):
+            copied = local_cache.copy_folder(url, cache_dir)
+            assert copied is not None, url
+            return _check_existing(request, copied, location=url)
         folder = staging / "data_set"
         manifest = _prepare_folder(request, folder)
         _upload(folder, url, last=request.manifest_name)
@@ -391,14 +455,19 @@ def _prepare_and_upload(request: _Request, url: str, cache_dir: Path) -> Manifes
 
 
 def _upload(folder: Path, url: str, last: str) -> None:
-    """Uploads all files of a folder, with `last` as the last one."""
+    """Uploads all files of a folder, with `last` as the last one.
+
+    Raises UserError if the bucket has other files there, or cannot be written.
+    """
     files = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-    system, path = file_access.file_system(url)
+    system, bucket_path = file_access.file_system(url)
     try:
-        found = {name[len(path) + 1 :] for name in system.find(path)}
-        if others := found - {*files} | found & {last}:  # maybe of another machine
+        existing = {name[len(bucket_path) + 1 :] for name in system.find(bucket_path)}
+        # `last` means that another machine finished meanwhile, maybe with other contents.
+        conflicting = existing - {*files} | existing & {last}
+        if conflicting:
             raise UserError(
-                f"dataset_path={url} has other files ({min(others)}). Choose another folder."
+                f"dataset_path={url} has other files ({min(conflicting)}). Choose another folder."
             )
         local_cache.upload({file: folder / file for file in files}, url, last)
     except Exception as error:  # fsspec backends raise their own errors
@@ -413,10 +482,19 @@ def _upload(folder: Path, url: str, last: str) -> None:
 def tokenize_to_cache(
     files: list[str], preparation: PreparationConfig, cache_dir: Path, log: Callable[[str], None]
 ) -> Path:
-    """Returns the folder of the tokenized `files`.
+    """Returns the folder of the tokenized `files`, which are tokenized at first use.
 
-    The dataset is prepared at first use. If several processes (or machines that share `cache_dir`)
-    prepare it, one works and the others wait. Finished shards of a killed process are kept.
+    If several processes (or machines that share `cache_dir`) need it, one works and the others
+    wait. Finished shards of a killed process are kept.
+
+    Args:
+      files: Files of text.
+      preparation: The tokenizer and the keys in _KEYS_OF_TEXT; others keep their defaults.
+      cache_dir: local_cache_dir.
+      log: Takes lines for the terminal.
+
+    Raises:
+      UserError: There is no tokenizer, or the text cannot be read or tokenized.
     """
     if not preparation.tokenizer_path and preparation.tokenizer_type != "byte":
         raise UserError(
@@ -425,24 +503,25 @@ def tokenize_to_cache(
         )
     keys = preparation.model_dump(include={*_KEYS_OF_TEXT})
     tokenizer = load_tokenizer(preparation.tokenizer_path, preparation.tokenizer_type)
-    decisive = {
+    identity = {
         "files": [file._replace(path=absolute(file.path)) for file in file_infos(files)],
         "tokenizer": tokenizer.entry.sha256,
         "control ids": [tokenizer.entry.bos_id, tokenizer.entry.eos_id],
         **{key: keys[key] for key in ("text_field", "add_bos", "add_eos")},
     }
-    name = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
     folder = cache_dir / "text" / name
     if not local_cache.mark_used(folder):
         local_cache.mark_used(_staging(folder))
         local_cache.delete_unused(cache_dir)
         notes: list[str] = []
-        found = [file for path in files for file in resolve_files(path, notes)]
-        shards = split_into_shards(found, [""] * len(found), preparation.text_field)
-        name = found[0].name
-        description = name if len(found) == 1 else f"{len(found):,} files ({name} ...)"
+        sources = [source for path in files for source in resolve_files(path, notes)]
+        shards = split_into_shards(sources, [""] * len(sources), preparation.text_field)
+        description = sources[0].name
+        if len(sources) > 1:
+            description = f"{len(sources):,} files ({sources[0].name} ...)"
         log(f"Tokenizing the text of {description} once, into {folder}")
-        corpus = Corpus(description, len(found), shards)
+        corpus = Corpus(description, len(sources), shards)
         keys |= {"prepare_source": ",".join(files), "validation_fraction": 0.0}
         request = _Request(PreparationConfig(**keys), corpus, log)
         _prepare_if_needed(request, folder, lambda: read_manifest(str(folder)))

@@ -20,6 +20,7 @@ counted.
 Legend: D documents, W windows or records, S inputs of a window.
 """
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -39,8 +40,13 @@ from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
-from MaxText.input_pipeline.sequences.windows import expand
-from MaxText.input_pipeline.token_store.manifest import MANIFEST_NAME, Manifest, read_manifest
+from MaxText.input_pipeline.sequences.slicing import concatenated_ranges
+from MaxText.input_pipeline.token_store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    Split,
+    read_manifest,
+)
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.pluralize import pluralize
 from MaxText.storage import atomic
@@ -51,18 +57,6 @@ FILE_LISTS = {
 }
 """Values of prepare_output_format that export records, and the files that list these."""
 
-# Name in manifests -> entry of the key `records`.
-OPTIONS_OF_RECORDS = {
-    "prepare_record": "content",
-    "prepare_field": "field",
-    "prepare_chunk_length": "chunk_length",
-    "prepare_num_shards": "num_shards",
-    "prepare_name": "name",
-    "prep_min_length": "min_length",
-    "prep_max_length": "max_length",
-    "prep_stride": "stride",
-    "prep_ignore_label": "ignore_label",
-}
 
 _PARQUET = "prepare_output_format=parquet"
 
@@ -79,8 +73,8 @@ class RecordFileJob:
 
     split: str
     name: str  # prefix of the file names of the split
-    number: int
-    num_files: int
+    number: int  # of the file, from 0
+    num_files: int  # of the split
     first: int
     stop: int
 
@@ -88,8 +82,8 @@ class RecordFileJob:
 class RecordRanges(NamedTuple):
     """Token ranges of records, and counts of what is in none."""
 
-    starts_W: np.ndarray
-    stops_W: np.ndarray
+    starts_W: np.ndarray  # int64, positions in the split's tokens
+    stops_W: np.ndarray  # int64
     dropped_documents: int = 0
     dropped_tokens: int = 0
 
@@ -99,9 +93,12 @@ def strided_windows(
 ) -> RecordRanges:
     """Returns windows of contiguous documents, every `stride` tokens.
 
-    `document_offsets` are int64 [D + 1]. Windows have `min_length` to `max_length` labels; shorter
-    ones are dropped. `stride` is at most `max_length`, so that each token of a document but its
-    first is a label.
+    Args:
+      document_offsets: int64 [D + 1], the start of each document and the end of the last one.
+      min_length: Windows with fewer labels are dropped.
+      max_length: Labels of a full window, which has one token more.
+      stride: Tokens between the starts of windows; at most `max_length`, so that each token of a
+        document but its first is a label.
     """
     assert 1 <= min_length <= max_length, (min_length, max_length)
     assert 1 <= stride <= max_length, (stride, max_length)
@@ -111,13 +108,13 @@ def strided_windows(
     # The first window that reaches the end is the last: later ones would be inside it.
     counts_D = 1 + np.maximum(-(-(sizes_D - (max_length + 1)) // stride), 0)
     document_W = np.repeat(np.arange(sizes_D.size), counts_D)
-    number_W = expand(np.zeros_like(counts_D), counts_D)
-    starts_W = begins_D[document_W] + number_W * stride
+    index_W = concatenated_ranges(np.zeros_like(counts_D), counts_D)
+    starts_W = begins_D[document_W] + index_W * stride
     stops_W = np.minimum(starts_W + max_length + 1, ends_D[document_W])
-    kept_W = stops_W - starts_W > min_length
-    starts_W = starts_W[kept_W]
-    stops_W = stops_W[kept_W]
-    document_W = document_W[kept_W]
+    is_kept_W = stops_W - starts_W > min_length
+    starts_W = starts_W[is_kept_W]
+    stops_W = stops_W[is_kept_W]
+    document_W = document_W[is_kept_W]
     # Only the last window of a document can be too short, so the others cover a prefix.
     covered_D = begins_D.astype(np.int64)
     np.maximum.at(covered_D, document_W, stops_W)
@@ -133,48 +130,64 @@ def strided_windows(
 class RecordExport:
     """Writes the prepared dataset as records of one format."""
 
-    prepared: Path
-    output: Path
+    prepared: Path  # folder of the dataset
+    output: Path  # folder of the records
     file_format: Literal["tfrecord", "array_record", "parquet"]
-    kind: Literal["documents", "chunks", "strided", "text"]
-    field: str
+    kind: Literal["documents", "chunks", "strided", "text"]  # of a record's content
+    field: str  # of the ids or the text
     keys: ExportedRecords
 
     def plan(self, manifest: Manifest) -> list[RecordFileJob]:
+        """Returns the files to write, in the order of splits and documents."""
         jobs = []
-        prefix = self.keys.name
-        is_text = self.kind == "text"
-        files_of = self._num_files(manifest)
-        for split, entry in sorted(manifest.splits.items()):
-            name = ("_" if is_text else ".").join(filter(None, (prefix, split)))
-            if prefix and not is_text and len(manifest.splits) == 1:
-                name = prefix
-            total = entry.num_documents
-            if self.kind == "chunks":
-                # Each chunk starts with the last token of the previous one.
-                size = entry.num_tokens
-                length = self.keys.chunk_length
-                total = max(-(-(size - 1) // (length - 1)), min(size, 1))
-            num_files = max(min(files_of[split], total), 1)
+        num_files_by_split = self._num_files(manifest)
+        for split, split_entry in sorted(manifest.splits.items()):
+            total = self._num_items(split_entry)
+            num_files = max(min(num_files_by_split[split], total), 1)
             bounds = [total * number // num_files for number in range(num_files + 1)]
-            jobs += [
-                RecordFileJob(split, name, number, num_files, *ends)
-                for number, ends in enumerate(itertools.pairwise(bounds))
-            ]
+            for number in range(num_files):
+                job = RecordFileJob(
+                    split=split,
+                    name=self._file_prefix(split, len(manifest.splits)),
+                    number=number,
+                    num_files=num_files,
+                    first=bounds[number],
+                    stop=bounds[number + 1],
+                )
+                jobs.append(job)
         return jobs
 
+    def _file_prefix(self, split: str, num_splits: int) -> str:
+        """Returns the prefix of the file names of a split."""
+        prefix = self.keys.name
+        if not prefix:
+            return split
+        if self.kind == "text":
+            return f"{prefix}_{split}"
+        return prefix if num_splits == 1 else f"{prefix}.{split}"
+
+    def _num_items(self, split: Split) -> int:
+        """Returns the number of documents, or of chunks, that are divided among files."""
+        if self.kind != "chunks":
+            return split.num_documents
+        # Each chunk starts with the last token of the previous one.
+        num_chunks = -(-(split.num_tokens - 1) // (self.keys.chunk_length - 1))
+        return max(num_chunks, min(split.num_tokens, 1))
+
     def _num_files(self, manifest: Manifest) -> dict[str, int]:
-        """Returns the files of each split, in proportion to bytes for text."""
+        """Returns the number of files of each split, in proportion to bytes for text."""
         num_shards = self.keys.num_shards
-        sizes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
+        num_bytes = {split: entry.num_text_bytes for split, entry in manifest.splits.items()}
         if num_shards == 0:
-            return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in sizes.items()}
+            return {split: -(-size // _TEXT_BYTES_PER_FILE) for split, size in num_bytes.items()}
         if self.kind != "text":
-            return dict.fromkeys(sizes, num_shards)
-        files = dict.fromkeys(sizes, 1)
-        for _ in range(num_shards - len(files)):
-            files[max(files, key=lambda split: sizes[split] / files[split])] += 1
-        return files
+            return dict.fromkeys(num_bytes, num_shards)
+        num_files = dict.fromkeys(num_bytes, 1)
+        for _ in range(num_shards - len(num_files)):
+            # The next file goes to the split with the most bytes per file.
+            split = max(num_files, key=lambda split: num_bytes[split] / num_files[split])
+            num_files[split] += 1
+        return num_files
 
     def write(self, job: RecordFileJob) -> dict[str, Any]:
         """Writes a file; returns its entry in the list of files.
@@ -186,12 +199,12 @@ class RecordExport:
         store = open_flat(self.prepared, manifest, job.split)
         ranges = self._ranges(job, store)
         path = self.output / self._file_name(job, ranges.starts_W.size)
-        writing = atomic.temporary_name(path)
+        temporary_path = atomic.temporary_name(path)
         if self.file_format == "parquet":
-            self._write_parquet(writing, manifest.pad_id, _batches(ranges, store))
+            self._write_parquet(temporary_path, manifest.pad_id, _batches(ranges, store))
         else:
-            self._write_examples(writing, _batches(ranges, store))
-        atomic.atomic_rename(writing, path)
+            self._write_examples(temporary_path, _batches(ranges, store))
+        atomic.atomic_rename(temporary_path, path)
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = ranges.stops_W - ranges.starts_W
@@ -219,6 +232,7 @@ class RecordExport:
         return f"{job.name}-{job.number:05d}-of-{job.num_files:05d}.parquet"
 
     def _ranges(self, job: RecordFileJob, store: TokenStore) -> RecordRanges:
+        """Returns the token ranges of a file's records."""
         keys = self.keys
         if self.kind == "chunks":
             starts = np.arange(job.first, job.stop, dtype=np.int64) * (keys.chunk_length - 1)
@@ -229,6 +243,7 @@ class RecordExport:
         return RecordRanges(offsets[:-1], offsets[1:])
 
     def _write_examples(self, path: Path, batches: Iterable[list[np.ndarray]]) -> None:
+        """Writes a tf.train.Example per record."""
         open_writer = TFRecordWriter if self.file_format == "tfrecord" else ArrayRecordWriter
         with contextlib.closing(open_writer(path)) as writer:
             for record in itertools.chain.from_iterable(batches):
@@ -236,13 +251,14 @@ class RecordExport:
                 writer.write(tf_example.encode({self.field: value}))
 
     def _write_parquet(self, path: Path, pad_id: int, batches: Iterable[list[np.ndarray]]) -> None:
+        """Writes a row per record; windows are padded to equal lengths."""
         pyarrow, parquet = require_pyarrow(_PARQUET)
-        ids = pyarrow.list_(pyarrow.int32())
+        ids_type = pyarrow.list_(pyarrow.int32())
         length = self.keys.max_length
-        columns = {self.field: ids}
+        columns = {self.field: ids_type}
         if self.kind == "strided":
-            mask = pyarrow.list_(pyarrow.int8())
-            columns = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+            mask_type = pyarrow.list_(pyarrow.int8())
+            columns = {"input_ids": ids_type, "attention_mask": mask_type, "labels": ids_type}
         schema = pyarrow.schema(list(columns.items()))
         with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
             for records in batches:
@@ -313,7 +329,14 @@ def export_records(
 ) -> None:
     """Writes every split as record files to `output`, resuming earlier work.
 
-    Only one process may work on `output` at a time.
+    Only one process may work on `output` at a time. Raises UserError as make_export does, and for a
+    damaged dataset.
+
+    Args:
+      prepared: Folder of the tokenized dataset.
+      preparation: The format and the key `records`.
+      output: Folder of the records.
+      log: Takes lines for the terminal.
     """
     export = make_export(prepared, preparation, output)
     output_format = preparation.prepare_output_format
@@ -328,46 +351,56 @@ def export_records(
     jobs = export.plan(manifest)
     num_bytes = sum(file.num_bytes for split in manifest.splits.values() for file in split.files)
     sizes = [num_bytes // len(jobs)] * len(jobs)
-    most = preparation.prepare_num_workers
     ledger = output.with_name(f"{output.name}.finished")
-    for record in ledger.glob("*.json"):
-        if not (output / json.loads(record.read_bytes())["file"]).exists():
-            record.unlink()
-    files = run_jobs("Writing records", RecordExport.write, export, jobs, sizes, most, log, ledger)
+    for entry in ledger.glob("*.json"):
+        if not (output / json.loads(entry.read_bytes())["file"]).exists():
+            entry.unlink()
+    files = run_jobs(
+        "Writing records",
+        RecordExport.write,
+        export,
+        jobs,
+        sizes=sizes,
+        max_processes=preparation.prepare_num_workers,
+        log=log,
+        ledger=ledger,
+    )
     contents = {
         "schema_version": 1,
         "data_set": manifest.fingerprint,
         "tokenizer_sha256": manifest.tokenizer.sha256,
-        "options": {**stored_options(preparation), "prepare_output_format": output_format},
+        "options": {**record_options(preparation), "prepare_output_format": output_format},
         "num_files": len(files),
         "files": files,
     }
     text = json.dumps(contents, indent=1, sort_keys=True) + "\n"
     atomic.atomic_write_text(output / FILE_LISTS[output_format], text)
-    for split, of_split in itertools.groupby(files, lambda file: file["split"]):
-        _report(split, [*of_split], export, log)
+    for split, split_files in itertools.groupby(files, lambda file: file["split"]):
+        _report(split, [*split_files], export, log)
 
 
 def _report(
     split: str, files: list[dict[str, Any]], export: RecordExport, log: Callable[[str], None]
 ) -> None:
-    names = ("num_tokens", "num_records", "dropped_documents", "dropped_tokens")
-    num_tokens, num_records, documents, tokens = (sum(f[name] for f in files) for name in names)
+    """Logs the records of a split, and the documents that are in none."""
+    totals = collections.Counter[str]()
+    for file in files:
+        for name in ("num_tokens", "num_records", "dropped_documents", "dropped_tokens"):
+            totals[name] += file[name]
     kind = {"strided": "strided window", "chunks": "chunk"}.get(export.kind, "document")
-    size = f"{num_tokens:,} tokens"
+    amount = f"{totals['num_tokens']:,} tokens"
     if export.kind == "text":
-        size = f"{num_tokens / 1e6:,.1f} MB of text"
-    records = pluralize(num_records, kind)
-    in_files = pluralize(len(files), "file")
-    log(f"  {split}: {records} of {size} in {in_files}")
-    if tokens:
+        amount = f"{totals['num_tokens'] / 1e6:,.1f} MB of text"
+    records = pluralize(totals["num_records"], kind)
+    log(f"  {split}: {records} of {amount} in {pluralize(len(files), 'file')}")
+    if totals["dropped_tokens"]:
         log(
-            f"  {split}: skipped {pluralize(documents, 'document')}, and "
-            f"{pluralize(tokens, 'token')} in all, because windows of fewer than "
+            f"  {split}: skipped {pluralize(totals['dropped_documents'], 'document')}, and "
+            f"{pluralize(totals['dropped_tokens'], 'token')} in all, because windows of fewer than "
             f"records.min_length={export.keys.min_length} tokens are not written"
         )
 
 
-def stored_options(preparation: PreparationConfig) -> dict[str, Any]:
-    """Returns the options of records under their names in manifests."""
-    return {name: getattr(preparation.records, entry) for name, entry in OPTIONS_OF_RECORDS.items()}
+def record_options(preparation: PreparationConfig) -> dict[str, Any]:
+    """Returns the entries of the key `records`, as users type them: {"records.name": ...}."""
+    return {f"records.{name}": value for name, value in preparation.records.as_dict().items()}

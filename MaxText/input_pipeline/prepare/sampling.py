@@ -12,7 +12,7 @@ from MaxText.config.data_sections import PreparationConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline.document_sources.corpus import Corpus, Document, Shard
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.sequences.windows import INCREMENT, hash_uint64
+from MaxText.input_pipeline.sequences.random_bits import INCREMENT, hash_uint64
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -40,23 +40,23 @@ _BATCH_CHARACTERS = 4_000_000
 def numbered_batches(
     shard: int, documents: Iterator[Document]
 ) -> Iterator[tuple[np.ndarray, list[Document]]]:
-    """Yields documents of a shard and their numbers (int64 [N]).
+    """Yields documents of a shard, some megabytes of text at a time, and their numbers (int64 [N]).
 
     Numbers increase with gaps between shards, so they do not depend on earlier shards' sizes.
     """
-    first = shard << _SHARD_BITS
+    next_number = shard << _SHARD_BITS
     batch = []
-    size = 0
+    num_characters = 0
     for document in documents:
         batch.append(document)
-        size += len(document.text)
-        if size >= _BATCH_CHARACTERS:
-            yield first + np.arange(len(batch)), batch
-            first = first + len(batch)
+        num_characters += len(document.text)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield next_number + np.arange(len(batch)), batch
+            next_number = next_number + len(batch)
             batch = []
-            size = 0
+            num_characters = 0
     if batch:
-        yield first + np.arange(len(batch)), batch
+        yield next_number + np.arange(len(batch)), batch
 
 
 def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
@@ -66,6 +66,7 @@ def hashes(seed: int, purpose: int, numbers_N: np.ndarray) -> np.ndarray:
 
 
 def held_out_threshold(fraction: float) -> int:
+    """Returns the hash below which documents are held out for validation."""
     return math.ceil(fraction * 2**64)
 
 
@@ -82,7 +83,7 @@ def text_cleaner(fix_text: bool) -> Callable[[str], str]:
     except ImportError as error:
         raise UserError(
             "prepare_fix_text=true needs the package ftfy, which is not installed. Run: pip "
-            "install 'MaxText[data]'"
+            "install 'jaxpretrain[data]'"
         ) from error
     return ftfy.fix_text
 
@@ -93,11 +94,11 @@ def add_to_digest(digest: Any, encoded: bytes) -> None:
     digest.update(encoded)
 
 
-def corpus_digest(of_shards: Sequence[str]) -> str:
+def corpus_digest(shard_digests: Sequence[str]) -> str:
     """Combines shard digests in order; a single one is returned unchanged."""
-    if len(of_shards) == 1:
-        return of_shards[0]
-    return hashlib.sha256("".join(of_shards).encode()).hexdigest()
+    if len(shard_digests) == 1:
+        return shard_digests[0]
+    return hashlib.sha256("".join(shard_digests).encode()).hexdigest()
 
 
 class ReadJob(NamedTuple):
@@ -116,49 +117,72 @@ class ShardText(NamedTuple):
 
 
 def read_shard(keys: PreparationConfig, job: ReadJob) -> ShardText:
-    """Reads a shard once, with bounded memory."""
+    """Reads a shard once and keeps the documents with the lowest hashes.
+
+    At most `job.sample_bytes` of text, or one longer document, are in memory.
+    """
     digest = hashlib.sha256()
     clean = text_cleaner(keys.prepare_fix_text)
-    # Negated hashes make a max-heap: the top is dropped first.
-    kept: list[tuple[int, int, bytes]] = []
-    num_kept = 0
+    # (negated hash, number, text): negated hashes make a max-heap, so the top is dropped first.
+    heap: list[tuple[int, int, bytes]] = []
+    num_bytes = 0
     for numbers, documents in numbered_batches(job.number, job.shard.documents(Skipped())):
-        ranks = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
-        for number, rank, document in zip(numbers.tolist(), ranks, documents, strict=True):
+        document_hashes = hashes(keys.prepare_seed, SAMPLED, numbers).tolist()
+        for number, document_hash, document in zip(
+            numbers.tolist(), document_hashes, documents, strict=True
+        ):
             add_to_digest(digest, document.text.encode())
-            if not job.sample_bytes or (num_kept >= job.sample_bytes and -rank < kept[0][0]):
+            if not job.sample_bytes:
+                continue
+            if num_bytes >= job.sample_bytes and -document_hash < heap[0][0]:
                 continue
             encoded = clean(document.text).encode()
-            heapq.heappush(kept, (-rank, number, encoded))
-            num_kept += len(encoded)
-            while len(kept) > 1 and num_kept > job.sample_bytes:
-                num_kept -= len(heapq.heappop(kept)[2])
-    return ShardText(digest.hexdigest(), [(number, encoded) for _, number, encoded in kept])
+            heapq.heappush(heap, (-document_hash, number, encoded))
+            num_bytes += len(encoded)
+            while len(heap) > 1 and num_bytes > job.sample_bytes:
+                num_bytes -= len(heapq.heappop(heap)[2])
+    return ShardText(digest.hexdigest(), [(number, encoded) for _, number, encoded in heap])
 
 
 def sampling_jobs(corpus: Corpus, seed: int) -> list[ReadJob]:
-    """Selects shards to sample, each with its share of SAMPLE_BYTES."""
-    wanted = [TRAIN] if TRAIN in corpus.splits else [*corpus.splits, ""]
-    numbers = np.array([n for n, shard in enumerate(corpus.shards) if shard.split in wanted])
-    drawn = np.argsort(hashes(seed, SAMPLED, numbers), kind="stable")[:SAMPLED_SHARDS]
-    shards = [(number, corpus.shards[number]) for number in sorted(numbers[drawn].tolist())]
-    total = max(sum(shard.num_bytes for _, shard in shards), 1)
-    return [
-        ReadJob(number, shard, max(SAMPLE_BYTES * shard.num_bytes // total, 1))
-        for number, shard in shards
-    ]
+    """Selects shards to sample, each with its share of SAMPLE_BYTES.
+
+    A corpus with splits of its own is sampled from its training split, if it has one.
+    """
+    splits = [TRAIN] if TRAIN in corpus.splits else [*corpus.splits, ""]
+    candidates = [number for number, shard in enumerate(corpus.shards) if shard.split in splits]
+    numbers = np.array(candidates)
+    order = np.argsort(hashes(seed, SAMPLED, numbers), kind="stable")
+    sampled = sorted(numbers[order[:SAMPLED_SHARDS]].tolist())
+    total_bytes = max(sum(corpus.shards[number].num_bytes for number in sampled), 1)
+    jobs = []
+    for number in sampled:
+        shard = corpus.shards[number]
+        sample_bytes = max(SAMPLE_BYTES * shard.num_bytes // total_bytes, 1)
+        jobs.append(ReadJob(number, shard, sample_bytes))
+    return jobs
 
 
 def join_samples(
     texts: Sequence[ShardText], seed: int, validation_fraction: float
 ) -> tuple[str, ...]:
-    """Returns the sampled texts in order, without held-out ones."""
-    in_order = sorted(document for each in texts for document in each.sample)
-    ranks = hashes(seed, HELD_OUT, np.array([number for number, _ in in_order], np.uint64))
+    """Returns the sampled texts in document order, without held-out ones.
+
+    Args:
+      texts: The samples of the shards.
+      seed: prepare_seed, which decides what is held out.
+      validation_fraction: Share of documents to hold out.
+    """
+    documents = sorted(document for shard_text in texts for document in shard_text.sample)
+    numbers = np.array([number for number, _ in documents], np.uint64)
+    document_hashes = hashes(seed, HELD_OUT, numbers).tolist()
     threshold = held_out_threshold(validation_fraction)
     sample = [
-        text for (_, text), rank in zip(in_order, ranks.tolist(), strict=True) if rank >= threshold
+        text
+        for (_, text), document_hash in zip(documents, document_hashes, strict=True)
+        if document_hash >= threshold
     ]
-    # If nearly everything is held out, fall back to validation text.
-    sample = sample or [text for _, text in in_order]
+    if not sample:
+        # Nearly everything is held out: fall back to validation text.
+        sample = [text for _, text in documents]
     return tuple(text[:SAMPLE_BYTES].decode(errors="ignore") for text in sample)

@@ -41,20 +41,22 @@ _BLOCK_BYTES = 2**24
 
 @dataclass(frozen=True)
 class Tokenization:
-    """Everything besides the text with an effect on ids, and the staging."""
+    """Everything besides the text with an effect on ids, and the staging folder."""
 
-    staging: Path
+    staging: Path  # see the module's docstring
     tokenizer: Tokenizer
     keys: PreparationConfig
-    before: tuple[int, ...] = ()  # control ids before each document
-    after: tuple[int, ...] = ()  # control ids after each document
+    ids_before: tuple[int, ...] = ()  # control ids before each document
+    ids_after: tuple[int, ...] = ()  # control ids after each document
 
     @property
     def ledger(self) -> Path:
+        """Folder of the results of finished shards."""
         return self.staging / "shards"
 
     @property
     def dtype(self) -> Literal["uint8", "uint16", "uint32"]:
+        """Type of the ids in token files, the smallest that holds the vocabulary."""
         if self.keys.exports_text:  # the ids are its bytes
             return "uint8"
         return "uint16" if self.tokenizer.entry.vocab_size <= 2**16 else "uint32"
@@ -68,8 +70,8 @@ class Tokenization:
         """Returns everything besides the text with an effect on ids."""
         keys = {"prepare_seed", "validation_fraction", "prepare_fix_text"}
         return self.keys.model_dump(mode="json", include=keys) | {
-            "before": self.before,
-            "after": self.after,
+            "before": self.ids_before,
+            "after": self.ids_after,
             "is_text": self.keys.exports_text,
             "minimum_tokens": self.minimum_tokens,
             "schema_version": SCHEMA_VERSION,
@@ -112,7 +114,8 @@ class TokenizedShard(FrozenModel):
 
     @property
     def num_documents(self) -> int:
-        return sum(part.num_documents for part in self.splits.values())
+        """Documents of all splits."""
+        return sum(shard_split.num_documents for shard_split in self.splits.values())
 
 
 def _tokens_path(staging: Path, split: str, number: int) -> Path:
@@ -124,14 +127,17 @@ def _documents_path(staging: Path, split: str, number: int) -> Path:
 
 
 def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
-    """Returns a TokenizedShard; raises UserError as Shard.documents does."""
+    """Tokenizes a shard and writes its token files.
+
+    Returns a TokenizedShard as JSON values. Raises UserError as Shard.documents does.
+    """
     keys = tokenization.keys
-    minimum = tokenization.minimum_tokens
+    minimum_tokens = tokenization.minimum_tokens
     clean = sampling.text_cleaner(keys.prepare_fix_text)
     digest = hashlib.sha256()
     skipped = Skipped()
     num_bytes = 0
-    lowest = 2**64
+    lowest_hash = 2**64
     writers: dict[str, _SplitWriter] = {}
     with contextlib.ExitStack() as stack:
         for numbers, documents in sampling.numbered_batches(
@@ -139,17 +145,23 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
         ):
             texts = [clean(document.text) for document in documents]
             ids = tokenization.tokenizer.encode(texts)
-            ranks = sampling.hashes(keys.prepare_seed, sampling.HELD_OUT, numbers).tolist()
-            for document, text, ids_N, rank in zip(documents, texts, ids, ranks, strict=True):
+            document_hashes = sampling.hashes(keys.prepare_seed, sampling.HELD_OUT, numbers)
+            for document, text, ids_N, document_hash in zip(
+                documents, texts, ids, document_hashes.tolist(), strict=True
+            ):
                 encoded = document.text.encode()
                 sampling.add_to_digest(digest, encoded)
                 num_bytes += len(encoded)
-                if len(ids_N) < minimum:
-                    skipped[f"shorter than {minimum} tokens"] += 1
+                if len(ids_N) < minimum_tokens:
+                    skipped[f"shorter than {minimum_tokens} tokens"] += 1
                     continue
-                lowest = min(lowest, rank)
-                by_hash = sampling.VALIDATION if rank < job.threshold else sampling.TRAIN
-                split = job.shard.split or by_hash
+                lowest_hash = min(lowest_hash, document_hash)
+                if job.shard.split:
+                    split = job.shard.split
+                elif document_hash < job.threshold:
+                    split = sampling.VALIDATION
+                else:
+                    split = sampling.TRAIN
                 if split not in writers:
                     writer = _SplitWriter(tokenization, split, job.number)
                     writers[split] = stack.enter_context(writer)
@@ -164,18 +176,18 @@ def tokenize_shard(tokenization: Tokenization, job: ShardJob) -> dict[str, Any]:
         num_bad=skipped.num_bad,
         unreadable_bytes=tuple(skipped.unreadable_bytes),
         readable_bytes=skipped.readable_bytes,
-        lowest=lowest,
+        lowest=lowest_hash,
         threshold=job.threshold,
         splits={split: writer.finish() for split, writer in writers.items()},
     ).model_dump(mode="json")
 
 
 def tokenize_again(
-    tokenization: Tokenization, job: ShardJob, earlier: TokenizedShard
+    tokenization: Tokenization, job: ShardJob, old_result: TokenizedShard
 ) -> TokenizedShard:
-    """Replaces a shard's result by another threshold's."""
+    """Tokenizes a shard with another threshold, replacing its files and its result."""
     (tokenization.ledger / f"{job.number:06d}.json").unlink()
-    for split in earlier.splits:
+    for split in old_result.splits:
         _tokens_path(tokenization.staging, split, job.number).unlink()
     result = run_once(tokenize_shard, tokenization.ledger, tokenization, (job.number, job))
     return TokenizedShard.model_validate(result)
@@ -189,13 +201,15 @@ class _SplitWriter(TokenWriter):
         path.parent.mkdir(parents=True, exist_ok=True)
         super().__init__(path, np.dtype(tokenization.dtype))
         self._documents_path = _documents_path(tokenization.staging, split, number)
-        self._before = np.array(tokenization.before, np.int64)
-        self._after = np.array(tokenization.after, np.int64)
-        self._lengths, self._rows = array.array("q"), array.array("q")
+        self._before = np.array(tokenization.ids_before, np.int64)
+        self._after = np.array(tokenization.ids_after, np.int64)
+        self._lengths = array.array("q")
+        self._rows = array.array("q")
         self._source_files: list[tuple[int, str]] = []
         self._num_text_bytes = 0
 
     def add(self, ids_N: np.ndarray, num_text_bytes: int, document: Document) -> None:
+        """Writes the ids of a document, with control ids around them."""
         if not self._source_files or self._source_files[-1][1] != document.file:
             self._source_files.append((len(self._lengths), document.file))
         self._lengths.append(len(self._before) + len(ids_N) + len(self._after))
@@ -204,7 +218,7 @@ class _SplitWriter(TokenWriter):
         self.write(np.concatenate((self._before, ids_N, self._after)))
 
     def finish(self) -> ShardSplit:
-        """Writes what is known of the documents."""
+        """Writes the lengths and rows of the documents; returns the shard's part of the split."""
         np.savez(self._documents_path, lengths=self._lengths, rows=self._rows)
         sync_file(self._documents_path)
         return ShardSplit(
@@ -221,27 +235,31 @@ def write_documents(
     """Writes the document files of a split; returns its manifest entry.
 
     Holds the documents of only one shard in memory.
+
+    Args:
+      tokenization: Names the folder; all shards are tokenized.
+      split: Name of the split.
+      shards: (number, its part of the split) of the shards with documents in it, in order.
     """
     staging = tokenization.staging
     folder = tokenization.staging / "data_set" / split
     dtype = np.dtype(tokenization.dtype)
-    # of the first 0
     tokens_digest = hashlib.sha256()
-    offsets_digest = hashlib.sha256(bytes(8))
+    offsets_digest = hashlib.sha256(bytes(8))  # offsets begin with 0, an int64
     counts_V = np.zeros(tokenization.tokenizer.entry.vocab_size, np.int64)
     files: list[RecordFile] = []
     source_files: list[tuple[int, str]] = []
 
     def blocks() -> Iterator[dict[str, np.ndarray]]:
-        num_tokens = num_documents = 0
+        num_tokens = 0
+        num_documents = 0
         empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}
         yield {"document_offsets": np.zeros(1, "<i8"), **empty}
-        for number, part in shards:
+        for number, shard_split in shards:
             path = _tokens_path(staging, split, number)
-            size = part.num_tokens
-            with np.load(_documents_path(staging, split, number)) as of_shard:
-                ends = num_tokens + np.cumsum(of_shard["lengths"])
-                rows = of_shard["rows"]
+            with np.load(_documents_path(staging, split, number)) as arrays:
+                ends = num_tokens + np.cumsum(arrays["lengths"])
+                rows = arrays["rows"]
             offsets_digest.update(ends.data)
             checksums = {checksums_name(): file_checksums(path)}
             yield {"document_offsets": ends, "document_rows": rows.astype("<i4"), **checksums}
@@ -249,13 +267,18 @@ def write_documents(
                 while block := file.read(_BLOCK_BYTES):
                     tokens_digest.update(block)
                     counts_V[:] += np.bincount(np.frombuffer(block, dtype), minlength=counts_V.size)
-            for document, name in part.source_files:
+            for document, name in shard_split.source_files:
                 if not source_files or source_files[-1][1] != name:
                     source_files.append((num_documents + document, name))
-            sizes = {"num_bytes": size * dtype.itemsize, "num_records": size, "num_tokens": size}
-            files.append(RecordFile(name=path.name, **sizes))
-            num_tokens += size
-            num_documents += part.num_documents
+            record_file = RecordFile(
+                name=path.name,
+                num_bytes=shard_split.num_tokens * dtype.itemsize,
+                num_records=shard_split.num_tokens,
+                num_tokens=shard_split.num_tokens,
+            )
+            files.append(record_file)
+            num_tokens += shard_split.num_tokens
+            num_documents += shard_split.num_documents
 
     write_arrays(folder, blocks())
     lines = ",\n".join(json.dumps(entry) for entry in source_files)
@@ -264,9 +287,9 @@ def write_documents(
     atomic_write_text(folder / SOURCE_FILES_NAME, f"[{lines}]\n")
     return Split(
         files=tuple(files),
-        num_tokens=sum(part.num_tokens for _, part in shards),
-        num_documents=sum(part.num_documents for _, part in shards),
-        num_text_bytes=sum(part.num_text_bytes for _, part in shards),
+        num_tokens=sum(shard_split.num_tokens for _, shard_split in shards),
+        num_documents=sum(shard_split.num_documents for _, shard_split in shards),
+        num_text_bytes=sum(shard_split.num_text_bytes for _, shard_split in shards),
         unigram_entropy_nats=round(unigram_entropy(counts_V), 6),
         max_token_id=int(np.flatnonzero(counts_V)[-1]),
         tokens_sha256=tokens_digest.hexdigest(),

@@ -1,10 +1,10 @@
 """Sequences in the order of GPT-NeoX's sample index, as for Pythia.
 
-Documents of all epochs are concatenated in random order and split into samples of T + 1 tokens that
-share one token with their neighbors; the samples are visited in another random order. Both come
-from one numpy RandomState, documents first.
+Documents of all epochs are concatenated in random order and split into sequences (GPT-NeoX:
+samples) of T + 1 tokens that share one token with their neighbors; they are visited in another
+random order. Both orders come from one numpy RandomState, documents first.
 
-Legend: B samples of a batch, P ranges.
+Legend: B sequences of a batch, P token ranges.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,25 @@ import numpy as np
 
 from MaxText.errors import UserError
 from MaxText.input_pipeline.local_cache import cached_arrays
-from MaxText.input_pipeline.sequences.windows import SequenceOptions, TokenRanges, Windows, expand
-from MaxText.input_pipeline.token_store.store import TokenSplit
+from MaxText.input_pipeline.sequences.slicing import (
+    SequenceOptions,
+    SequenceSlicer,
+    TokenRanges,
+    concatenated_ranges,
+)
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 
 
 def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]:
-    """Returns a split's document range [first, end), of `969,30,1`.
+    """Returns the documents [first, end) of one part of a dataset.
 
-    Raises UserError unless the shares are nonnegative with a positive sum.
+    Args:
+      split: Up to three shares of the documents, such as `969,30,1` or `90/10`.
+      part: Index of the share: 0 is training, 1 validation, 2 test.
+      num_documents: Documents of the dataset.
+
+    Raises:
+      UserError: The shares are not nonnegative numbers with a positive sum.
     """
     try:
         shares = [float(share) for share in split.replace("/", ",").split(",")]
@@ -39,76 +50,100 @@ def document_range(split: str, part: int, num_documents: int) -> tuple[int, int]
     return int(ends[part]), int(ends[part + 1])
 
 
-class GptNeoxSamples(Windows):
-    """GPT-NeoX samples in its order: 12 bytes per document, 4 per sample."""
+class GptNeoxSequences(SequenceSlicer):
+    """GPT-NeoX's samples in its order: 12 bytes per document, 4 per sequence.
+
+    Sequence indices follow GPT-NeoX's order, over all epochs, so they must not be shuffled again.
+    """
 
     has_own_order = True
 
     def __init__(
         self,
-        data: TokenSplit,
+        dataset: TokenDataset,
         options: SequenceOptions,
         seed: int,
         cache_dir: Path,
-        num_samples: int | None = None,
+        *,
+        num_sequences: int | None = None,
         documents: tuple[int, int] | None = None,
     ):
         """Draws the order.
 
-        `num_samples` of the whole run decides how many epochs of documents are shuffled together;
-        None is one epoch. `documents` is the range [first, end) to visit. Pythia's seed is 1234.
-        Raises UserError if the documents are too few for one sample.
+        Args:
+          dataset: The tokens.
+          options: T is `options.length`.
+          seed: Seed of numpy's RandomState; 1234 for Pythia.
+          cache_dir: Folder for the order.
+          num_sequences: Sequences of the whole run, which decide how many epochs of documents are
+            shuffled together; None is one epoch.
+          documents: Range [first, end) of the documents to visit; None is all.
+
+        Raises:
+          UserError: The documents are too few for one sequence.
         """
-        super().__init__(data, options)
-        offsets = data.store.document_offsets
+        super().__init__(dataset, options)
+        offsets = dataset.store.document_offsets
         first, stop = documents or (0, len(offsets) - 1)
-        tokens = int(offsets[stop] - offsets[first])
-        if tokens < 2 or (num_samples is None and tokens <= self.length):
+        num_tokens = int(offsets[stop] - offsets[first])
+        if num_tokens < 2 or (num_sequences is None and num_tokens <= self.length):
             raise UserError(
-                f"megatron.order=gpt_neox: the documents have {tokens} tokens, too few for a "
+                f"megatron.order=gpt_neox: the documents have {num_tokens} tokens, too few for a "
                 f"sample of {self.length + 1}. Choose a shorter max_target_length or more data."
             )
         epochs = 1
-        if num_samples is not None:
-            epochs = max(1, -(-(num_samples * self.length + 1) // tokens))
-        self._num_samples = (epochs * tokens - 1) // self.length
-        # The sample count implies how many epochs are shuffled together, which affects the order.
-        self.description = f"GPT-NeoX's order of {self._num_samples:,} samples"
+        if num_sequences is not None:
+            epochs = max(1, -(-(num_sequences * self.length + 1) // num_tokens))
+        self._num_sequences = (epochs * num_tokens - 1) // self.length
+        # The count implies how many epochs are shuffled together, which affects the order.
+        self.description = f"GPT-NeoX's order of {self._num_sequences:,} samples"
 
         def draw() -> Iterator[dict[str, np.ndarray]]:
             random = np.random.RandomState(seed)
             order = np.tile(np.arange(first, stop, dtype=np.int32), epochs)
             random.shuffle(order)
-            ends = np.cumsum(np.diff(offsets[first : stop + 1])[order - first], dtype=np.int64)
-            is_large = self._num_samples >= 2**32 - 2
-            samples = np.arange(self._num_samples, dtype=np.int64 if is_large else np.uint32)
+            sizes = np.diff(offsets[first : stop + 1])[order - first]
+            is_large = self._num_sequences >= 2**32 - 2
+            samples = np.arange(self._num_sequences, dtype=np.int64 if is_large else np.uint32)
             random.shuffle(samples)
-            yield {"order": order, "ends": ends, "samples": samples}
+            # order: document of each visit. ends: tokens up to the end of each visit. samples:
+            # GPT-NeoX's sample of each sequence index.
+            yield {"order": order, "ends": np.cumsum(sizes, dtype=np.int64), "samples": samples}
 
-        key = f"{data.fingerprint} {self.length} {seed} {epochs} {first} {stop}"
+        key = f"{dataset.fingerprint} {self.length} {seed} {epochs} {first} {stop}"
         self._arrays = cached_arrays(cache_dir, "gpt_neox1", key, draw)
 
     def __len__(self) -> int:
-        return self._num_samples
+        return self._num_sequences
 
-    def _ranges(self, windows: np.ndarray, draws: np.ndarray) -> TokenRanges:
-        offsets = self.data.store.document_offsets
+    def _token_ranges(
+        self, sequence_indices_B: np.ndarray, random_bits_B: np.ndarray
+    ) -> TokenRanges:
+        offsets = self.dataset.store.document_offsets
         ends = self._arrays["ends"]
-        first_B = self._arrays["samples"][windows].astype(np.int64) * self.length
-        document_B = np.searchsorted(ends, first_B, side="right")
-        counts_B = np.searchsorted(ends, first_B + self.length, side="right") - document_B + 1
-        row_P = np.repeat(np.arange(len(windows)), counts_B)
-        visit_P = expand(document_B, counts_B)
+        # Tokens are counted in the shuffled order of documents, until they are shifted below.
+        first_B = self._arrays["samples"][sequence_indices_B].astype(np.int64) * self.length
+        first_visit_B = np.searchsorted(ends, first_B, side="right")
+        end_visit_B = np.searchsorted(ends, first_B + self.length, side="right") + 1
+        num_visits_B = end_visit_B - first_visit_B
+        row_P = np.repeat(np.arange(len(sequence_indices_B)), num_visits_B)
+        visit_P = concatenated_ranges(first_visit_B, num_visits_B)
         document_P = self._arrays["order"][visit_P]
-        end_P = ends[visit_P]
         first_P = first_B[row_P]
-        stop_P = offsets[document_P + 1]
-        begin_P = np.maximum(first_P, end_P - (stop_P - offsets[document_P]))
-        shift_P = stop_P - end_P  # from places in the shuffled order to places in the store
-        end_P = np.minimum(first_P + self.length + 1, end_P)
-        ranges = row_P, begin_P - first_P, begin_P + shift_P, end_P + shift_P
-        return TokenRanges(*(values_P[begin_P < end_P] for values_P in ranges))
+        visit_end_P = ends[visit_P]
+        document_end_P = offsets[document_P + 1]
+        visit_begin_P = visit_end_P - (document_end_P - offsets[document_P])
+        begin_P = np.maximum(first_P, visit_begin_P)
+        end_P = np.minimum(first_P + self.length + 1, visit_end_P)
+        shift_P = document_end_P - visit_end_P  # from the shuffled order to the store
+        has_tokens = begin_P < end_P
+        return TokenRanges(
+            row_P=row_P[has_tokens],
+            position_P=(begin_P - first_P)[has_tokens],
+            start_P=(begin_P + shift_P)[has_tokens],
+            stop_P=(end_P + shift_P)[has_tokens],
+        )
 
-    def first_window(self, documents: np.ndarray) -> np.ndarray:
-        # The order crosses files, so all windows form one group.
-        return np.where(documents == 0, 0, len(self))
+    def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        # The order crosses files, so all sequences form one group.
+        return np.where(documents_D == 0, 0, len(self))

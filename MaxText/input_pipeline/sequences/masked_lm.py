@@ -1,28 +1,37 @@
 """Masked language modeling (BERT, arXiv 1810.04805).
 
-Masks are a pure function of (seed, number of the sequence in the run): independent of the number of
-hosts and of resumes, and different in every epoch.
+Masks are a pure function of (seed, order index of the sequence in the run): independent of the
+number of processes and of resumes, and different in every epoch.
 
-Legend: B sequences (rows), T tokens of a sequence, V ids, S masked positions of a batch.
+Legend: B sequences (rows), T tokens of a sequence, V ids, M selected positions of a batch.
 """
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from MaxText.config.data_sections import MaskingConfig
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.windows import INCREMENT, mix
+from MaxText.input_pipeline.sequences.random_bits import INCREMENT, mix
 
-_LARGEST_WORD = 2**64 - 1
+_MAX_UINT64 = 2**64 - 1
 
 
-def _random_words(seed: int, run_rows_B: np.ndarray, length: int) -> np.ndarray:
-    """Returns random uint64 [B, T]; row b depends on `run_rows_B[b]` only."""
+def _position_bits(seed: int, order_indices_B: np.ndarray, length: int) -> np.ndarray:
+    """Returns random uint64 [B, T]; row b depends on `order_indices_B[b]` only."""
     start = mix(np.array([seed % 2**64 ^ INCREMENT], np.uint64))
-    rows_B = mix(start + run_rows_B.astype(np.uint64))
-    positions_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
-    return mix(rows_B[:, None] + positions_T)
+    row_state_B = mix(start + order_indices_B.astype(np.uint64))
+    steps_T = np.arange(1, length + 1, dtype=np.uint64) * np.uint64(INCREMENT)
+    return mix(row_state_B[:, None] + steps_T)
+
+
+class _Inputs(NamedTuple):
+    """Sequences before masking."""
+
+    tokens_BT: np.ndarray
+    is_text_BT: np.ndarray  # bool, False for padding
+    documents: dict[str, np.ndarray]  # positions and segments [B, T], if any
 
 
 class MLMMasking:
@@ -44,7 +53,14 @@ class MLMMasking:
     ):
         """Initializes masking for a vocabulary.
 
-        `tokenizer_mask_id` is used if mlm.mask_id=-1. Raises UserError for invalid settings.
+        Args:
+          masking: The mlm keys.
+          vocab_size: Ids of the model.
+          tokenizer_mask_id: The mask if mlm.mask_id=-1; None if the tokenizer has none.
+          special_ids: Ids that are never text, of all datasets.
+
+        Raises:
+          UserError: A key names an id that does not exist, or there is no mask.
         """
         mask_id = masking.mlm.mask_id if masking.mlm.mask_id >= 0 else tokenizer_mask_id
         if mask_id is None:
@@ -52,106 +68,109 @@ class MLMMasking:
                 "mlm.mask_id=-1 takes the mask of the tokenizer, and it has none ([MASK] or "
                 "<mask>). Set mlm.mask_id to an id below vocab_size that no text contains."
             )
-        kept = masking.mlm.same_token_prob
-        drawn = masking.mlm.random_token_prob
-        named = [("mlm.mask_id", mask_id), ("mlm.cls_token_id", masking.mlm.cls_token_id)]
-        named += [("mlm.mask_ignore_ids", token) for token in masking.mlm.mask_ignore_ids]
-        for key, token in named:
+        same_share = masking.mlm.same_token_prob
+        random_share = masking.mlm.random_token_prob
+        ids_of_keys = [("mlm.mask_id", mask_id), ("mlm.cls_token_id", masking.mlm.cls_token_id)]
+        ids_of_keys += [("mlm.mask_ignore_ids", token) for token in masking.mlm.mask_ignore_ids]
+        for key, token in ids_of_keys:
             if token >= vocab_size or (token < 0 and key != "mlm.cls_token_id"):
                 raise UserError(
                     f"{key} names id {token}, and ids are 0 to {vocab_size - 1}. Change it or "
                     "vocab_size."
                 )
-        self._maskable_V = np.ones(vocab_size, bool)
-        # A pad id may lie outside the table (as GPT-Neo's did); then no row contains it.
-        excluded = [*(token for _, token in named), *special_ids]
-        self._maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
-        self._drawable = np.flatnonzero(self._maskable_V).astype(np.int32)
+        self._is_maskable_V = np.ones(vocab_size, bool)
+        # A pad id may lie outside the table (as GPT-Neo's did); then no sequence contains it.
+        excluded = [*(token for _, token in ids_of_keys), *special_ids]
+        self._is_maskable_V[[token for token in excluded if 0 <= token < vocab_size]] = False
+        self._random_ids = np.flatnonzero(self._is_maskable_V).astype(np.int32)
         self._mask_id = mask_id
         self._cls_id = masking.mlm.cls_token_id
-        # Words up to and including this one are selected, so that probability 1 selects all.
-        self._last_chosen = np.uint64(
-            min(max(int(masking.mlm.mask_prob * 2**64) - 1, 0), _LARGEST_WORD)
+        # Random bits up to and including this select a position, so that probability 1 selects all.
+        self._last_selected = np.uint64(
+            min(max(int(masking.mlm.mask_prob * 2**64) - 1, 0), _MAX_UINT64)
         )
-        self._end_of_kept = round(kept * 2**32)
-        self._end_of_drawn = min(round((kept + drawn) * 2**32), 2**32)
+        # Ends, of 2**32, of the draws that keep the token, and that replace it by a random id.
+        self._end_of_same = round(same_share * 2**32)
+        self._end_of_random = min(round((same_share + random_share) * 2**32), 2**32)
 
     def apply(
         self,
-        rows: Mapping[str, np.ndarray],
-        run_rows_B: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        order_indices_B: np.ndarray,
         seed: int,
         length: int | None = None,
     ) -> dict[str, np.ndarray]:
-        """Masks tokens of sequences; returns new arrays [B, T].
+        """Masks tokens of sequences; returns new arrays [B, T], named as in BatchArrays.
 
         `targets` are the original ids, and `weights` are 1 at the selected positions. CLS is
         prepended with position 0 in the segment of the next token, whose positions shift by one.
 
         Args:
-          rows: int32 `tokens`, float32 `weights`, and with documents int32 `positions` and
+          arrays: int32 `tokens`, float32 `weights`, and with documents int32 `positions` and
             `segments` (0 is padding). Without segments, a token is padding if it has no weight and
             is not the target of one.
-          run_rows_B: int64 [B], number of each sequence in the run.
-          length: T of the result; None for that of `rows`. With CLS, sequences of T tokens lose
+          order_indices_B: int64 [B], order index of each sequence in the run.
+          seed: Seed of the masks.
+          length: T of the result; None for that of `arrays`. With CLS, sequences of T tokens lose
             their last one and sequences of T - 1 none.
         """
-        tokens_BT = rows["tokens"]
-        result = {name: rows[name] for name in ("positions", "segments") if name in rows}
-        if "segments" in rows:
-            real_BT = rows["segments"] > 0
-        else:
-            real_BT = rows["weights"] > 0
-            real_BT[:, 1:] |= rows["weights"][:, :-1] > 0
+        inputs = _unmasked(arrays)
         if self._cls_id >= 0:
-            tokens_BT, real_BT, result = self._put_cls(tokens_BT, real_BT, result, length)
-        words_BT = _random_words(seed, run_rows_B, tokens_BT.shape[1])
-        chosen_BT = words_BT <= self._last_chosen
-        chosen_BT &= real_BT
-        chosen_BT &= self._maskable_V.take(tokens_BT)
-        chosen_S = np.flatnonzero(chosen_BT)
-        hidden_BT = tokens_BT.copy()
-        hidden_BT.reshape(-1)[chosen_S] = self._replacements(
-            tokens_BT.reshape(-1)[chosen_S], words_BT.reshape(-1)[chosen_S]
+            inputs = self._prepend_cls(inputs, length or inputs.tokens_BT.shape[1])
+        tokens_BT = inputs.tokens_BT
+        bits_BT = _position_bits(seed, order_indices_B, tokens_BT.shape[1])
+        is_selected_BT = bits_BT <= self._last_selected
+        is_selected_BT &= inputs.is_text_BT
+        is_selected_BT &= self._is_maskable_V.take(tokens_BT)
+        selected_M = np.flatnonzero(is_selected_BT)
+        masked_BT = tokens_BT.copy()
+        masked_BT.reshape(-1)[selected_M] = self._replacements(
+            tokens_BT.reshape(-1)[selected_M], bits_BT.reshape(-1)[selected_M]
         )
         return {
-            "tokens": hidden_BT,
+            "tokens": masked_BT,
             "targets": tokens_BT.copy(),
-            "weights": chosen_BT.astype(np.float32),
-            **{name: array.copy() for name, array in result.items()},
+            "weights": is_selected_BT.astype(np.float32),
+            **{name: array.copy() for name, array in inputs.documents.items()},
         }
 
-    def _put_cls(
-        self,
-        tokens_BT: np.ndarray,
-        real_BT: np.ndarray,
-        rest: Mapping[str, np.ndarray],
-        length: int | None,
-    ) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        num_moved = (length or tokens_BT.shape[1]) - 1
+    def _prepend_cls(self, inputs: _Inputs, length: int) -> _Inputs:
+        """Returns sequences of `length` tokens, moved by one position for CLS."""
 
         def moved(array_BT: np.ndarray) -> np.ndarray:
-            return np.concatenate([array_BT[:, :1], array_BT[:, :num_moved]], axis=1)
+            return np.concatenate([array_BT[:, :1], array_BT[:, : length - 1]], axis=1)
 
-        tokens_BT = moved(tokens_BT)
+        tokens_BT = moved(inputs.tokens_BT)
         # A row without text gets no CLS.
-        tokens_BT[real_BT[:, 0], 0] = self._cls_id
-        result = {name: moved(array) for name, array in rest.items()}
-        if "positions" in result:
-            positions_BT = result["positions"]
-            segments_BT = result["segments"]
-            positions_BT[:, 1:] += (segments_BT[:, 1:] == segments_BT[:, :1]) & (
-                segments_BT[:, 1:] > 0
-            )
-        return tokens_BT, moved(real_BT), result
+        tokens_BT[inputs.is_text_BT[:, 0], 0] = self._cls_id
+        documents = {name: moved(array) for name, array in inputs.documents.items()}
+        if "positions" in documents:
+            segments_BT = documents["segments"]
+            is_first_segment_BT = segments_BT[:, 1:] == segments_BT[:, :1]
+            documents["positions"][:, 1:] += is_first_segment_BT & (segments_BT[:, 1:] > 0)
+        return _Inputs(tokens_BT, moved(inputs.is_text_BT), documents)
 
-    def _replacements(self, tokens_S: np.ndarray, words_S: np.ndarray) -> np.ndarray:
+    def _replacements(self, tokens_M: np.ndarray, bits_M: np.ndarray) -> np.ndarray:
         """Returns the token, a random id or the mask for selected positions."""
-        # Words of selected positions are all small: mix again to get uniform bits.
-        words_S = mix(words_S + np.uint64(INCREMENT))
-        kind_S = words_S & 0xFFFFFFFF
-        hidden_S = np.where(kind_S < self._end_of_kept, tokens_S, np.int32(self._mask_id))
-        drawn = np.flatnonzero((kind_S >= self._end_of_kept) & (kind_S < self._end_of_drawn))
-        index = ((words_S[drawn] >> 32) * self._drawable.size) >> 32
-        hidden_S[drawn] = self._drawable[index]
-        return hidden_S
+        # The bits of selected positions are all small numbers: mix again to get uniform bits.
+        bits_M = mix(bits_M + np.uint64(INCREMENT))
+        draw_M = bits_M & 0xFFFFFFFF
+        replacements_M = np.where(draw_M < self._end_of_same, tokens_M, np.int32(self._mask_id))
+        is_random_M = (draw_M >= self._end_of_same) & (draw_M < self._end_of_random)
+        random_positions = np.flatnonzero(is_random_M)
+        # The upper half of the bits, scaled to an index.
+        index = ((bits_M[random_positions] >> 32) * self._random_ids.size) >> 32
+        replacements_M[random_positions] = self._random_ids[index]
+        return replacements_M
+
+
+def _unmasked(arrays: Mapping[str, np.ndarray]) -> _Inputs:
+    """Returns the tokens of sequences, and which of them are text."""
+    weights_BT = arrays["weights"]
+    if "segments" in arrays:
+        is_text_BT = arrays["segments"] > 0
+    else:
+        is_text_BT = weights_BT > 0
+        is_text_BT[:, 1:] |= weights_BT[:, :-1] > 0
+    documents = {name: arrays[name] for name in ("positions", "segments") if name in arrays}
+    return _Inputs(arrays["tokens"], is_text_BT, documents)

@@ -1,6 +1,9 @@
-"""Order of the sequences of a run, a pure function of their number.
+"""Order of the sequences of a run, a pure function of the order index.
 
-Legend: B sequences (rows).
+`OrderedSequences` shuffles the sequences of one dataset; `SequenceDataset` joins several orders to
+that of a run. See the package's docstring for the words.
+
+Legend: B sequences of a batch.
 """
 
 import abc
@@ -16,20 +19,15 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from MaxText.errors import UserError
-from MaxText.input_pipeline.sequences.windows import (
-    EMPTY,
-    INCREMENT,
-    BatchPart,
-    Windows,
-    fill_batch,
-    hash_uint64,
-)
+from MaxText.input_pipeline.sequences.batch_arrays import BatchPart, fill_batch
+from MaxText.input_pipeline.sequences.random_bits import random_bits
+from MaxText.input_pipeline.sequences.slicing import NO_SEQUENCE, SequenceSlicer, TokenOrigin
 
-# Grain's permutation is a cipher over 32-bit indices. With Grain's own 4 rounds, consecutive rows
-# of 4e9 windows are only 0.14 of the data apart on average (1/3 is uniform); with 8 it is 0.33.
-_MAX_WINDOWS = 2**32
+# Grain's permutation is a cipher over 32-bit indices. With Grain's own 4 rounds, consecutive
+# sequences of 4e9 are only 0.14 of the data apart on average (1/3 is uniform); with 8 it is 0.33.
+_MAX_SEQUENCES = 2**32
 _ROUNDS = 8
-_SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 rows
+_SHARE_BITS = 40  # mixture shares are multiples of 2**-40: exact counts up to 10^12 sequences
 
 # Streams of random tokens, independent for the same seed.
 TRAIN_STREAM = 0
@@ -43,99 +41,121 @@ def _epoch_seed(seed: int, epoch: int) -> int:
     return int.from_bytes(digest[:4], "little")
 
 
-def random_words(seed: int, rows: np.ndarray) -> np.ndarray:
-    """Returns SplitMix64 hashes (uint64 [B]) of the seed and each number."""
-    start = ((seed + 1) * INCREMENT) & (2**64 - 1)
-    words = rows.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03) + np.uint64(start)
-    return hash_uint64(words)
-
-
-class OrderedWindows:
-    """Sequences of one dataset by number: each window once per epoch.
+class OrderedSequences:
+    """The sequences of one dataset in the order of a run: each once per epoch.
 
     Lookups are O(1), so seeking is free.
     """
 
     def __init__(
         self,
-        windows: Windows,
+        slicer: SequenceSlicer,
         seed: int,
         shuffle: bool,
         num_epoch: int,
         groups: np.ndarray | None = None,
     ):
-        """Initializes the order; num_epoch=-1 is unbounded.
+        """Initializes the order.
 
-        `groups` (int64: first window of each group, then the end) are visited in order, and windows
-        are only shuffled within them. Raises UserError for 2**32 windows or more.
+        Args:
+          slicer: Slices the dataset into sequences.
+          seed: Determines the permutation of each epoch.
+          shuffle: False visits sequences in the order of the store.
+          num_epoch: Passes over the data; -1 is unbounded.
+          groups: First sequence of each group of files, then the end (int64). Groups are visited in
+            order, and sequences are only shuffled within them. None is one group.
+
+        Raises:
+          UserError: The dataset has 2**32 sequences or more.
         """
-        self._num_windows = len(windows)
-        if self._num_windows >= _MAX_WINDOWS:
+        self._epoch_size = len(slicer)
+        if self._epoch_size >= _MAX_SEQUENCES:
             raise UserError(
-                f"{self._num_windows} windows of max_target_length tokens are too many to shuffle "
-                f"(limit {_MAX_WINDOWS}). Raise max_target_length or split the data set."
+                f"{self._epoch_size} windows of max_target_length tokens are too many to shuffle "
+                f"(limit {_MAX_SEQUENCES}). Raise max_target_length or split the data set."
             )
-        self.windows = windows
-        self.num_rows = sys.maxsize if num_epoch == -1 else self._num_windows * num_epoch
+        self.slicer = slicer
+        self.num_sequences = sys.maxsize if num_epoch == -1 else self._epoch_size * num_epoch
         self._seed = seed
         self._shuffle = shuffle
         self._groups = groups
 
-    def window(self, number: int) -> int:
-        """Returns the window of a sequence; EMPTY past the last epoch."""
-        if number >= self.num_rows:
-            return EMPTY
-        epoch, window = divmod(number, self._num_windows)
+    def sequence_index(self, order_index: int) -> int:
+        """Returns the sequence at a place of this order; NO_SEQUENCE past the last epoch."""
+        if order_index >= self.num_sequences:
+            return NO_SEQUENCE
+        epoch, index_in_epoch = divmod(order_index, self._epoch_size)
         if not self._shuffle:
-            return window
+            return index_in_epoch
         first = 0
-        end = self._num_windows
+        end = self._epoch_size
         if self._groups is not None:
-            group = int(np.searchsorted(self._groups, window, side="right"))
+            group = int(np.searchsorted(self._groups, index_in_epoch, side="right"))
             first, end = self._groups[group - 1 : group + 1].tolist()
         # Groups of equal size get different orders.
         seed = (_epoch_seed(self._seed, epoch) + first) % 2**32
-        return first + index_shuffle(window - first, end - first - 1, seed, _ROUNDS)
+        return first + index_shuffle(index_in_epoch - first, end - first - 1, seed, _ROUNDS)
 
-    def batch_part(self, numbers: np.ndarray, rows: np.ndarray) -> BatchPart:
-        windows = np.array([self.window(number) for number in numbers.tolist()], np.int64)
-        draws = random_words(self._seed, numbers) if self.windows.random else numbers
-        return BatchPart(self.windows, rows, self.windows.spans(windows, draws))
+    def batch_part(self, order_indices_B: np.ndarray, rows_B: np.ndarray) -> BatchPart:
+        """Returns what `fill_batch` needs to fill these rows with these sequences."""
+        sequence_indices_B = np.array(
+            [self.sequence_index(order_index) for order_index in order_indices_B.tolist()],
+            np.int64,
+        )
+        bits_B = order_indices_B
+        if self.slicer.uses_random_bits:
+            bits_B = random_bits(self._seed, order_indices_B)
+        return BatchPart(
+            slicer=self.slicer,
+            rows=rows_B,
+            token_ranges=self.slicer.token_ranges(sequence_indices_B, bits_B),
+        )
 
-    def origin(self, number: int) -> list[tuple[str, int, int]]:
-        (draw,) = random_words(self._seed, np.array([number])).tolist()
-        return self.windows.origin(self.window(number), draw)
+    def origins(self, order_index: int) -> list[TokenOrigin]:
+        """Returns which tokens of which documents form a sequence."""
+        (bits,) = random_bits(self._seed, np.array([order_index])).tolist()
+        return self.slicer.origins(self.sequence_index(order_index), bits)
 
 
 class SequenceDataset(abc.ABC):
-    """Random access to the sequences of one or several datasets."""
+    """Random access by order index to the sequences of one or several datasets.
 
-    num_rows: int  # number of sequences; sys.maxsize if unbounded
+    Attributes:
+      num_sequences: Length of the order; sys.maxsize if unbounded.
+      has_documents: Batches hold positions and segment ids.
+    """
 
-    def __init__(self, sources: Sequence[OrderedWindows]):
-        self._sources = list(sources)
-        self.has_documents = any(source.windows.has_documents for source in sources)
+    num_sequences: int
+
+    def __init__(self, orders: Sequence[OrderedSequences]):
+        """Initializes from the order of each dataset."""
+        self._orders = list(orders)
+        self.has_documents = any(order.slicer.has_documents for order in orders)
 
     @abc.abstractmethod
-    def locate(self, row: int) -> tuple[int, int]:
-        """Returns the dataset of a sequence, and its number there."""
+    def locate(self, order_index: int) -> tuple[int, int]:
+        """Returns the index of a sequence's dataset, and its order index there."""
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Reads sequences (int64 [B]) as fill_batch; weight 0 past the end."""
-        if len(self._sources) == 1:  # about 1.1 times as fast
-            part = self._sources[0].batch_part(rows, np.arange(len(rows)))
+    def read(self, order_indices_B: np.ndarray) -> dict[str, np.ndarray]:
+        """Reads sequences (int64 [B]) as fill_batch does; weights are 0 past the end."""
+        if len(self._orders) == 1:  # about 1.1 times as fast
+            rows_B = np.arange(len(order_indices_B))
+            part = self._orders[0].batch_part(order_indices_B, rows_B)
             return fill_batch([part], self.has_documents)
-        positions = np.array([self.locate(row) for row in rows.tolist()], np.int64).reshape(-1, 2)
+        located = [self.locate(order_index) for order_index in order_indices_B.tolist()]
+        located_B2 = np.array(located, np.int64).reshape(-1, 2)
+        dataset_B = located_B2[:, 0]
+        order_index_B = located_B2[:, 1]
         parts = []
-        for index in np.unique(positions[:, 0]).tolist():
-            chosen = np.flatnonzero(positions[:, 0] == index)
-            parts.append(self._sources[index].batch_part(positions[chosen, 1], chosen))
+        for dataset in np.unique(dataset_B).tolist():
+            rows = np.flatnonzero(dataset_B == dataset)
+            parts.append(self._orders[dataset].batch_part(order_index_B[rows], rows))
         return fill_batch(parts, self.has_documents)
 
-    def origin(self, row: int) -> list[tuple[str, int, int]]:
-        """Returns (document, first token, tokens) for each document."""
-        index, number = self.locate(row)
-        return self._sources[index].origin(number)
+    def origins(self, order_index: int) -> list[TokenOrigin]:
+        """Returns which tokens of which documents form a sequence."""
+        dataset, index_in_dataset = self.locate(order_index)
+        return self._orders[dataset].origins(index_in_dataset)
 
 
 class Mixture(SequenceDataset):
@@ -147,44 +167,47 @@ class Mixture(SequenceDataset):
     of sequence n follows from n alone.
     """
 
-    num_rows = sys.maxsize
+    num_sequences = sys.maxsize
 
-    def __init__(self, sources: Sequence[OrderedWindows], weights: Sequence[float]):
-        assert len(sources) == len(weights) > 0
-        super().__init__(sources)
-        # Each share is of the rows left by the ones before; the last one takes all of them.
+    def __init__(self, orders: Sequence[OrderedSequences], weights: Sequence[float]):
+        assert len(orders) == len(weights) > 0
+        super().__init__(orders)
+        # Each share is of the sequences left by the datasets before; the last takes all of them.
         self._shares = [
             round(weight / math.fsum(weights[index:]) * 2**_SHARE_BITS)
             for index, weight in enumerate(weights)
         ]
 
-    def locate(self, row: int) -> tuple[int, int]:
-        for index, share in enumerate(self._shares):
-            before = row * share >> _SHARE_BITS
-            if (row + 1) * share >> _SHARE_BITS > before:
-                return index, before
-            row -= before
+    def locate(self, order_index: int) -> tuple[int, int]:
+        remaining_index = order_index  # among the sequences of this and the following datasets
+        for dataset, share in enumerate(self._shares):
+            index_in_dataset = remaining_index * share >> _SHARE_BITS
+            if (remaining_index + 1) * share >> _SHARE_BITS > index_in_dataset:
+                return dataset, index_in_dataset
+            remaining_index -= index_in_dataset
         raise AssertionError("the last data set takes every row")
 
 
 class Concatenation(SequenceDataset):
     """Sequences of one dataset, or of several one after the other."""
 
-    def __init__(self, sources: Sequence[OrderedWindows]):
-        super().__init__(sources)
-        self._first_row = list(itertools.accumulate((s.num_rows for s in sources), initial=0))
-        self.num_rows = self._first_row[-1]
+    def __init__(self, orders: Sequence[OrderedSequences]):
+        super().__init__(orders)
+        sizes = (order.num_sequences for order in orders)
+        self._first_order_index = list(itertools.accumulate(sizes, initial=0))
+        self.num_sequences = self._first_order_index[-1]
 
-    def locate(self, row: int) -> tuple[int, int]:
+    def locate(self, order_index: int) -> tuple[int, int]:
         # Sequences past the end belong to the last dataset.
-        index = bisect.bisect_right(self._first_row, row, 1, len(self._sources)) - 1
-        return index, row - self._first_row[index]
+        following = bisect.bisect_right(self._first_order_index, order_index, 1, len(self._orders))
+        dataset = following - 1
+        return dataset, order_index - self._first_order_index[dataset]
 
 
 class SyntheticSequences:
-    """Uniformly random tokens, a pure function of (seed, number)."""
+    """Uniformly random tokens, a pure function of (seed, stream, order index)."""
 
-    num_rows = sys.maxsize
+    num_sequences = sys.maxsize
     has_documents = False
 
     def __init__(self, length: int, vocab_size: int, seed: int, stream: int = TRAIN_STREAM):
@@ -193,19 +216,22 @@ class SyntheticSequences:
         self._seed = seed % 2**64
         self._stream = stream
 
-    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        ids = np.empty((len(rows), self._length + 1), np.int32)
-        for index, row in enumerate(rows.tolist()):
-            # One generator per row, so that rows do not depend on the number of hosts.
-            bits = np.random.Philox(key=[self._seed, self._stream], counter=[0, 0, 0, row])
-            ids[index] = np.random.Generator(bits).integers(
+    def read(self, order_indices_B: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the arrays of sequences (int64 [B]), without documents."""
+        num_sequences = len(order_indices_B)
+        ids_BT1 = np.empty((num_sequences, self._length + 1), np.int32)
+        for row, order_index in enumerate(order_indices_B.tolist()):
+            # One generator per sequence, so that it does not depend on the number of processes.
+            bits = np.random.Philox(key=[self._seed, self._stream], counter=[0, 0, 0, order_index])
+            ids_BT1[row] = np.random.Generator(bits).integers(
                 self._vocab_size, size=self._length + 1, dtype=np.int32
             )
         return {
-            "tokens": ids[:, :-1],
-            "targets": ids[:, 1:],
-            "weights": np.ones((len(rows), self._length), np.float32),
+            "tokens": ids_BT1[:, :-1],
+            "targets": ids_BT1[:, 1:],
+            "weights": np.ones((num_sequences, self._length), np.float32),
         }
 
-    def origin(self, row: int) -> list[tuple[str, int, int]]:
-        return [(f"random tokens {row}", 0, self._length)]
+    def origins(self, order_index: int) -> list[TokenOrigin]:
+        """Returns a description in place of a document."""
+        return [TokenOrigin(f"random tokens {order_index}", 0, self._length)]

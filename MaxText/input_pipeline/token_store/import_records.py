@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 
@@ -46,30 +46,51 @@ from MaxText.storage.errors import BadRecordError, FileReadError, is_transient
 from MaxText.storage.file_access import FileInfo
 from MaxText.storage.run_folder import InUseError, Lease
 
-_LAYOUT = 1
+_LAYOUT = 1  # of the files below; part of the folder's name
 _BLOCK = 2**13  # records whose sizes are kept in memory
+_SAMPLE_BYTES = 2**22  # of the first file, to estimate the size of the import
 _HEADER_NAME = "import.json"
+
+_Result = TypeVar("_Result")
 
 
 class _LargeId(Exception):
     """An id too large for the dtype."""
 
 
+class _Density(NamedTuple):
+    """Estimate of what a byte of the files holds."""
+
+    tokens: float
+    records: float
+
+
+class _FileEntry(TypedDict):
+    """Summary of an imported file, as in the ledger."""
+
+    num_tokens: int
+    max_token_id: int
+    bad: list[str]  # messages about skipped records
+
+
 class ImportedRecords(NamedTuple):
     """An import on disk, perhaps with ids and labels in a bucket."""
 
     folder: Path
-    place: str  # folder or URL of ids and labels
+    token_folder: str  # folder or URL of ids and labels
     dtype: str
-    num_tokens: list[int]
+    num_tokens: list[int]  # of each file
     has_labels: bool
     max_token_id: int  # -1 without ids
-    skipped: list[str]
+    skipped: list[str]  # messages about skipped records
     files: list[str]  # sources
 
     def store(self, documents: Arrays, kind: str = "tokens") -> TokenStore:
-        numbers = range(len(self.num_tokens))
-        paths = [f"{self.place}/{_name(kind, number)}" for number in numbers]
+        """Returns the store of "tokens" or "labels", with these document offsets."""
+        paths = [
+            f"{self.token_folder}/{_file_name(kind, number)}"
+            for number in range(len(self.num_tokens))
+        ]
         dtype = np.dtype("int32" if kind == "labels" else self.dtype)
         checksums = self.folder / f"{checksums_name(kind)}.npy"
         return TokenStore(paths, self.num_tokens, dtype, documents, checksums)
@@ -92,9 +113,10 @@ class RecordImport:
 
     @functools.cached_property
     def folder(self) -> Path:
-        found = [(file_access.absolute(file.path), file.size, file.tag) for file in self.files]
-        name = json.dumps([_LAYOUT, self.identity, self.eos_id, self.skip, found])
-        return self.cache_dir / "imported" / hashlib.sha256(name.encode()).hexdigest()[:24]
+        """Folder of the import; its name depends on all that the contents depend on."""
+        versions = [(file_access.absolute(file.path), file.size, file.tag) for file in self.files]
+        key = json.dumps([_LAYOUT, self.identity, self.eos_id, self.skip, versions])
+        return self.cache_dir / "imported" / hashlib.sha256(key.encode()).hexdigest()[:24]
 
     @functools.cached_property
     def url(self) -> str:
@@ -104,10 +126,12 @@ class RecordImport:
 
     @property
     def kinds(self) -> tuple[str, ...]:
+        """Kinds of the flat files."""
         return ("tokens", "labels") if self.has_labels else ("tokens",)
 
     def path(self, kind: str, number: int) -> Path:
-        return self.folder / _name(kind, number)
+        """Returns the path of a file of the import that belongs to one source file."""
+        return self.folder / _file_name(kind, number)
 
     def run(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the imported records, importing them at the first call.
@@ -120,93 +144,97 @@ class RecordImport:
           FileReadError: A file cannot be read.
           UserError: Too many bad records, or a cache cannot be written.
         """
-        imported = self._shared(log) if self.url else self._local(log)
+        imported = self._run_shared(log) if self.url else self._run_locally(log)
         self.check_bad(imported.skipped)
         for message in imported.skipped:
             log(message)
         return imported
 
-    def _shared(self, log: Callable[[str], None]) -> ImportedRecords:
+    def _run_shared(self, log: Callable[[str], None]) -> ImportedRecords:
         """Returns the import in the bucket; uploads it if none is there."""
         header = f"{self.url}/{_HEADER_NAME}"
         lock_url = f"{self.url}.lock"
         # An upload may delay a heartbeat, and hosts take over at about the same time.
-        seconds = {"renewal_seconds": 20.0, "timeout_seconds": 300.0, "takeover_seconds": 60.0}
-        lease = Lease(lock_url, is_advisory=True, **seconds)
-        waits = False
-        ask = functools.partial(_ask, self.cache_url)
+        lease = Lease(
+            lock_url,
+            is_advisory=True,
+            renewal_seconds=20.0,
+            timeout_seconds=300.0,
+            takeover_seconds=60.0,
+        )
+        is_waiting = False
+        ask = functools.partial(_call_bucket, self.cache_url)
         while not ask(file_access.path_type, header):
-            if not waits and (waits := bool(ask(file_access.path_type, lock_url))):
+            if not is_waiting and ask(file_access.path_type, lock_url):
+                is_waiting = True
                 log(f"Waiting for another host to import the records into {self.url}")
             with contextlib.suppress(InUseError):  # looks again while another one works
                 ask(lease.acquire)
                 try:
                     if not ask(file_access.path_type, header):
-                        ask(self._upload, self._local(log))
+                        ask(self._upload, self._run_locally(log))
                         log(f"Uploaded it to {self.url}")
                 finally:
                     with contextlib.suppress(Exception):  # it expires without a heartbeat
                         lease.release()
         if (self.folder / _HEADER_NAME).exists():  # this host imported it
-            return self._local(log)
+            return self._run_locally(log)
         folder = local_cache.copy_folder(self.url, self.cache_dir)
         assert folder is not None, self.url
         return _load(folder, f"{self.url}/tokens")
 
-    def _local(self, log: Callable[[str], None]) -> ImportedRecords:
-        folder = self.folder
+    def _run_locally(self, log: Callable[[str], None]) -> ImportedRecords:
+        """Returns the import in `folder`; makes it if none is there."""
         header = self.folder / _HEADER_NAME
-        local_cache.mark_used(folder)
+        local_cache.mark_used(self.folder)
         if not header.exists():
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with lock(folder.parent / f".{folder.name}.lock", log):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with lock(self.folder.parent / f".{self.folder.name}.lock", log):
                     if not header.exists():
                         local_cache.delete_unused(self.cache_dir)
                         self._import(log, self._density())
             except UserError:
                 raise
             except OSError as error:
-                if is_transient(error, any(file_access.is_url(file.path) for file in self.files)):
+                is_remote = any(file_access.is_url(file.path) for file in self.files)
+                if is_transient(error, is_remote):
                     raise
                 raise local_cache.cache_write_error(self.cache_dir, error) from error
-        imported = _load(folder, str(folder))
-        filled = (number for number, count in enumerate(imported.num_tokens) if count)
-        # Not so in an import of an earlier version.
-        if imported.has_labels and not all(self.path("labels", i).exists() for i in filled):
-            raise UserError(
-                f"{folder}: only some files have labels. Delete it, and match files of one kind."
-            )
-        return imported
+        return _load(self.folder, str(self.folder))
 
     def _upload(self, imported: ImportedRecords) -> None:
-        small = [OFFSETS_NAME, SOURCE_FILES_NAME, _HEADER_NAME]
-        files = {name: self.folder / name for name in small}
+        """Uploads the import to the bucket, its header last."""
+        names = [OFFSETS_NAME, SOURCE_FILES_NAME, _HEADER_NAME]
+        files = {name: self.folder / name for name in names}
         for kind in self.kinds:
-            if (checksums := self.folder / f"{checksums_name(kind)}.npy").exists():
+            checksums = self.folder / f"{checksums_name(kind)}.npy"
+            if checksums.exists():
                 files[checksums.name] = checksums
-            paths = [self.path(kind, number) for number in range(len(imported.num_tokens))]
-            files |= {f"tokens/{path.name}": path for path in paths if path.exists()}
+            for number in range(len(imported.num_tokens)):
+                path = self.path(kind, number)
+                if path.exists():
+                    files[f"tokens/{path.name}"] = path
         local_cache.upload(files, self.url, _HEADER_NAME)
 
-    def _import(self, log: Callable[[str], None], density: tuple[float, float]) -> None:
+    def _import(self, log: Callable[[str], None], density: _Density) -> None:
+        """Imports the files in several processes, with larger ids if one needs them."""
         if self.dtype == "uint16" and (self.folder / "uint32").exists():
             dataclasses.replace(self, dtype="uint32")._import(log, density)  # resumes
             return
         began = time.monotonic()
-        total = sum(file.size for file in self.files) / 1e6
-        width = np.dtype(self.dtype).itemsize + 4 * self.has_labels
-        about = total * (density[0] * width + density[1] * 16)  # a size and an offset of 8 bytes
-        places = " and ".join(filter(None, (str(self.folder.parent), self.url)))
-        log(
-            f"Importing {pluralize(len(self.files), 'file')} ({total:,.1f} MB) of token records "
-            f"once, into {places}: about {about:,.1f} MB, {width} bytes a token."
-        )
-        numbers = range(len(self.files))
-        sizes = [file.size for file in self.files]
+        self._announce(log, density)
         try:
-            ledger = self.folder / self.dtype
-            entries = run_jobs("Importing", _import_file, self, numbers, sizes, 0, log, ledger)
+            entries = run_jobs(
+                "Importing",
+                _import_file,
+                shared=self,
+                jobs=range(len(self.files)),
+                sizes=[file.size for file in self.files],
+                max_processes=0,
+                log=log,
+                ledger=self.folder / self.dtype,
+            )
         except _LargeId:  # where there is one, it is met early
             dataclasses.replace(self, dtype="uint32")._import(log, density)
             return
@@ -214,29 +242,51 @@ class RecordImport:
         seconds = time.monotonic() - began
         log(f"Imported {num_records:,} records of {num_tokens:,} tokens in {seconds:,.1f} s.")
 
-    def _density(self) -> tuple[float, float]:
-        """Estimates tokens and records a byte from the first file's beginning."""
+    def _announce(self, log: Callable[[str], None], density: _Density) -> None:
+        """Logs what is imported, where to, and about how large it gets."""
+        megabytes = sum(file.size for file in self.files) / 1e6
+        bytes_per_token = np.dtype(self.dtype).itemsize
+        if self.has_labels:
+            bytes_per_token += np.dtype(np.int32).itemsize
+        bytes_per_record = 16  # a size and an offset
+        imported_megabytes = megabytes * (
+            density.tokens * bytes_per_token + density.records * bytes_per_record
+        )
+        targets = str(self.folder.parent)
+        if self.url:
+            targets += f" and {self.url}"
+        log(
+            f"Importing {pluralize(len(self.files), 'file')} ({megabytes:,.1f} MB) of token "
+            f"records once, into {targets}: about {imported_megabytes:,.1f} MB, "
+            f"{bytes_per_token} bytes a token."
+        )
+
+    def _density(self) -> _Density:
+        """Estimates tokens and records per byte from the first file's beginning."""
         file = self.files[0]
-        ids = 0
-        records = 0
-        size = min(2**22, file.size)
+        num_ids = 0
+        num_records = 0
+        sample_size = min(_SAMPLE_BYTES, file.size)
         with tempfile.TemporaryDirectory() as folder, contextlib.suppress(OSError, UserError):
             sample = Path(folder, file.path.rsplit("/", 1)[-1])
             with file_access.open_stream(file.path) as stream:
-                sample.write_bytes(stream.read(size))
+                sample.write_bytes(stream.read(sample_size))
             for record in self.read(str(sample)):  # an error at the end, where it is cut
                 if isinstance(record, TokenDocument):
-                    ids = ids + record.ids.size
-                    records = records + 1
-        ids += records * (self.eos_id >= 0)
-        # Formats without a readable beginning are compressed to about two bytes a token.
-        return (ids / size, records / size) if records else (0.5, 0.0)
+                    num_ids = num_ids + record.ids.size
+                    num_records = num_records + 1
+        if not num_records:
+            # Formats without a readable beginning are compressed to about two bytes a token.
+            return _Density(tokens=0.5, records=0.0)
+        if self.eos_id >= 0:
+            num_ids += num_records
+        return _Density(tokens=num_ids / sample_size, records=num_records / sample_size)
 
-    def _finish(self, entries: list[dict[str, Any]]) -> tuple[int, int]:
+    def _finish(self, entries: list[_FileEntry]) -> tuple[int, int]:
         """Merges the per-file results; returns the numbers of records and tokens."""
         bad = [message for entry in entries for message in entry["bad"]]
         self.check_bad(bad)
-        firsts = [0]
+        first_records = [0]  # of each file
         num_tokens = 0
 
         def offsets() -> Iterator[dict[str, np.ndarray]]:
@@ -248,14 +298,19 @@ class RecordImport:
                     ends = num_tokens + np.cumsum(sizes[first : first + _BLOCK])
                     yield {"document_offsets": ends}
                     num_tokens = int(ends[-1])
-                firsts.append(firsts[-1] + sizes.size)
+                first_records.append(first_records[-1] + sizes.size)
 
         write_arrays(self.folder, offsets())
-        for name in map(checksums_name, self.kinds):
+        num_records = first_records.pop()
+        for kind in self.kinds:
+            name = checksums_name(kind)
             paths = [self.path(name, number) for number in range(len(entries))]
             write_arrays(self.folder, ({name: np.load(path)} for path in paths))
-        origins = [[n, Path(file.path).name] for n, file in zip(firsts, self.files, strict=False)]
-        atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(origins))
+        source_files = [
+            [first_record, Path(file.path).name]
+            for first_record, file in zip(first_records, self.files, strict=True)
+        ]
+        atomic_write_text(self.folder / SOURCE_FILES_NAME, json.dumps(source_files))
         header = {
             "dtype": self.dtype,
             "num_tokens": [entry["num_tokens"] for entry in entries],
@@ -265,74 +320,100 @@ class RecordImport:
             "files": [file.path for file in self.files],
         }
         atomic_write_text(self.folder / _HEADER_NAME, json.dumps(header))
-        return firsts[-1], num_tokens
+        return num_records, num_tokens
 
-    def check_bad(self, bad: list[str]) -> None:
+    def check_bad(self, messages: list[str]) -> None:
+        """Raises UserError if as many bad records were skipped as are allowed at most."""
         limit = self.max_bad_records
-        if self.skip and bad and len(bad) >= limit:
+        if self.skip and messages and len(messages) >= limit:
             raise UserError(
-                f"{len(bad)} records could not be read, and bad_records.maximum={limit}. The last "
-                f"one: {bad[-1]}. Fix the files, or raise the limit."
+                f"{len(messages)} records could not be read, and bad_records.maximum={limit}. The "
+                f"last one: {messages[-1]}. Fix the files, or raise the limit."
             )
 
 
-def _import_file(job: RecordImport, number: int) -> dict[str, Any]:
-    entry: dict[str, Any] = {}
-    write_arrays(job.folder, _write_file(job, number, entry))
+def _import_file(job: RecordImport, number: int) -> _FileEntry:
+    """Imports one file, in a process of its own."""
+    file_import = _FileImport(job, number)
+    write_arrays(job.folder, file_import.write())
     for kind in job.kinds:
         name = job.path(checksums_name(kind), number).stem
         write_arrays(job.folder, [{name: file_checksums(job.path(kind, number))}])
-    return entry
+    return file_import.entry
 
 
-def _write_file(
-    job: RecordImport, number: int, entry: dict[str, Any]
-) -> Iterator[dict[str, np.ndarray]]:
-    """Writes ids and labels; yields record sizes, then fills `entry`."""
-    dtypes = np.dtype(job.dtype), np.dtype(np.int32)
-    largest = np.iinfo(dtypes[0]).max
-    name = job.path("sizes", number).stem
-    sizes: list[int] = []
-    bad: list[str] = []
+class _FileImport:
+    """The import of one file.
 
-    def note(problem: BadRecordError, rest: str = "") -> None:
-        if not job.skip:
-            raise problem
-        bad.append(f"Skipped a record: {problem}{rest}")
-        job.check_bad(bad)
+    Attributes:
+      entry: Summary of the file, once it is written.
+    """
 
-    with contextlib.ExitStack() as stack:
-        ids, *labels = (
-            stack.enter_context(TokenWriter(job.path(kind, number), dtype))
-            for kind, dtype in zip(job.kinds, dtypes, strict=False)
-        )
-        try:
-            for record in job.read(job.files[number].path):
-                if isinstance(record, BadRecordError):
-                    note(record)
-                    continue
-                if job.has_labels != (record.labels is not None):
-                    raise UserError(
-                        f"{job.files[number].path} and {job.files[0].path} are read together, and "
-                        "only one has labels. Give a pattern that matches files of one kind."
-                    )
-                before = ids.count
-                ids.write(record.ids)
-                if record.labels is not None:
-                    labels[0].write(record.labels)
-                elif job.eos_id >= 0:
-                    ids.write(np.array([job.eos_id]))
-                if ids.largest > largest:
-                    raise _LargeId
-                sizes.append(ids.count - before)
+    entry: _FileEntry
+
+    def __init__(self, job: RecordImport, number: int):
+        self._job = job
+        self._number = number
+        self._bad: list[str] = []
+
+    def write(self) -> Iterator[dict[str, np.ndarray]]:
+        """Writes ids and labels; yields blocks of record sizes, then sets `entry`."""
+        job = self._job
+        name = job.path("sizes", self._number).stem
+        sizes: list[int] = []
+        with contextlib.ExitStack() as stack:
+            path = job.path("tokens", self._number)
+            ids = stack.enter_context(TokenWriter(path, np.dtype(job.dtype)))
+            labels = None
+            if job.has_labels:
+                path = job.path("labels", self._number)
+                labels = stack.enter_context(TokenWriter(path, np.dtype(np.int32)))
+            for record in self._records():
+                sizes.append(self._write_record(record, ids, labels))
                 if len(sizes) == _BLOCK:
                     yield {name: np.array(sizes)}
                     sizes.clear()
+        self.entry = _FileEntry(num_tokens=ids.count, max_token_id=ids.max_token_id, bad=self._bad)
+        yield {name: np.array(sizes, np.int64)}
+
+    def _records(self) -> Iterator[TokenDocument]:
+        """Yields the records that can be read; skips others, or raises the first error."""
+        try:
+            for record in self._job.read(self._job.files[self._number].path):
+                if isinstance(record, BadRecordError):
+                    self._skip(record)
+                else:
+                    yield record
         except BadRecordError as problem:
             _raise_if_unreadable(problem)
-            note(problem, "; the rest of the file is skipped")
-    entry.update(num_tokens=ids.count, max_token_id=ids.largest, bad=bad)
-    yield {name: np.array(sizes, np.int64)}
+            self._skip(problem, "; the rest of the file is skipped")
+
+    def _skip(self, problem: BadRecordError, consequence: str = "") -> None:
+        """Notes a record that cannot be read, or raises its error."""
+        if not self._job.skip:
+            raise problem
+        self._bad.append(f"Skipped a record: {problem}{consequence}")
+        self._job.check_bad(self._bad)
+
+    def _write_record(
+        self, record: TokenDocument, ids: TokenWriter, labels: TokenWriter | None
+    ) -> int:
+        """Writes a record, with its end; returns its number of tokens."""
+        job = self._job
+        if (labels is not None) != (record.labels is not None):
+            raise UserError(
+                f"{job.files[self._number].path} and {job.files[0].path} are read together, and "
+                "only one has labels. Give a pattern that matches files of one kind."
+            )
+        count_before = ids.count
+        ids.write(record.ids)
+        if labels is not None and record.labels is not None:
+            labels.write(record.labels)
+        elif job.eos_id >= 0:
+            ids.write(np.array([job.eos_id]))
+        if ids.max_token_id > np.iinfo(job.dtype).max:
+            raise _LargeId
+        return ids.count - count_before
 
 
 def _raise_if_unreadable(problem: BadRecordError) -> None:
@@ -345,12 +426,13 @@ def _raise_if_unreadable(problem: BadRecordError) -> None:
             raise FileReadError(str(problem)) from problem
 
 
-def _name(kind: str, number: int) -> str:
+def _file_name(kind: str, number: int) -> str:
+    """Returns the name of the file of a kind that belongs to the `number`-th source file."""
     suffix = "bin" if kind in ("tokens", "labels") else "npy"
     return f"{kind}-{number:05d}.{suffix}"
 
 
-def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_bucket(url: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Returns the function's result; UserError if a bucket fails for good."""
     try:
         return function(*arguments)
@@ -360,7 +442,7 @@ def _ask(url: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise local_cache.cache_write_error(url, error) from None
 
 
-def _load(folder: Path, place: str) -> ImportedRecords:
+def _load(folder: Path, token_folder: str) -> ImportedRecords:
+    """Returns the import of a folder, with ids and labels perhaps in another one."""
     header = json.loads((folder / _HEADER_NAME).read_text(encoding="utf-8"))
-    header.setdefault("max_token_id", header.pop("largest_id", None))  # its earlier name
-    return ImportedRecords(folder, place, **header)
+    return ImportedRecords(folder, token_folder, **header)

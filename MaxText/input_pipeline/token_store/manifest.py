@@ -9,7 +9,7 @@
       <split>/document_rows.npy      row of each document in its source file
       <split>/source_files.json      [[first document, name of its file], ...]
 
-The last two are absent in schema_version 1, which is always array_record.
+The last two may be absent; documents then have numbers instead of names.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ SOURCE_FILES_NAME = "source_files.json"
 
 
 class FrozenModel(pydantic.BaseModel):
-    """A part of a JSON file."""
+    """An object of a JSON file; unknown fields are ignored."""
 
     model_config = pydantic.ConfigDict(frozen=True)
 
@@ -43,18 +43,13 @@ _Count = Annotated[int, pydantic.Field(ge=0, lt=2**62)]
 _Id = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
 
 
-def _renamed(name: str, earlier: str) -> Any:
-    """A field also read under the name of earlier versions, for one release."""
-    return pydantic.Field(validation_alias=pydantic.AliasChoices(name, earlier))
-
-
 class RecordFile(FrozenModel):
     """A token file."""
 
     name: str
     num_bytes: _Count
     num_records: _Count  # chunks of an array_record file, ids of a bin file
-    num_tokens: _Count | None = None  # None in version 1
+    num_tokens: _Count
 
 
 class Split(FrozenModel):
@@ -64,8 +59,8 @@ class Split(FrozenModel):
     num_tokens: _Count  # including bos and eos
     num_documents: _Count
     num_text_bytes: _Count  # UTF-8 bytes of the source text
-    unigram_entropy_nats: float = _renamed("unigram_entropy_nats", "unigram_entropy")  # per token
-    max_token_id: int = _renamed("max_token_id", "largest_id")
+    unigram_entropy_nats: float  # per token
+    max_token_id: int
     tokens_sha256: str  # of the ids as little-endian bytes in `dtype`
     offsets_sha256: str  # of the document offsets as little-endian int64
 
@@ -83,8 +78,9 @@ class TokenizerEntry(FrozenModel):
 
     @property
     def special_ids(self) -> set[int]:
+        """Ids that are never text."""
         ids = (self.bos_id, self.eos_id, self.pad_id, self.mask_id)
-        return {control for control in ids if control is not None}
+        return {special_id for special_id in ids if special_id is not None}
 
 
 class SourceEntry(FrozenModel):
@@ -99,10 +95,10 @@ class SourceEntry(FrozenModel):
 class Manifest(FrozenModel):
     """Contents of a dataset."""
 
-    schema_version: int  # readers reject newer ones
+    schema_version: int  # readers reject others
     tokenizer: TokenizerEntry
     dtype: Literal["uint8", "uint16", "uint32"]  # little-endian; uint8 for the bytes of a text
-    format: Literal["array_record", "bin"] = "array_record"  # records of ids, or flat files
+    format: Literal["array_record", "bin"]  # records of ids, or flat files
     chunk_length: int = pydantic.Field(gt=0)  # ids per record; last may be shorter; 1 for bin
     splits: dict[str, Split]  # splits without documents are absent
     source: SourceEntry
@@ -115,8 +111,8 @@ class Manifest(FrozenModel):
             name: [split.num_tokens, split.tokens_sha256, split.offsets_sha256]
             for name, split in self.splits.items()
         }
-        text = json.dumps([self.tokenizer.sha256, contents], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        identity = json.dumps([self.tokenizer.sha256, contents], sort_keys=True)
+        return hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     @property
     def pad_id(self) -> int:
@@ -125,19 +121,21 @@ class Manifest(FrozenModel):
         return next(candidate for candidate in candidates if candidate is not None)
 
     def to_json(self) -> str:
+        """Returns the contents of the file."""
         return json.dumps(self.model_dump(), indent=2, sort_keys=True) + "\n"
 
 
 def unigram_entropy(counts_V: np.ndarray) -> float:
     """Returns the entropy in nats of ids with these counts; 0 without any."""
-    share = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
-    return float(-(share * np.log(share)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
+    probabilities = counts_V[counts_V > 0] / max(counts_V.sum(), 1)
+    entropy = -(probabilities * np.log(probabilities)).sum()
+    return float(entropy) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
     """Reads and validates a manifest in a local folder (for buckets, a copy).
 
-    Raises UserError if it is missing, unreadable, damaged or newer than this program.
+    Raises UserError if it is missing, unreadable, damaged or of another version of the format.
     """
     file = Path(dataset_path).expanduser() / name
     try:
@@ -149,10 +147,10 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
             )
         entries = json.loads(file.read_text(encoding="utf-8"))
         version = entries["schema_version"]
-        if isinstance(version, int) and version > SCHEMA_VERSION:
+        if isinstance(version, int) and version != SCHEMA_VERSION:
             raise UserError(
-                f"{file} has schema_version {version}; this program reads up to "
-                f"{SCHEMA_VERSION}. Update the program, or prepare the data again with this one."
+                f"{file} has schema_version {version}; this program reads {SCHEMA_VERSION}. Update "
+                "the program, or prepare the data again with this one."
             )
         return Manifest.model_validate(entries)
     except UserError:
@@ -162,7 +160,7 @@ def read_manifest(dataset_path: str, name: str = MANIFEST_NAME) -> Manifest:
 
 
 def damaged(path: Path | str, error: Exception) -> UserError:
-    """Returns the error for an unreadable dataset file."""
+    """Returns the error for a dataset file that cannot be read or understood."""
     if isinstance(error, OSError):
         return FileReadError(
             f"{path} cannot be read ({error.strerror or error}). Check that you may read it and "
@@ -176,7 +174,10 @@ def damaged(path: Path | str, error: Exception) -> UserError:
 
 
 def find_split(manifest: Manifest, dataset_path: str, split: str, key: str) -> Split:
-    """Returns the entry of `split`; UserError (about `key`) if empty."""
+    """Returns the entry of a split.
+
+    Raises UserError, about the configuration key that named it, if it is absent or empty.
+    """
     if split in manifest.splits and manifest.splits[split].num_tokens > 0:
         return manifest.splits[split]
     present = ", ".join(sorted(manifest.splits)) or "none"
@@ -208,10 +209,10 @@ def describe(manifest: Manifest) -> str:
         f"  tokenizer: {tokenizer.vocab_size} ids, {tokenizer.origin}",
     ]
     for name, split in manifest.splits.items():
-        per_token = split.num_text_bytes / max(split.num_tokens, 1)
-        nats = split.unigram_entropy_nats
+        bytes_per_token = split.num_text_bytes / max(split.num_tokens, 1)
         lines.append(
             f"  {name}: {split.num_tokens:,} tokens, {pluralize(split.num_documents, 'document')}, "
-            f"{per_token:.2f} bytes/token, unigram entropy {nats:.3f} nats/token"
+            f"{bytes_per_token:.2f} bytes/token, unigram entropy "
+            f"{split.unigram_entropy_nats:.3f} nats/token"
         )
     return "\n".join(lines)

@@ -28,6 +28,7 @@ from MaxText.input_pipeline.local_cache import Arrays, copy_files, copy_folder
 from MaxText.input_pipeline.token_store.import_records import RecordImport
 from MaxText.input_pipeline.token_store.manifest import (
     MANIFEST_NAME,
+    Manifest,
     Split,
     check_files,
     describe,
@@ -35,12 +36,11 @@ from MaxText.input_pipeline.token_store.manifest import (
     read_manifest,
 )
 from MaxText.input_pipeline.token_store.megatron import open_megatron
-from MaxText.input_pipeline.token_store.store import (
-    TokenSplit,
+from MaxText.input_pipeline.token_store.store import TokenStore, load_offsets, open_flat
+from MaxText.input_pipeline.token_store.token_dataset import (
+    TokenDataset,
     boundaries_digest,
-    foreign_data,
-    load_offsets,
-    open_flat,
+    foreign_dataset,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
 from MaxText.pluralize import pluralize
@@ -53,6 +53,7 @@ ACCEPTED = (
     ".jsonl text"
 )
 
+# Format -> pattern of file names.
 _NAMES = {
     "tfrecord": re.compile(r"\.tfrecords?(?![a-z])|tfrecord-\d"),
     "arrayrecord": re.compile(r"\.array_?records?(?![a-z])"),
@@ -77,133 +78,156 @@ class OpenRequest:
     key: str = ""  # configuration key of the location
 
     @property
-    def where(self) -> str:
+    def setting(self) -> str:
         """Key and location, for messages."""
         return f"{self.key}={self.location}"
 
     @property
     def split(self) -> str:
+        """Name of the split to read."""
         return self.data.train_split if self.for_training else self.data.eval_split
 
 
-def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, list[FileInfo]]:
-    """Returns the file format of a location and the files in this format.
+def _format_of(path: str) -> str:
+    """Returns the file format that a name tells; "" if none."""
+    name = path.rsplit("/", 1)[-1]
+    return next((kind for kind, pattern in _NAMES.items() if pattern.search(name)), "")
 
-    Formats are tfrecord, arrayrecord, parquet, arrow, webdataset, megatron and text. Raises
-    UserError if it is unknown or ambiguous.
+
+def _choose_format(request: OpenRequest, files: list[FileInfo]) -> tuple[str, list[FileInfo]]:
+    """Returns the file format of a location, a key of _NAMES, and the files in this format.
+
+    Raises UserError if it is unknown or ambiguous.
     """
-    by_kind: dict[str, list[FileInfo]] = collections.defaultdict(list)
+    files_by_format: dict[str, list[FileInfo]] = collections.defaultdict(list)
     for file in files:
-        name = file.path.rsplit("/", 1)[-1]
-        by_kind[next((kind for kind in _NAMES if _NAMES[kind].search(name)), "")].append(file)
-    kind = request.data.grain_file_type
-    if kind != "auto":
-        return kind, by_kind[kind] or files
-    by_kind.pop("", None)  # auxiliary files
-    if len(by_kind) > 1:
-        by_kind.pop("text", None)  # a README.txt next to records
-    if len(by_kind) == 1:
-        return by_kind.popitem()
-    if not by_kind:
+        files_by_format[_format_of(file.path)].append(file)
+    configured_format = request.data.grain_file_type
+    if configured_format != "auto":
+        return configured_format, files_by_format[configured_format] or files
+    files_by_format.pop("", None)  # auxiliary files
+    if len(files_by_format) > 1:
+        files_by_format.pop("text", None)  # a README.txt next to records
+    if len(files_by_format) == 1:
+        return files_by_format.popitem()
+    if not files_by_format:
         raise UserError(
-            f"{request.where}: {files[0].path} has an unknown format. Accepted: {ACCEPTED}. If "
+            f"{request.setting}: {files[0].path} has an unknown format. Accepted: {ACCEPTED}. If "
             "its name does not end like these, set grain_file_type."
         )
-    found = (f"{len(of)} {kind} ({Path(of[0].path).name})" for kind, of in by_kind.items())
+    formats = ", ".join(
+        f"{len(of_format)} {name} ({Path(of_format[0].path).name})"
+        for name, of_format in files_by_format.items()
+    )
     raise UserError(
-        f"{request.where} holds files of several formats: {', '.join(found)}. Set grain_file_type "
+        f"{request.setting} holds files of several formats: {formats}. Set grain_file_type "
         "to the one to read, or give a pattern that matches only these."
     )
 
 
-def _text_not_read(listed: list[FileInfo], kind: str) -> str:
+def _text_not_read(files: list[FileInfo], file_format: str) -> str:
     """Describes the text files next to records; often they describe these."""
-    names = [Path(file.path).name for file in listed]
-    texts = [name for name in names if _NAMES["text"].search(name)]
-    if kind == "text" or not texts:
+    names = [Path(file.path).name for file in files]
+    text_names = [name for name in names if _NAMES["text"].search(name)]
+    if file_format == "text" or not text_names:
         return ""
-    return f"; not read: {pluralize(len(texts), 'text file')} next to them ({texts[0]} ...)"
+    count = pluralize(len(text_names), "text file")
+    return f"; not read: {count} next to them ({text_names[0]} ...)"
 
 
 def _choose_split(request: OpenRequest, files: list[FileInfo]) -> list[FileInfo]:
     """Selects files by eval_split below their common folder, or UserError."""
-    evaluation = request.data.eval_split
-    for_training = request.for_training
+    eval_split = request.data.eval_split
     names = relative_names([file.path for file in files])
-    chosen = [
+    selected = [
         file
         for file, name in zip(files, names, strict=True)
-        if (evaluation in name) != for_training
+        if (eval_split in name) != request.for_training
     ]
-    if not chosen:
-        which, use = ("every", "train") if for_training else ("no", "evaluate")
+    if not selected:
+        files_with_split = "every file has" if request.for_training else "no file has"
+        purpose = "train" if request.for_training else "evaluate"
         raise UserError(
-            f"{request.where}: {which} file has eval_split={evaluation} in its name (for example "
-            f"{Path(files[0].path).name}), so there is none to {use} on. Set eval_split to what "
-            "only files for evaluation have in their names, name these in grain_eval_files, or "
-            "switch evaluation off (eval_interval=-1)."
+            f"{request.setting}: {files_with_split} eval_split={eval_split} in its name (for "
+            f"example {Path(files[0].path).name}), so there is none to {purpose} on. Set "
+            "eval_split to what only files for evaluation have in their names, name these in "
+            "grain_eval_files, or switch evaluation off (eval_interval=-1)."
         )
-    return chosen
+    return selected
 
 
-def open_token_data(request: OpenRequest) -> TokenSplit:
+def open_token_data(request: OpenRequest) -> TokenDataset:
     """Opens the data at a location.
 
     A prepared dataset has splits, of which `split` is read. Of other files, evaluation reads those
     whose name contains `split`, and training those whose name does not contain data.eval_split;
-    grain_eval_files are all read for evaluation. Raises BadRecordError for a damaged file, and
-    UserError if nothing is there, the format is unknown, or the split is missing.
+    grain_eval_files are all read for evaluation.
+
+    Raises:
+      BadRecordError: A file is damaged.
+      UserError: Nothing is there, the format is unknown, or the split is missing.
     """
     location = request.location
-    kind = request.data.grain_file_type
-    if kind == "prepared" or (kind == "auto" and _is_prepared(request)):
+    configured_format = request.data.grain_file_type
+    if configured_format == "prepared" or (configured_format == "auto" and _is_prepared(request)):
         return _open_prepared(request, location, request.split)
-    listed = _find(request)
-    kind, files = _choose_format(request, listed)
+    listed_files = _list_files(request)
+    file_format, files = _choose_format(request, listed_files)
     if request.for_training or request.key != "grain_eval_files":
         files = _choose_split(request, files)
     files = file_access.without_repeated_links(files)
-    tokens = _open_files(request, files, kind)
-    if tokens.tokenizer_folder is not None:
-        return tokens
-    named = request.preparation.tokenizer_path
-    folder = find_tokenizer_near(files[0].path, location, named)
-    description = tokens.description + _text_not_read(listed, kind)
-    return dataclasses.replace(tokens, tokenizer_folder=folder, description=description)
+    dataset = _open_files(request, files, file_format)
+    if dataset.tokenizer_folder is not None:
+        return dataset
+    tokenizer_path = request.preparation.tokenizer_path
+    return dataclasses.replace(
+        dataset,
+        tokenizer_folder=find_tokenizer_near(files[0].path, location, tokenizer_path),
+        description=dataset.description + _text_not_read(listed_files, file_format),
+    )
 
 
-def _open_files(request: OpenRequest, files: list[FileInfo], kind: str) -> TokenSplit:
+def _open_files(request: OpenRequest, files: list[FileInfo], file_format: str) -> TokenDataset:
+    """Opens files of one format, which are no prepared dataset."""
     data = request.data
-    cache_dir = request.data.local_cache_dir
-    if kind == "megatron":
+    cache_dir = data.local_cache_dir
+    if file_format == "megatron":
         return open_megatron(files, request.key, request.location, cache_dir)
     field = data.token_records.field
     fields = (field,) if field else ()
     paths = [file.path for file in files]
-    if kind == "text" or holds_text(paths, kind, fields, request.preparation.text_field):
+    if file_format == "text" or holds_text(
+        paths, file_format, fields, request.preparation.text_field
+    ):
         from MaxText.input_pipeline.prepare.prepare import tokenize_to_cache
 
         folder = tokenize_to_cache(paths, request.preparation, cache_dir, request.log)
         return _open_prepared(request, str(folder), "train")
     has_labels = False
-    # Names from earlier versions, so that their runs can be resumed.
-    if kind in ("parquet", "arrow"):
+    # The identity is part of the fingerprint of the data, which data positions hold.
+    if file_format in ("parquet", "arrow"):
         identity, has_labels = _table_identity(request, paths[0], fields or USUAL_FIELDS)
-    elif kind == "webdataset":
+    elif file_format == "webdataset":
         identity = f"TarTensors(field={field!r})"
     else:
-        name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[kind]
+        name = {"tfrecord": "TFRecordIds", "arrayrecord": "ArrayRecordIds"}[file_format]
         identity = f"{name}(names={fields or USUAL_FIELDS})"
-    read = functools.partial(read_ids, kind=kind, fields=fields)
-    eos_id = data.token_records.eos_id
-    bad = data.bad_records
-    caches = (cache_dir, data.cache_url)
-    skip = bad.action == "skip"
-    job = RecordImport(files, read, identity, *caches, eos_id, skip, bad.maximum, has_labels)
-    return _open_records(request, kind, job)
+    job = RecordImport(
+        files,
+        read=functools.partial(read_ids, kind=file_format, fields=fields),
+        identity=identity,
+        cache_dir=cache_dir,
+        cache_url=data.cache_url,
+        eos_id=data.token_records.eos_id,
+        skip=data.bad_records.action == "skip",
+        max_bad_records=data.bad_records.maximum,
+        has_labels=has_labels,
+    )
+    return _open_records(request, file_format, job)
 
 
 def _is_prepared(request: OpenRequest) -> bool:
+    """Returns whether the location is a folder with a manifest."""
     location = request.location
     # Web servers may answer requests for any name.
     if location.startswith(("http://", "https://")):
@@ -212,44 +236,38 @@ def _is_prepared(request: OpenRequest) -> bool:
 
 
 def _exists(request: OpenRequest, path: str) -> bool:
+    """Returns whether there is a file or folder; UserError if it cannot be known."""
     try:
         return bool(file_access.path_type(path))
     except PermissionError as error:
         raise UserError(
-            f"{request.where} cannot be read ({error.strerror}). Check the permissions of it and "
+            f"{request.setting} cannot be read ({error.strerror}). Check the permissions of it and "
             "the folders above it."
         ) from error
 
 
-def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSplit:
-    url = location.rstrip("/")
+def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenDataset:
+    """Opens a split of a dataset that prepare_data.py wrote, in place or in a bucket."""
     folder = Path(local_path(location))
     if is_url(location):
-        copy = copy_folder(url, request.data.local_cache_dir)
-        if copy is None:
-            raise UserError(f"{request.where}: no such folder.")
-        folder = copy
+        folder = _copy_small_files(request, location)
     manifest = read_manifest(str(folder))
     split_key = "train_split" if request.for_training else "eval_split"
     entry = find_split(manifest, location, split, split_key)
     if is_url(location):
-        files = _remote_files(f"{url}/{split}", entry, folder / split)
+        files = _remote_files(f"{location.rstrip('/')}/{split}", entry, folder / split)
     else:
         files = check_files(manifest, folder, split)
     if manifest.format == "bin":
         store = open_flat(folder, manifest, split, files)
     else:
-        read = functools.partial(read_chunks, dtype=manifest.dtype)
-        identity = f"chunks of {manifest.dtype}"
-        caches = request.data.local_cache_dir, request.data.cache_url
-        imported = RecordImport(files, read, identity, *caches).run(request.log)
-        store = imported.store(load_offsets(folder / split, entry))
+        store = _open_chunks(request, manifest, files, load_offsets(folder / split, entry))
         if len(store) != entry.num_tokens:
             raise UserError(
                 f"{location}: its ArrayRecord files hold {len(store)} tokens, and {MANIFEST_NAME} "
                 f"says {entry.num_tokens}. Copy the data set again."
             )
-    return TokenSplit(
+    return TokenDataset(
         store=store,
         description=describe(manifest),
         fingerprint=f"{manifest.fingerprint}-{split}",
@@ -269,23 +287,48 @@ def _open_prepared(request: OpenRequest, location: str, split: str) -> TokenSpli
     )
 
 
+def _open_chunks(
+    request: OpenRequest, manifest: Manifest, files: list[FileInfo], documents: Arrays
+) -> TokenStore:
+    """Imports the chunks of a prepared dataset in ArrayRecord files."""
+    job = RecordImport(
+        files,
+        read=functools.partial(read_chunks, dtype=manifest.dtype),
+        identity=f"chunks of {manifest.dtype}",
+        cache_dir=request.data.local_cache_dir,
+        cache_url=request.data.cache_url,
+    )
+    return job.run(request.log).store(documents)
+
+
+def _copy_small_files(request: OpenRequest, url: str) -> Path:
+    """Returns a local copy of the files directly in a remote folder: manifest and tokenizer."""
+    copy = copy_folder(url.rstrip("/"), request.data.local_cache_dir)
+    if copy is None:
+        raise UserError(f"{request.setting}: no such folder.")
+    return copy
+
+
 def _remote_files(url: str, entry: Split, folder: Path) -> list[FileInfo]:
-    """Returns the token files of a split, and copies its other files."""
-    found = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(url)}
+    """Returns the token files of a split, and copies its other files to a local folder."""
+    files_by_name = {file.path.rsplit("/", 1)[-1]: file for file in file_access.files_in(url)}
     names = [file.name for file in entry.files]
-    copy_files([file for name, file in found.items() if name not in names], folder)
-    if missing := [name for name in names if name not in found]:
+    copy_files([file for name, file in files_by_name.items() if name not in names], folder)
+    missing = [name for name in names if name not in files_by_name]
+    if missing:
         raise UserError(
             f"{url}/{missing[0]} is missing, and {MANIFEST_NAME} lists it. Copy the data set again."
         )
-    return [found[name] for name in names]
+    return [files_by_name[name] for name in names]
 
 
-def _find(request: OpenRequest) -> list[FileInfo]:
-    """Returns all files of the location; of Megatron, .bin and .idx."""
+def _list_files(request: OpenRequest) -> list[FileInfo]:
+    """Returns all files of the location; Megatron's .bin and .idx may be named without ending."""
     location = request.location
     if not is_url(location) and not _exists(request, location):
-        location += ".idx" * _exists(request, f"{location}.idx")
+        index = f"{location}.idx"
+        if _exists(request, index):
+            location = index
     return file_access.list_files(location, request.key)
 
 
@@ -303,22 +346,22 @@ def _table_identity(request: OpenRequest, path: str, fields: tuple[str, ...]) ->
     return f"TableIds({column!r}, {has_mask}, {has_labels})", has_labels
 
 
-def _open_records(request: OpenRequest, kind: str, job: RecordImport) -> TokenSplit:
-    files = job.files
-    eos_id = job.eos_id
+def _open_records(request: OpenRequest, file_format: str, job: RecordImport) -> TokenDataset:
+    """Imports records of ids, or opens an earlier import of them."""
     imported = job.run(request.log)
     documents = Arrays(imported.folder)
     labels = imported.store(documents, "labels") if imported.has_labels else None
-    labelled = ", with labels" if labels else ""
-    # Excludes the tokens that token_records.eos_id adds, for compatibility with earlier versions.
-    boundaries = boundaries_digest(documents["document_offsets"], int(eos_id >= 0))
-    return foreign_data(
+    source = f"{len(job.files)} {file_format} files at {request.location}"
+    if labels is not None:
+        source += ", with labels"
+    boundaries = boundaries_digest(documents["document_offsets"])
+    return foreign_dataset(
         imported.store(documents),
-        request.where,
-        f"{len(files)} {kind} files at {request.location}{labelled}",
-        file_access.fingerprint(files, [job.identity, eos_id, boundaries]),
-        pad_id=max(eos_id, 0),
-        eos_id=eos_id if eos_id >= 0 else None,
+        setting=request.setting,
+        source=source,
+        fingerprint=file_access.fingerprint(job.files, [job.identity, job.eos_id, boundaries]),
+        pad_id=max(job.eos_id, 0),
+        eos_id=job.eos_id if job.eos_id >= 0 else None,
         max_token_id=imported.max_token_id,
         labels=labels,
         skipped=tuple(imported.skipped),

@@ -4,19 +4,19 @@ Every dataset is read through it: prepared as `bin`, Megatron's .bin, or importe
 the first and the last kind have CRC-32Cs of their first 0, 4096, 8192, ... and all bytes. Each read
 compares them: the one before a range, extended by its bytes, is the one after it.
 
-Legend: P ranges, D documents.
+Legend: P token ranges, G groups of ranges that are read together, F ranges within one file, D
+documents.
 """
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
 import pydantic
@@ -39,14 +39,22 @@ from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo
 
 # Ranges with fewer tokens on average are read together, including the gaps between them.
-_SMALL_PIECE = 256
+_SMALL_RANGE = 256
+_MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 _BLOCK = 2**13  # documents looked at together
 _HASHED_OFFSETS = 2**20  # offsets hashed at a time
 _CHECKED_BYTES = 4096  # between checksums: a page of the disk cache
-_MAX_GAP = 4096  # largest gap in tokens that is worth reading to save a call
 
-
+# Of source_files.json: first document and name of each file.
 _SOURCE_FILES = pydantic.TypeAdapter(list[tuple[int, str]])
+
+
+class _FileRanges(NamedTuple):
+    """Token ranges that do not cross files; [F] each."""
+
+    file_F: np.ndarray  # index of the file
+    start_F: np.ndarray  # first token in the store
+    stop_F: np.ndarray  # token after the last
 
 
 class TokenStore:
@@ -54,6 +62,11 @@ class TokenStore:
 
     Holds no open file, and large arrays are memory-mapped: thread-safe, and pickled to worker
     processes in a few kilobytes.
+
+    Attributes:
+      files: Paths or URLs in token order.
+      dtype: Integer type of the ids in the files.
+      is_checked: Each read compares checksums.
     """
 
     def __init__(
@@ -64,33 +77,52 @@ class TokenStore:
         documents: Arrays,
         checksums: Path | None = None,
     ):
-        """Initializes without opening `files`, given in token order.
+        """Initializes without opening the files.
 
-        `documents` holds `document_offsets`, and its folder may name their source files. The .npy
-        file `checksums` may be absent.
+        Args:
+          files: Paths or URLs in token order.
+          num_tokens: Tokens of each file.
+          dtype: Integer type of the ids in the files.
+          documents: Holds `document_offsets`; its folder may also hold the names of source files
+            and the rows of documents in them.
+          checksums: .npy file of `file_checksums` of all files, one after the other. It may be
+            absent.
+
+        Raises:
+          UserError: The checksums are damaged or belong to other data.
         """
         assert dtype.kind in "iu", dtype
         self.files = tuple(files)
         file_access.invalidate_cache(self.files)  # files may have been replaced
         self.dtype = dtype
         self._documents = documents
-        self._first = np.cumsum([0, *num_tokens])  # token of each file
+        self._first_token = np.cumsum([0, *num_tokens])  # of each file, then the end
         self.is_checked = checksums is not None and checksums.exists()
         if checksums is not None and self.is_checked:
-            self._num_bytes = np.diff(self._first) * dtype.itemsize
-            self._first_sum = np.cumsum([0, *(1 - -self._num_bytes // _CHECKED_BYTES)])
-            self._checksums = Arrays(checksums.parent)
-            self._checksums_name = checksums.stem
-            try:
-                num_found = len(self._checksums[self._checksums_name])
-            # A damaged header can raise anything.
-            except Exception as error:
-                raise damaged(checksums, error) from error
-            if num_found != self._first_sum[-1]:
-                raise UserError(f"{checksums} belongs to other data. Copy the data set again.")
+            self._open_checksums(checksums)
+
+    def _open_checksums(self, path: Path) -> None:
+        """Maps the checksums; UserError if they are not of these files."""
+        self._num_bytes = np.diff(self._first_token) * self.dtype.itemsize  # of each file
+        num_checksums = 1 - -self._num_bytes // _CHECKED_BYTES
+        self._first_checksum = np.cumsum([0, *num_checksums])  # of each file, then the end
+        self._checksum_arrays = Arrays(path.parent)
+        self._checksum_name = path.stem
+        try:
+            num_found = len(self._checksums)
+        # A damaged header can raise anything.
+        except Exception as error:
+            raise damaged(path, error) from error
+        if num_found != self._first_checksum[-1]:
+            raise UserError(f"{path} belongs to other data. Copy the data set again.")
+
+    @property
+    def _checksums(self) -> np.ndarray:
+        return self._checksum_arrays[self._checksum_name]
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        """Returns the number of tokens."""
+        return int(self._first_token[-1])
 
     @property
     def document_offsets(self) -> np.ndarray:
@@ -99,125 +131,159 @@ class TokenStore:
 
     @property
     def file_of_document(self) -> np.ndarray | None:
-        """int64 [files + 1]: first document of each file and the end, or None."""
-        firsts, _ = _read_source_files(self._documents.folder)
-        if not firsts:
+        """int64 [files + 1]: first document of each source file and the end; None if unknown."""
+        source_files = _read_source_files(self._documents.folder)
+        if source_files is None:
             return None
+        first_documents = source_files.first_documents
         num_documents = len(self.document_offsets) - 1
-        if firsts[-1] >= num_documents:
-            assert self._documents.folder is not None
-            problem = f"it names document {firsts[-1]} of {num_documents}"
-            raise damaged(self._documents.folder / SOURCE_FILES_NAME, ValueError(problem))
-        return np.array([*firsts, num_documents], np.int64)
+        if first_documents[-1] >= num_documents:
+            problem = f"it names document {first_documents[-1]} of {num_documents}"
+            raise damaged(source_files.path, ValueError(problem))
+        return np.array([*first_documents, num_documents], np.int64)
 
     def document_name(self, document: int) -> str:
         """Returns a name such as `letters.jsonl, row 17`, counted from 0."""
-        firsts, names = _read_source_files(self._documents.folder)
-        if not names:
+        source_files = _read_source_files(self._documents.folder)
+        if source_files is None:
             return f"document {document}"
-        file = bisect.bisect_right(firsts, document) - 1
-        assert self._documents.folder is not None
-        path = self._documents.folder / ROWS_NAME
-        if path.exists():
-            try:
-                row = int(self._documents["document_rows"][document])
-            # A damaged header can raise anything.
-            except Exception as error:
-                raise damaged(path, error) from error
-            return f"{names[file]}, row {row}"
-        return f"{names[file]}, record {document - firsts[file]}"
+        file = bisect.bisect_right(source_files.first_documents, document) - 1
+        name = source_files.names[file]
+        rows_path = source_files.path.with_name(ROWS_NAME)
+        if not rows_path.exists():
+            return f"{name}, record {document - source_files.first_documents[file]}"
+        try:
+            row = int(self._documents["document_rows"][document])
+        # A damaged header can raise anything.
+        except Exception as error:
+            raise damaged(rows_path, error) from error
+        return f"{name}, row {row}"
 
     def check_sizes(self, files: Sequence[FileInfo]) -> None:
         """Raises UserError if listed sizes do not match the token counts."""
-        for file, num_tokens in zip(files, np.diff(self._first).tolist(), strict=True):
-            if file.size != (num_bytes := num_tokens * self.dtype.itemsize):
+        for file, num_tokens in zip(files, np.diff(self._first_token).tolist(), strict=True):
+            num_bytes = num_tokens * self.dtype.itemsize
+            if file.size != num_bytes:
                 raise UserError(
                     f"{file.path} has {file.size} bytes, where its {num_tokens} tokens take "
                     f"{num_bytes}: it is truncated or changed. Copy the data set again."
                 )
 
-    def read(self, starts_P: np.ndarray, stops_P: np.ndarray) -> np.ndarray:
-        """Reads token ranges [P]; returns them concatenated (int32).
+    def read(self, start_P: np.ndarray, stop_P: np.ndarray) -> np.ndarray:
+        """Reads token ranges [start, stop), in any order; they may overlap.
 
-        Raises FileReadError if a file is missing, truncated or unreadable.
+        Returns:
+          Their ids (int32), one range after the other.
+
+        Raises:
+          FileReadError: A file is missing, truncated, damaged or unreadable.
         """
-        sizes_P = stops_P - starts_P
-        total = int(sizes_P.sum())
-        if total >= _SMALL_PIECE * len(starts_P):
-            return self._read(starts_P, stops_P).astype(np.int32)
-        order = np.argsort(starts_P, kind="stable")
-        starts = starts_P[order]
-        ends = np.maximum.accumulate(stops_P[order])
-        is_new = np.append(True, starts[1:] > ends[:-1] + _MAX_GAP)
+        num_tokens = int((stop_P - start_P).sum())
+        if num_tokens >= _SMALL_RANGE * len(start_P):
+            return self._read(start_P, stop_P).astype(np.int32)
+        return self._read_merged(start_P, stop_P)
+
+    def _read_merged(self, start_P: np.ndarray, stop_P: np.ndarray) -> np.ndarray:
+        """Reads neighboring ranges with the gaps between them; returns the same as `read`."""
+        order = np.argsort(start_P, kind="stable")
+        sorted_start_P = start_P[order]
+        sorted_stop_P = np.maximum.accumulate(stop_P[order])
+        begins_group = np.append(True, sorted_start_P[1:] > sorted_stop_P[:-1] + _MAX_GAP)
+        ends_group = np.append(begins_group[1:], True)
         group_P = np.empty(len(order), np.int64)
-        group_P[order] = np.cumsum(is_new) - 1
-        begins_G = starts[is_new]
-        ends_G = ends[np.append(is_new[1:], True)]
-        lengths_G = ends_G - begins_G
-        ids = self._read(begins_G, ends_G).astype(np.int32)
-        at_P = starts_P - begins_G[group_P] + (np.cumsum(lengths_G) - lengths_G)[group_P]
-        return ids[np.repeat(at_P - (np.cumsum(sizes_P) - sizes_P), sizes_P) + np.arange(total)]
+        group_P[order] = np.cumsum(begins_group) - 1
+        start_G = sorted_start_P[begins_group]
+        stop_G = sorted_stop_P[ends_group]
+        ids = self._read(start_G, stop_G).astype(np.int32)
+        # Index in `ids` of each group, and of the first token of each range.
+        size_G = stop_G - start_G
+        index_G = np.cumsum(size_G) - size_G
+        index_P = index_G[group_P] + start_P - start_G[group_P]
+        size_P = stop_P - start_P
+        result_index_P = np.cumsum(size_P) - size_P
+        shifts = np.repeat(index_P - result_index_P, size_P)
+        return ids[shifts + np.arange(len(shifts))]
 
-    def _read(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        first = self._first
-        files = np.searchsorted(first, starts, side="right") - 1
-        num_files = np.searchsorted(first, stops) - files
-        if (num_files != 1).any():  # splits ranges at the ends of files, without empty pieces
-            num_files = np.maximum(num_files, 0)
-            before = np.cumsum(num_files) - num_files
-            files = np.repeat(files - before, num_files) + np.arange(num_files.sum())
-            starts = np.maximum(np.repeat(starts, num_files), first[files])
-            stops = np.minimum(np.repeat(stops, num_files), first[files + 1])
-            has_tokens = starts < stops
-            files = files[has_tokens]
-            starts = starts[has_tokens]
-            stops = stops[has_tokens]
-        width = self.dtype.itemsize
-        lows = (starts - first[files]) * width
-        highs = (stops - first[files]) * width
-        read = self._read_checked if self.is_checked else self._read_plain
-        return np.frombuffer(b"".join(read(files, lows, highs)), self.dtype)
+    def _read(self, start_P: np.ndarray, stop_P: np.ndarray) -> np.ndarray:
+        """Returns the ids of ranges in the store's dtype, one range after the other."""
+        file_F, start_F, stop_F = self._split_at_files(start_P, stop_P)
+        itemsize = self.dtype.itemsize
+        low_F = (start_F - self._first_token[file_F]) * itemsize
+        high_F = (stop_F - self._first_token[file_F]) * itemsize
+        if self.is_checked:
+            contents = self._read_checked_bytes(file_F, low_F, high_F)
+        else:
+            contents = self._read_bytes(file_F, low_F, high_F)
+        return np.frombuffer(b"".join(contents), self.dtype)
 
-    def _read_plain(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
-        paths = [self.files[file] for file in files.tolist()]
-        return file_access.read_ranges(paths, lows.tolist(), (highs - lows).tolist())
+    def _split_at_files(self, start_P: np.ndarray, stop_P: np.ndarray) -> _FileRanges:
+        """Splits ranges at the ends of files, without empty ones."""
+        first_token = self._first_token
+        file_P = np.searchsorted(first_token, start_P, side="right") - 1
+        num_files_P = np.searchsorted(first_token, stop_P) - file_P
+        if (num_files_P == 1).all():
+            return _FileRanges(file_P, start_P, stop_P)
+        num_files_P = np.maximum(num_files_P, 0)
+        before_P = np.cumsum(num_files_P) - num_files_P
+        file_F = np.repeat(file_P - before_P, num_files_P) + np.arange(num_files_P.sum())
+        start_F = np.maximum(np.repeat(start_P, num_files_P), first_token[file_F])
+        stop_F = np.minimum(np.repeat(stop_P, num_files_P), first_token[file_F + 1])
+        has_tokens = start_F < stop_F
+        return _FileRanges(file_F[has_tokens], start_F[has_tokens], stop_F[has_tokens])
 
-    def _read_checked(self, files: np.ndarray, lows: np.ndarray, highs: np.ndarray) -> list[bytes]:
-        """Reads whole blocks, compares checksums, and crops the ranges."""
-        first = lows // _CHECKED_BYTES
-        last = -(-highs // _CHECKED_BYTES)
-        begins = first * _CHECKED_BYTES
-        ends = np.minimum(last * _CHECKED_BYTES, self._num_bytes[files])
-        blocks = self._read_plain(files, begins, ends)
-        known = self._checksums[self._checksums_name]
-        of_file = self._first_sum[files]
-        found = [*map(extend_crc, known[of_file + first].tolist(), blocks)]
-        if found != (expected := known[of_file + last].tolist()):
-            at = int(np.argmax(np.not_equal(found, expected)))
-            path = self.files[files[at]]
+    def _read_bytes(self, file_F: np.ndarray, low_F: np.ndarray, high_F: np.ndarray) -> list[bytes]:
+        """Returns the bytes [low, high) of files."""
+        paths = [self.files[file] for file in file_F.tolist()]
+        return file_access.read_ranges(paths, low_F.tolist(), (high_F - low_F).tolist())
+
+    def _read_checked_bytes(
+        self, file_F: np.ndarray, low_F: np.ndarray, high_F: np.ndarray
+    ) -> list[bytes]:
+        """Returns the bytes [low, high) of files; reads whole blocks and compares checksums."""
+        first_block_F = low_F // _CHECKED_BYTES
+        end_block_F = -(-high_F // _CHECKED_BYTES)
+        begin_F = first_block_F * _CHECKED_BYTES
+        end_F = np.minimum(end_block_F * _CHECKED_BYTES, self._num_bytes[file_F])
+        blocks = self._read_bytes(file_F, begin_F, end_F)
+        checksums = self._checksums
+        first_checksum_F = self._first_checksum[file_F]
+        checksums_before = checksums[first_checksum_F + first_block_F].tolist()
+        expected = checksums[first_checksum_F + end_block_F].tolist()
+        computed = list(map(extend_crc, checksums_before, blocks))
+        if computed != expected:
+            index = int(np.argmax(np.not_equal(computed, expected)))
+            path = self.files[file_F[index]]
             raise FileReadError(
-                f"{path} is damaged: checksums of the {len(blocks[at])} bytes from byte "
-                f"{begins[at]:,} differ. Copy it again; if it is in data_cache_dir, delete that "
-                "import, and start again to repeat it."
+                f"{path} is damaged: checksums of the {len(blocks[index])} bytes from byte "
+                f"{begin_F[index]:,} differ. Copy it again; if it is in data_cache_dir, delete "
+                "that import, and start again to repeat it."
             )
-        crops = zip(blocks, (lows - begins).tolist(), (highs - begins).tolist(), strict=True)
+        crops = zip(blocks, (low_F - begin_F).tolist(), (high_F - begin_F).tolist(), strict=True)
         return [block[low:high] for block, low, high in crops]
 
 
+class _SourceFiles(NamedTuple):
+    """Contents of source_files.json."""
+
+    path: Path
+    first_documents: list[int]  # of each file
+    names: list[str]
+
+
 @functools.lru_cache(maxsize=8)
-def _read_source_files(folder: Path | None) -> tuple[list[int], list[str]]:
-    """Returns the first document and the name of each source file, if known."""
+def _read_source_files(folder: Path | None) -> _SourceFiles | None:
+    """Returns the source files of the documents; None if unknown."""
     if folder is None or not (folder / SOURCE_FILES_NAME).exists():
-        return [], []
+        return None
     path = folder / SOURCE_FILES_NAME
     try:
         entries = _SOURCE_FILES.validate_json(path.read_bytes(), strict=True)
-        firsts = [first for first, _ in entries]
-        if not firsts or firsts[0] or any(after < first for first, after in pairwise(firsts)):
+        first_documents = [first for first, _ in entries]
+        if not first_documents or first_documents[0] or first_documents != sorted(first_documents):
             raise ValueError("its documents do not ascend from 0")
     except (OSError, ValueError) as error:
         raise damaged(path, error) from error
-    return firsts, [name for _, name in entries]
+    return _SourceFiles(path, first_documents, [name for _, name in entries])
 
 
 def checksums_name(kind: str = "tokens") -> str:
@@ -233,37 +299,53 @@ def file_checksums(path: Path) -> np.ndarray:
 
 
 class TokenWriter:
-    """Writes ids to a flat file, synced to disk at the end."""
+    """Writes ids to a flat file, synced to disk at the end; a context manager.
+
+    After an error in its block, there is no file.
+
+    Attributes:
+      count: Ids written so far.
+      max_token_id: The largest of them; -1 without any.
+    """
 
     def __init__(self, path: Path, dtype: np.dtype):
+        """Opens a temporary file; `dtype` is the type of the ids in it."""
         self.count = 0
-        self.largest = -1
+        self.max_token_id = -1
         self._path = path
         self._dtype = dtype
-        self._writing = temporary_name(path)
-        self._file = self._writing.open("wb")
+        self._temporary_path = temporary_name(path)
+        self._file = self._temporary_path.open("wb")
 
     def write(self, ids: np.ndarray) -> None:
+        """Appends ids, which must fit the dtype."""
         self.count += ids.size
-        self.largest = max(self.largest, int(ids.max(initial=-1)))
+        self.max_token_id = max(self.max_token_id, int(ids.max(initial=-1)))
         self._file.write(ids.astype(self._dtype).data)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        with contextlib.suppress(*[OSError] * (kind is not None)):
-            self._file.close()
-        if kind is None:
-            atomic_rename(self._writing, self._path)
-        else:
-            self._writing.unlink()
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error_type is not None:
+            with contextlib.suppress(OSError):  # the error in the block is raised
+                self._file.close()
+            self._temporary_path.unlink()
+            return
+        self._file.close()
+        atomic_rename(self._temporary_path, self._path)
 
 
 def load_offsets(folder: Path, entry: Split) -> Arrays:
     """Returns the document offsets of a folder, checked by the split's entry in the manifest.
 
-    All of them are read, as sequences are cut by them: 8 bytes for each document.
+    All of them are read, as sequences are sliced by them: 8 bytes for each document. Raises
+    UserError if they are damaged or belong to other data.
     """
     path = folder / OFFSETS_NAME
     documents = Arrays(folder)
@@ -291,93 +373,33 @@ def load_offsets(folder: Path, entry: Split) -> Arrays:
 def open_flat(
     folder: Path, manifest: Manifest, split: str, files: Sequence[FileInfo] | None = None
 ) -> TokenStore:
-    """Opens a split of a prepared dataset, possibly with remote `files`."""
+    """Opens a split of a prepared dataset of flat files.
+
+    Args:
+      folder: The dataset, or a local copy of its small files.
+      manifest: Its manifest.
+      split: A split that is not empty.
+      files: The token files, which may be remote; None: those in `folder`.
+
+    Raises:
+      UserError: A file is missing, damaged or of other data.
+    """
     assert manifest.format == "bin", manifest.format
     entry = manifest.splits[split]
-    found = check_files(manifest, folder, split) if files is None else files
+    if files is None:
+        files = check_files(manifest, folder, split)
     store = TokenStore(
-        [file.path for file in found],
+        [file.path for file in files],
         [file.num_records for file in entry.files],
         np.dtype(manifest.dtype).newbyteorder("<"),
         load_offsets(folder / split, entry),
         folder / split / f"{checksums_name()}.npy",
     )
-    store.check_sizes(found)
+    store.check_sizes(files)
     return store
 
 
 def document_sizes(document_offsets: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields document sizes in blocks, in constant memory."""
+    """Yields the numbers of tokens of documents in blocks, in constant memory."""
     for first in range(0, len(document_offsets) - 1, _BLOCK):
         yield np.diff(document_offsets[first : first + _BLOCK + 1])
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenSplit:
-    """An opened split.
-
-    Attributes:
-      fingerprint: Hex digest of the contents, or of file names, sizes and document boundaries:
-        equal data gives equal batches.
-      record_length: Tokens of each record if all have one length (the last may be shorter), as
-        another program cuts training sequences; None for documents.
-      labels: A store parallel to `store` with the id to predict at each position (already shifted),
-        negative for none; None if targets are the next tokens.
-    """
-
-    store: TokenStore
-    description: str
-    fingerprint: str
-    pad_id: int = 0  # padding id
-    eos_id: int | None = None
-    special_ids: tuple[int, ...] = ()  # known ids that are never text (bos, eos, pad)
-    mask_id: int | None = None
-    vocab_size: int | None = None
-    max_token_id: int | None = None  # None if unknown without reading everything
-    unigram_entropy_nats: float | None = None  # nats per token
-    record_length: int | None = None
-    labels: TokenStore | None = None
-    skipped: tuple[str, ...] = ()  # descriptions of records that the import skipped
-    tokenizer_folder: Path | None = None  # folder or file of the tokenizer
-    tokenizer_sha256: str = ""
-    tokens_sha256: str = ""  # of all ids as bytes, by the manifest
-    num_text_bytes: int = 0  # UTF-8 bytes of the text; 0 if unknown
-    has_bos: bool = False  # whether a control id precedes each text
-
-
-def foreign_data(
-    store: TokenStore, where: str, source: str, fingerprint: str, **more: Any
-) -> TokenSplit:
-    """Returns data of another program; UserError without tokens."""
-    if not len(store):
-        raise UserError(
-            f"{where}: {source} hold no tokens. Check that these are the files you mean."
-        )
-    length = record_length(store.document_offsets)
-    kind = f"rows of {length:,}" if length else "documents"
-    num_documents = len(store.document_offsets) - 1
-    description = f"{len(store):,} tokens in {num_documents:,} {kind} of {source}"
-    return TokenSplit(store, description, fingerprint, record_length=length, **more)
-
-
-def boundaries_digest(document_offsets: np.ndarray, added: int = 0) -> str:
-    """Returns a digest of the offsets without `added` tokens a document."""
-    digest = hashlib.sha256()
-    for first in range(0, len(document_offsets), _BLOCK):
-        block = document_offsets[first : first + _BLOCK]
-        without = block - added * np.arange(first, first + len(block))
-        digest.update(without.astype("<i8", copy=False).data)
-    return digest.hexdigest()[:16]
-
-
-def record_length(offsets: np.ndarray) -> int | None:
-    """Returns the common length of documents, or None."""
-    count = len(offsets) - 1
-    if count < 2:
-        return None
-    length = int(offsets[1] - offsets[0])
-    last = int(offsets[-1] - offsets[-2])
-    if last != length and not (count > 2 and 0 < last < length):
-        return None
-    is_even = all(bool((sizes == length).all()) for sizes in document_sizes(offsets[:-1]))
-    return length if is_even else None

@@ -65,7 +65,7 @@ def _parse(model: bytes, origin: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"{origin} is a SentencePiece model, and the package sentencepiece is not installed. "
-            "Install it: pip install 'MaxText[data]'"
+            "Install it: pip install 'jaxpretrain[data]'"
         ) from error
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)

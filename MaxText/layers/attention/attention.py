@@ -1,4 +1,12 @@
-"""The attention mixer: projections, positions, attention, output."""
+"""The attention mixer: projections, positions, attention, output.
+
+`Attention.__call__` reads in the order of execution: `project_inputs`, `attend`, `project_output`.
+`attend` chooses among three implementations of the same softmax attention: `ring_attention` and
+`flash_attention` where the configuration and the devices have them, else `dot_product_attention`.
+`prefill` does the same and keeps the keys and values, `decode_step` attends to those kept.
+
+Legend: B sequences, T tokens, D emb_dim, N query heads, K key/value heads, H head_dim, M memories.
+"""
 
 import functools
 from typing import Any, ClassVar
@@ -11,6 +19,7 @@ from MaxText.config.model_sections import ModelConfig
 from MaxText.config.registry import lookup, register
 from MaxText.layers.attention.attention_core import (
     MAX_BLOCKS,
+    AttentionSharding,
     AttentionSpec,
     PersistentKV,
     dot_product_attention,
@@ -21,26 +30,29 @@ from MaxText.layers.attention.flash_attention import average_keys_computed as fl
 from MaxText.layers.attention.ring_attention import ring_attention
 from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.dropout import Dropout
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
 from MaxText.layers.normalization import RMSNorm
 from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.rotary import apply_rotary
-from MaxText.parallelism.logical_sharding import (
-    current_sharding,
-    split_axes,
-    with_logical_constraint,
-)
+from MaxText.parallelism.logical_sharding import current_sharding, with_logical_constraint
 
 QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "activation_kv")
 KEY_AXES = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
+_WHOLE_KEY_AXES = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])  # all tokens on each device
 
-State = KeyValueCache | SlidingWindowCache
+MixerInput = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
+AttentionState = KeyValueCache | SlidingWindowCache
 
 
 @register("mixer", "attention")
 class Attention(Mixer):
-    """Multi-head or grouped-query attention (Vaswani 2017; Ainslie 2023)."""
+    """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).
+
+    A subclass may compute other values (`values`), see fewer keys (`sliding_window`), or replace
+    softmax attention between the projections (`attend`, and with it `prefill` and `decode_step`).
+    """
 
     rows: ClassVar = {
         **dict.fromkeys(("query", "key", "value"), "query, key, value"),
@@ -60,27 +72,47 @@ class Attention(Mixer):
         self.dropout_rate = config.dropout.rate("attention")
         self.max_length = init.dimensions.max_target_length
         self.precision = init.precision
-        bias = attention.qkv_bias
         projection = functools.partial(
             lookup("projection", attention.attention_projections), config, init, rngs
         )
-        q_axes = ("embed", "q_heads", "kv")
-        kv_axes = ("embed", "kv_heads", "kv")
-        self.query = projection("qkv", (D,), (N, H), q_axes, draw.query, bias)
-        self.key = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
-        self.value = projection("qkv", (D,), (K, H), kv_axes, draw.key_value, bias)
-        out_axes = ("q_heads", "kv", "embed")
-        bias = attention.proj_bias
-        self.out = projection("proj", (N, H), (D,), out_axes, draw.attention_output, bias)
-        memories = attention.num_mem_kv if self.has_memories else 0
-        axes = (None, "kv_heads", "kv")
-        dtype = init.weight_dtype
-        self.memory_key, self.memory_value = (
-            param(rngs, (memories, K, H), axes, draw.persistent_kv, dtype=dtype)
-            if memories
-            else None
-            for _ in range(2)
+        self.query = projection(
+            "qkv",
+            (D,),
+            (N, H),
+            axes=("embed", "q_heads", "kv"),
+            initializer=draw.query,
+            use_bias=attention.qkv_bias,
         )
+        key_or_value = functools.partial(
+            projection,
+            "qkv",
+            (D,),
+            (K, H),
+            axes=("embed", "kv_heads", "kv"),
+            initializer=draw.key_value,
+            use_bias=attention.qkv_bias,
+        )
+        self.key = key_or_value()
+        self.value = key_or_value()
+        self.out = projection(
+            "proj",
+            (N, H),
+            (D,),
+            axes=("q_heads", "kv", "embed"),
+            initializer=draw.attention_output,
+            use_bias=attention.proj_bias,
+        )
+        memory = functools.partial(
+            param,
+            rngs,
+            (attention.num_mem_kv, K, H),
+            (None, "kv_heads", "kv"),
+            draw.persistent_kv,
+            dtype=init.weight_dtype,
+        )
+        has_memories = self.has_memories and attention.num_mem_kv > 0
+        self.memory_key = memory() if has_memories else None
+        self.memory_value = memory() if has_memories else None
         norm = attention.use_qk_norm
         epsilon = config.block.normalization_layer_epsilon
         self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
@@ -93,170 +125,214 @@ class Attention(Mixer):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Returns FLOPs of the products q k and p v; see `Part.flops`."""
         attention = config.attention
         per_key = 2 * dimensions.num_query_heads * dimensions.head_dim
         window = cls.sliding_window(attention)
         memories = attention.num_mem_kv if cls.has_memories else 0
-        counted = average_keys_visible(length, causal=attention.causal, window=window) + memories
-        multiplied = average_keys_computed(attention, length, window)
-        found = Flops(per_key * counted, per_key * (multiplied + memories))
+        visible = average_keys_visible(length, causal=attention.causal, window=window)
+        computed = average_keys_computed(attention, length, window)
+        product = Flops(per_key * (visible + memories), per_key * (computed + memories))
         is_flash = attention.attention == "flash" and length % TILE == 0
         # Both backward kernels recompute scores and the gradient of probabilities.
-        again = 3 * per_key * multiplied if is_flash else 0.0
-        return {"attention scores": found._replace(recomputed=again), "attention values": found}
+        recomputed = 3 * per_key * computed if is_flash else 0.0
+        return {
+            "attention scores": product._replace(recomputed=recomputed),
+            "attention values": product,
+        }
 
     @classmethod
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
+        """Returns bytes of keys and values; see `Part.state_bytes`."""
         bytes_per_token = 2 * dimensions.num_kv_heads * dimensions.head_dim * itemsize
-        if (window := cls.sliding_window(config.attention)) is not None:
+        window = cls.sliding_window(config.attention)
+        if window is not None:
             return 0, min(window, length) * bytes_per_token
         return bytes_per_token, config.attention.num_mem_kv * bytes_per_token
 
-    def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        return self._run(x_BTD, context, None)[0], {}
+    def __call__(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Returns the output [B, T, D], and no losses.
 
-    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, State]:
-        return self._run(x_BTD, context, None)
+        Args:
+          x: Inputs x_BTD of queries, keys and values.
+          context: Facts about the batch.
+        """
+        q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
+        o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
+        return self.project_output(o_BTNH), {}
 
-    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
-        return self._run(x_BTD, context, state)
+    def prefill(self, x: MixerInput, context: ForwardContext) -> tuple[jax.Array, Any]:
+        """Returns the output for prompts, and a cache of their keys and values."""
+        q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
+        o_BTNH = self.attend(q_BTNH, k_BTKH, v_BTKH, context)
+        return self.project_output(o_BTNH), self._fill_cache(k_BTKH, v_BTKH, context)
 
-    def _run(self, x: Any, context: ForwardContext, state: State | None) -> tuple[jax.Array, Any]:
-        q_BTD, k_BTD, v_BTD = x
-        q_BTNH = tag(self.query(q_BTD), "query_proj")
-        k_BTKH = tag(self.key(k_BTD), "key_proj")
-        v_BTKH = self.values(v_BTD, context)
+    def decode_step(
+        self, x: MixerInput, state: Any, context: ForwardContext
+    ) -> tuple[jax.Array, Any]:
+        """Returns the output for new tokens, and the cache with their keys and values."""
+        q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
+        spec = self.spec(context)
+        positions_BT = context.positions_BT
+        assert positions_BT is not None
+        if isinstance(state, SlidingWindowCache):
+            o_BTNH, state = state.step(q_BTNH, k_BTKH, v_BTKH, positions_BT, spec)
+        else:
+            assert isinstance(state, KeyValueCache)
+            state = state.append(k_BTKH, v_BTKH, positions_BT)
+            o_BTNH = state.attend(q_BTNH, positions_BT, spec)
+        return self.project_output(o_BTNH), state
+
+    def project_inputs(
+        self, x: MixerInput, context: ForwardContext
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries [B, T, N, H], keys and values [B, T, K, H].
+
+        Queries and keys are normalized (use_qk_norm) and then rotated (rotary positions).
+        """
+        query_input_BTD, key_input_BTD, value_input_BTD = x
+        q_BTNH = tag(self.query(query_input_BTD), "query_proj")
+        k_BTKH = tag(self.key(key_input_BTD), "key_proj")
+        v_BTKH = self.values(value_input_BTD, context)
         if self.query_norm is not None and self.key_norm is not None:
             q_BTNH = self.query_norm(q_BTNH)
             k_BTKH = self.key_norm(k_BTKH)
         if context.rotary is not None:
-            q_BTNH, k_BTKH = (apply_rotary(x, context.rotary) for x in (q_BTNH, k_BTKH))
+            q_BTNH = apply_rotary(q_BTNH, context.rotary)
+            k_BTKH = apply_rotary(k_BTKH, context.rotary)
         q_BTNH = with_logical_constraint(q_BTNH, *QUERY_AXES)
-        k_BTKH, v_BTKH = (with_logical_constraint(x, *KEY_AXES) for x in (k_BTKH, v_BTKH))
-        o_BTNH, state = self._core(q_BTNH, k_BTKH, v_BTKH, context, state)
-        o_BTNH = with_logical_constraint(o_BTNH, *QUERY_AXES)
-        return tag(self.out(o_BTNH), "out_proj"), state
+        k_BTKH = with_logical_constraint(k_BTKH, *KEY_AXES)
+        v_BTKH = with_logical_constraint(v_BTKH, *KEY_AXES)
+        return q_BTNH, k_BTKH, v_BTKH
 
     def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
+        """Returns the values [B, T, K, H] of their inputs."""
         return tag(self.value(v_BTD), "value_proj")
 
-    def _core(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        context: ForwardContext,
-        state: State | None,
-    ) -> tuple[jax.Array, State | None]:
-        config = self.config
-        window = self.sliding_window(config)
-        spec = AttentionSpec(
-            causal=config.causal,
-            window=window,
-            scale=config.attention_scale,
-            soft_cap=config.attn_logits_soft_cap,
+    def project_output(self, o_BTNH: jax.Array) -> jax.Array:
+        """Returns the output [B, T, D] of the heads' outputs."""
+        o_BTNH = with_logical_constraint(o_BTNH, *QUERY_AXES)
+        return tag(self.out(o_BTNH), "out_proj")
+
+    def spec(self, context: ForwardContext) -> AttentionSpec:
+        """Returns how this layer computes and masks its scores."""
+        return AttentionSpec(
+            causal=self.config.causal,
+            window=self.sliding_window(self.config),
+            scale=self.config.attention_scale,
+            soft_cap=self.config.attn_logits_soft_cap,
             slopes_N=context.slopes_N,
             precision=self.precision,
         )
-        if state is not None:
-            assert context.positions_BT is not None
-            if isinstance(state, SlidingWindowCache):
-                return state.step(q_BTNH, k_BTKH, v_BTKH, context.positions_BT, spec)
-            assert isinstance(state, KeyValueCache)
-            state = state.append(k_BTKH, v_BTKH, context.positions_BT)
-            return state.attend(q_BTNH, context.positions_BT, spec), state
-        persistent_kv = None
-        if self.memory_key is not None and self.memory_value is not None:
-            persistent_kv = (self.memory_key[...], self.memory_value[...])
-            persistent_kv = jax.tree.map(lambda x: x.astype(k_BTKH.dtype), persistent_kv)
-        o_BTNH = self._softmax(q_BTNH, k_BTKH, v_BTKH, spec, persistent_kv, context)
-        if context.capacity is None:
-            return o_BTNH, None
-        if window is not None:
-            assert context.lengths_B is not None
-            # The window may be longer than any sequence.
-            slots = min(window, self.max_length)
-            return o_BTNH, SlidingWindowCache.from_prefill(k_BTKH, v_BTKH, context.lengths_B, slots)
-        return o_BTNH, KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, persistent_kv)
 
-    def _softmax(
-        self,
-        q_BTNH: jax.Array,
-        k_BTKH: jax.Array,
-        v_BTKH: jax.Array,
-        spec: AttentionSpec,
-        persistent_kv: PersistentKV | None,
-        context: ForwardContext,
+    def memories(self, dtype: Any) -> PersistentKV | None:
+        """Returns the learned keys and values [M, K, H] that every query sees, or None."""
+        if self.memory_key is None or self.memory_value is None:
+            return None
+        return self.memory_key[...].astype(dtype), self.memory_value[...].astype(dtype)
+
+    def attend(
+        self, q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, context: ForwardContext
     ) -> jax.Array:
+        """Returns softmax attention of whole sequences, [B, T, N, H], tagged "context".
+
+        Tokens of a sequence may be divided over devices. Then keys and values travel around a ring
+        (context_parallel_strategy=ring), or the kernel or a sharding constraint gathers them.
+        """
         config = self.config
-        segments_BT = context.segments_BT
-        key = context.key_for(0)
-        drops = self.dropout_rate > 0 and key is not None
-        blocked = config.attention != "dot_product"
-        block_size = config.attention_block_size if blocked else None
-        query_sharding = current_sharding(QUERY_AXES, q_BTNH.shape)
-        key_sharding = current_sharding(KEY_AXES, k_BTKH.shape)
-        # A registered position embedding may have added a bias.
-        flash = config.attention == "flash" and spec.slopes_N is None
-        flash = flash and supports_shape(q_BTNH, query_sharding)
-        parts = 1
-        if query_sharding and key_sharding and split_axes(query_sharding, 1):
-            if config.context_parallel_strategy == "ring" and not drops:
-                balanced = config.context_parallel_load_balance
-                o_BTNH = ring_attention(
-                    q_BTNH,
-                    k_BTKH,
-                    v_BTKH,
-                    spec,
-                    query_sharding,
-                    key_sharding,
-                    segments_BT=segments_BT,
-                    persistent_kv=persistent_kv,
-                    block_size=block_size,
-                    balanced=balanced,
-                )
-                return tag(o_BTNH, "context")
-            if not flash:
-                whole = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])
-                k_BTKH, v_BTKH = (with_logical_constraint(x, *whole) for x in (k_BTKH, v_BTKH))
-            parts = q_BTNH.shape[1] // query_sharding.shard_shape(q_BTNH.shape)[1]
-        if flash:
-            assert persistent_kv is None, config
-            assert not drops, config
+        spec = self.spec(context)
+        memories = self.memories(k_BTKH.dtype)
+        dropout = Dropout(self.dropout_rate, context.key_for(0))
+        has_blocks = config.attention != "dot_product"
+        block_size = config.attention_block_size if has_blocks else None
+        sharding = _attention_sharding(q_BTNH, k_BTKH)
+        if sharding is not None and self._uses_ring(sharding, dropout):
+            o_BTNH = ring_attention(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                spec,
+                sharding,
+                segments_BT=context.segments_BT,
+                persistent_kv=memories,
+                block_size=block_size,
+                balanced=config.context_parallel_load_balance,
+            )
+            return tag(o_BTNH, "context")
+        if self._uses_flash(q_BTNH, spec, sharding):
+            assert memories is None, config
+            assert not dropout.is_active, config
             return flash_attention(
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,
                 spec,
-                query_sharding,
-                key_sharding,
-                segments_BT=segments_BT,
+                sharding,
+                segments_BT=context.segments_BT,
             )
+        num_parts = 1
+        if sharding is not None and sharding.length_axes:
+            k_BTKH = with_logical_constraint(k_BTKH, *_WHOLE_KEY_AXES)
+            v_BTKH = with_logical_constraint(v_BTKH, *_WHOLE_KEY_AXES)
+            num_parts = q_BTNH.shape[1] // sharding.query.shard_shape(q_BTNH.shape)[1]
         o_BTNH = dot_product_attention(
             q_BTNH,
             k_BTKH,
             v_BTKH,
             spec,
-            segments_BT=segments_BT,
-            persistent_kv=persistent_kv,
+            segments_BT=context.segments_BT,
+            persistent_kv=memories,
             block_size=block_size,
-            parts=parts,
-            dropout_rate=self.dropout_rate,
-            dropout_key=key,
+            num_parts=num_parts,
+            dropout=dropout,
         )
         return tag(o_BTNH, "context")
+
+    def _uses_ring(self, sharding: AttentionSharding, dropout: Dropout) -> bool:
+        is_ring = self.config.context_parallel_strategy == "ring"
+        return is_ring and bool(sharding.length_axes) and not dropout.is_active
+
+    def _uses_flash(
+        self, q_BTNH: jax.Array, spec: AttentionSpec, sharding: AttentionSharding | None
+    ) -> bool:
+        # A registered position embedding may have added a bias, which no kernel has.
+        if self.config.attention != "flash" or spec.slopes_N is not None:
+            return False
+        return supports_shape(q_BTNH, sharding)
+
+    def _fill_cache(
+        self, k_BTKH: jax.Array, v_BTKH: jax.Array, context: ForwardContext
+    ) -> AttentionState:
+        """Returns a cache of the keys and values of prompts."""
+        window = self.sliding_window(self.config)
+        if window is not None:
+            assert context.lengths_B is not None
+            # The window may be longer than any sequence.
+            slots = min(window, self.max_length)
+            return SlidingWindowCache.from_prefill(k_BTKH, v_BTKH, context.lengths_B, slots)
+        assert context.capacity is not None
+        memories = self.memories(k_BTKH.dtype)
+        return KeyValueCache.from_prefill(k_BTKH, v_BTKH, context.capacity, memories)
+
+
+def _attention_sharding(q_BTNH: jax.Array, k_BTKH: jax.Array) -> AttentionSharding | None:
+    """Returns how the current mesh divides queries and keys; None on one device."""
+    query = current_sharding(QUERY_AXES, q_BTNH.shape)
+    key = current_sharding(KEY_AXES, k_BTKH.shape)
+    return None if query is None or key is None else AttentionSharding(query, key)
 
 
 @register("mixer", "local_attention")
 class LocalAttention(Attention):
-    """Attention to the last `sliding_window_size` tokens."""
+    """Attention to the last `sliding_window_size` tokens (Longformer, Beltagy et al. 2020)."""
 
     has_memories = False
 
     @classmethod
     def sliding_window(cls, config: AttentionConfig) -> int | None:
+        """Returns sliding_window_size."""
         return config.sliding_window_size
 
 
@@ -267,7 +343,13 @@ def average_keys_visible(length: int, *, causal: bool, window: int | None = None
 
 
 def average_keys_computed(config: AttentionConfig, length: int, window: int | None = None) -> float:
-    """Returns the average keys multiplied per query, masked ones included."""
+    """Returns the average number of keys multiplied per query, masked ones included.
+
+    Args:
+      config: Chooses the implementation, and with it the blocks of queries.
+      length: Tokens of a sequence.
+      window: The layer's window, or None.
+    """
     if config.attention == "flash" and length % TILE == 0:
         return flash_keys_computed(length, causal=config.causal, window=window)
     if window is not None:

@@ -1,13 +1,16 @@
-"""Softmax attention by fused kernels: splash attention or cuDNN.
+"""Softmax attention by fused kernels: splash attention on TPU, cuDNN's on GPU.
 
-Both kernels are written for one device; this module partitions the work.
+Both kernels compute attention in blocks that stay on the chip (FlashAttention, Dao et al. 2022),
+and are written for one device: `flash_attention` divides the work over a mesh with jax.shard_map.
+`kernel_unsupported_reason` and `cudnn_failure_reason` say beforehand whether a kernel serves a
+model. On CPU splash attention is interpreted, for tests.
 
 Legend: B sequences, T query tokens, S key tokens, N query heads, K key/value heads, H head_dim.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +21,14 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.errors import first_line
-from MaxText.layers.attention.attention_core import AttentionSpec, kv_head_repeats, softmax_layers
+from MaxText.layers.attention.attention_core import (
+    AttentionSharding,
+    AttentionSpec,
+    kv_head_repeats,
+    softmax_layers,
+)
+from MaxText.layers.lowering.gather_length import gather_length
+from MaxText.layers.lowering.pipeline_stages import unbatched_on_one_stage
 from MaxText.parallelism.logical_sharding import current_num_stages, platform, split_axes
 
 # Splash attention blocks are multiples of TILE, and at most MaxText's default (sa_block_*): twice
@@ -33,24 +43,35 @@ _RESIDUALS = "context"  # name of the kernel's residuals in remat policies
 def kernel_unsupported_reason(
     config: ModelConfig, backend: str, num_length_parts: int = 1
 ) -> str | None:
-    """Returns why no kernel serves a model on "gpu" or "tpu", or None."""
+    """Returns why no kernel serves a model, or None.
+
+    Args:
+      config: The model.
+      backend: "gpu" or "tpu".
+      num_length_parts: Devices that divide the tokens of a sequence.
+    """
     layers = dict.fromkeys(softmax_layers(config))
-    reasons = (_unsupported_reason(*one, backend, num_length_parts) for one in layers)
-    return next(filter(None, reasons), None if layers else "no layer has softmax attention")
+    if not layers:
+        return "no layer has softmax attention"
+    for window, layer in layers:
+        reason = _unsupported_reason(window, layer, backend, num_length_parts)
+        if reason is not None:
+            return reason
+    return None
 
 
 def _unsupported_reason(
     window: int | None, layer: LayerConfig, backend: str, num_length_parts: int
 ) -> str | None:
-    config, d = layer
+    """Returns why no kernel serves a layer; the arguments are as above."""
+    config, dimensions = layer
     attention = config.attention
     precision = config.numerics.matmul_precision
     dtype = np.dtype(config.numerics.dtype)
     is_split = num_length_parts > 1
     is_ring = is_split and attention.context_parallel_strategy == "ring"
     has_alibi = config.position.position_embedding == "alibi"
-    each = f" on each of {num_length_parts} devices" if is_split else ""
-    refused: list[tuple[Any, str]] = [
+    limits: list[tuple[Any, str]] = [
         (has_alibi, "position_embedding=alibi adds to scores"),
         (attention.num_mem_kv, "num_mem_kv adds learned keys"),
         (
@@ -61,69 +82,89 @@ def _unsupported_reason(
         (is_ring, "context_parallel_strategy=ring has its own implementation"),
     ]
     if backend == "gpu":
-        refused += [
+        limits += [
             (dtype.itemsize != 2, f"cuDNN has no kernel for dtype={dtype.name}"),
-            (d.head_dim % 8, f"head_dim {d.head_dim} is not a multiple of 8"),
+            (dimensions.head_dim % 8, f"head_dim {dimensions.head_dim} is not a multiple of 8"),
             (attention.attn_logits_soft_cap, "cuDNN has no attn_logits_soft_cap"),
             (window and not attention.causal, "cuDNN has no bidirectional windows"),
         ]
     else:
-        length = d.max_target_length
-        is_large = d.head_dim * dtype.itemsize > _LARGEST_HEAD
-        refused += [
+        length = dimensions.max_target_length
+        is_large = dimensions.head_dim * dtype.itemsize > _LARGEST_HEAD
+        on_each_device = f" on each of {num_length_parts} devices" if is_split else ""
+        limits += [
             (dtype.name == "float16", "splash attention does not support dtype=float16"),
-            (is_large, f"head_dim {d.head_dim} is too large for a block in VMEM"),
+            (is_large, f"head_dim {dimensions.head_dim} is too large for a block in VMEM"),
             (
                 length % (TILE * num_length_parts),
-                f"max_target_length {length} is not a multiple of {TILE}{each}",
+                f"max_target_length {length} is not a multiple of {TILE}{on_each_device}",
             ),
         ]
-    return next((reason for holds, reason in refused if holds), None)
+    return next((reason for is_exceeded, reason in limits if is_exceeded), None)
 
 
 def cudnn_failure_reason(
     config: ModelConfig, devices: Iterable[Any], num_length_parts: int = 1
 ) -> str | None:
-    device = next((x for x in devices if x.process_index == jax.process_index()), None)
-    if not isinstance(device, jax.Device):
+    """Returns why cuDNN cannot compile its kernel and gradients for a model, or None.
+
+    Tries each shape of the model's layers on one of this process's devices.
+
+    Args:
+      config: The model.
+      devices: Devices of the mesh.
+      num_length_parts: Devices that divide the tokens of a sequence.
+    """
+    local_device = next(
+        (device for device in devices if device.process_index == jax.process_index()), None
+    )
+    if not isinstance(local_device, jax.Device):
         return "no GPU here to try cuDNN's kernel on"
     length = config.shape.max_target_length
-    on_device = SingleDeviceSharding(device)
-    own_length = length // num_length_parts
+    part_length = length // num_length_parts
+    sharding = SingleDeviceSharding(local_device)
 
     def abstract(*shape: int, dtype: Any = config.numerics.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=on_device)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    first = abstract(1, dtype=jnp.int32) if num_length_parts > 1 else None
-    segments = tuple(abstract(1, n, dtype=jnp.int32) for n in (own_length, length))
+    first_position = abstract(1, dtype=jnp.int32) if num_length_parts > 1 else None
+    segments = tuple(abstract(1, tokens, dtype=jnp.int32) for tokens in (part_length, length))
     # Other sizes, such as mlp_dim, would only compile the same kernel again.
-    kinds = dict.fromkeys(
-        (window, own.attention.attention_scale, d.num_query_heads, d.num_kv_heads, d.head_dim)
-        for window, (own, d) in softmax_layers(config)
+    shapes = dict.fromkeys(
+        (
+            window,
+            layer_config.attention.attention_scale,
+            dimensions.num_query_heads,
+            dimensions.num_kv_heads,
+            dimensions.head_dim,
+        )
+        for window, (layer_config, dimensions) in softmax_layers(config)
     )
-    for window, scale, num_heads, num_kv_heads, head_dim in kinds:
-        queries = abstract(1, own_length, num_heads, head_dim)
+    for window, scale, num_heads, num_kv_heads, head_dim in shapes:
+        queries = abstract(1, part_length, num_heads, head_dim)
         keys = abstract(1, length, num_kv_heads, head_dim)
-        spec = AttentionSpec(config.attention.causal, window, scale)
+        spec = AttentionSpec(causal=config.attention.causal, window=window, scale=scale)
 
-        def total(*arrays, spec=spec):
+        def total(*arrays: Any, spec: AttentionSpec = spec) -> jax.Array:
             return _cudnn(*arrays, spec=spec).sum()
 
         gradients = jax.jit(jax.grad(total, argnums=(1, 2, 3)))
         try:
-            gradients.lower(first, queries, keys, keys, *segments).compile()
+            gradients.lower(first_position, queries, keys, keys, *segments).compile()
         except Exception as error:  # its type depends on what cuDNN lacks
             reason = first_line(error)
             return f"cuDNN has no kernel for it: {reason}"
     return None
 
 
-def supports_shape(q_BTNH: jax.Array, query_sharding: NamedSharding | None) -> bool:
+def supports_shape(q_BTNH: jax.Array, sharding: AttentionSharding | None) -> bool:
+    """Returns whether the backend's kernel has blocks for this many tokens on a device."""
     length = q_BTNH.shape[1]
-    own = length if query_sharding is None else query_sharding.shard_shape(q_BTNH.shape)[1]
+    if sharding is not None:
+        length = sharding.query.shard_shape(q_BTNH.shape)[1]
     if platform() == "gpu":
-        return own % 2 == 0  # JAX requires it for gradients
-    return own % TILE == 0
+        return length % 2 == 0  # JAX requires it for gradients
+    return length % TILE == 0
 
 
 def flash_attention(
@@ -131,74 +172,88 @@ def flash_attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     spec: AttentionSpec,
-    query_sharding: NamedSharding | None,  # T over axes of `supports_shape`; None on one device
-    key_sharding: NamedSharding | None,  # S over the same axes as T
+    sharding: AttentionSharding | None = None,
     *,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
     """Computes dot_product_attention without ALiBi, memories and dropout.
 
     The output, and on TPU the log-sum-exp, are tagged "context" for remat policies.
+
+    Args:
+      q_BTNH: Queries; `supports_shape` holds for them.
+      k_BSKH: Keys, with S = T.
+      v_BSKH: Values.
+      spec: Computation and masking of scores.
+      sharding: How queries and keys are divided, S over the same axes as T. Each device gathers the
+        keys of whole sequences. None on one device.
+      segments_BT: Document of each token: attention stays within one.
+
+    Returns:
+      [B, T, N, H], in the dtype of the queries.
     """
     assert spec.slopes_N is None, spec
     assert spec.precision in (None, "default"), spec
     on_gpu = platform() == "gpu"
-    run = functools.partial(_cudnn if on_gpu else _splash, spec=spec)
-    if query_sharding is None or key_sharding is None:
-        return run(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+    run_kernel = functools.partial(_cudnn if on_gpu else _splash, spec=spec)
+    if sharding is None:
+        return run_kernel(None, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
     if on_gpu and current_num_stages() > 1:
-        run = _on_one_stage(run)
-    mesh = query_sharding.mesh
-    batch, length, heads = (split_axes(query_sharding, dim) for dim in range(3))
-    if (repeats := kv_head_repeats(q_BTNH, k_BSKH, query_sharding, key_sharding)) > 1:
-        k_BSKH, v_BSKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BSKH, v_BSKH))
-    queries = keys = PartitionSpec(batch, length, heads)
-    mask = mask_spec = None
-    if length and (spec.causal or (spec.window or k_BSKH.shape[1]) < k_BSKH.shape[1]):
-        _, own_length, own_heads, _ = query_sharding.shard_shape(q_BTNH.shape)
-        if on_gpu:
-            mask = jnp.arange(0, q_BTNH.shape[1], own_length)
-            mask_spec = PartitionSpec(length)
-        else:
-            parts = math.prod(mesh.shape[axis] for axis in length)
-            shape = own_length * parts, k_BSKH.shape[1]
-            mask = _splash_kernel(shape, own_heads, parts, spec, platform() == "cpu")
-            mask_spec = mask.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, length)))
-    segment_specs = PartitionSpec(batch, length), PartitionSpec(batch)
+        run_kernel = unbatched_on_one_stage(run_kernel)
+    batch_axes, length_axes, head_axes = (split_axes(sharding.query, dim) for dim in range(3))
+    repeats = kv_head_repeats(q_BTNH, k_BSKH, sharding)
+    if repeats > 1:
+        k_BSKH = jnp.repeat(k_BSKH, repeats, axis=2)
+        v_BSKH = jnp.repeat(v_BSKH, repeats, axis=2)
+    mask_part, mask_spec = _mask_of_parts(q_BTNH, k_BSKH, spec, sharding)
+    by_head = PartitionSpec(batch_axes, length_axes, head_axes)
+    query_segments = PartitionSpec(batch_axes, length_axes)
+    key_segments = PartitionSpec(batch_axes)
 
-    def gather_and_run(mask, q_BTNH, k_BSKH, v_BSKH, *segments):
-        if length:  # in here, so that gradients of keys and values are reduce-scattered
-            k_BSKH, v_BSKH = (_gather_length(x, length) for x in (k_BSKH, v_BSKH))
-        return run(mask, q_BTNH, k_BSKH, v_BSKH, *segments)
+    def gather_and_run(
+        mask_part: Any,
+        q_BTNH: jax.Array,
+        k_BSKH: jax.Array,
+        v_BSKH: jax.Array,
+        *segments: jax.Array | None,
+    ) -> jax.Array:
+        if length_axes:  # in here, so that gradients of keys and values are reduce-scattered
+            k_BSKH = gather_length(k_BSKH, length_axes)
+            v_BSKH = gather_length(v_BSKH, length_axes)
+        return run_kernel(mask_part, q_BTNH, k_BSKH, v_BSKH, *segments)
 
     return jax.shard_map(
         gather_and_run,
-        mesh=mesh,
-        in_specs=(mask_spec, queries, keys, keys, *segment_specs),
-        out_specs=queries,
+        mesh=sharding.query.mesh,
+        in_specs=(mask_spec, by_head, by_head, by_head, query_segments, key_segments),
+        out_specs=by_head,
         check_vma=False,
-    )(mask, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
+    )(mask_part, q_BTNH, k_BSKH, v_BSKH, segments_BT, segments_BT)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_length(x_BSKH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return jax.lax.all_gather(x_BSKH, axes, axis=1, tiled=True)
+def _mask_of_parts(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, spec: AttentionSpec, sharding: AttentionSharding
+) -> tuple[Any, Any]:
+    """Returns what tells each device its rows of the mask, and the partition of that.
 
-
-def _scatter_length(axes: tuple[str, ...], _: None, dx_BSKH: jax.Array) -> tuple[jax.Array]:
-    """Reduce-scatters the gradients of the gathered keys or values.
-
-    By a leading dimension: of any other, XLA for TPU makes an all-reduce and a slice.
+    For cuDNN the position of the device's first query, for splash attention a kernel made for the
+    whole mask. (None, None) if all devices have the same mask.
     """
-    batch, length, heads, head_dim = dx_BSKH.shape
-    parts = jax.lax.axis_size(axes)
-    own_length = length // parts
-    dx_PBKSH = dx_BSKH.reshape(batch, parts, own_length, heads, head_dim).transpose(1, 0, 3, 2, 4)
-    own = jax.lax.psum_scatter(dx_PBKSH.reshape(parts, -1, head_dim), axes)
-    return (own.reshape(batch, heads, own_length, head_dim).swapaxes(1, 2),)
-
-
-_gather_length.defvjp(lambda x_BSKH, axes: (_gather_length(x_BSKH, axes), None), _scatter_length)
+    length_axes = sharding.length_axes
+    num_keys = k_BSKH.shape[1]
+    hides_keys = spec.causal or (spec.window or num_keys) < num_keys
+    if not length_axes or not hides_keys:
+        return None, None
+    mesh = sharding.query.mesh
+    _, part_length, part_heads, _ = sharding.query.shard_shape(q_BTNH.shape)
+    if platform() == "gpu":
+        return jnp.arange(0, q_BTNH.shape[1], part_length), PartitionSpec(length_axes)
+    num_parts = math.prod(mesh.shape[axis] for axis in length_axes)
+    kernel = _splash_kernel(
+        (part_length * num_parts, num_keys), part_heads, num_parts, spec, platform() == "cpu"
+    )
+    rows = NamedSharding(mesh, PartitionSpec(None, length_axes))
+    return kernel, kernel.manual_sharding_spec(rows)
 
 
 def block_size(length: int) -> int:
@@ -207,6 +262,13 @@ def block_size(length: int) -> int:
 
 
 def splash_operations(name: str, queries: Sequence[int], num_keys: float) -> float:
+    """Returns the floating-point operations of one of splash attention's kernels.
+
+    Args:
+      name: Name of the kernel, which contains its phase: _fwd, _dkv or _dq.
+      queries: Shape of its queries.
+      num_keys: Average number of keys that a query is multiplied with.
+    """
     products = next(number for phase, number in _PRODUCTS.items() if phase in name)
     return 2.0 * products * math.prod(queries) * num_keys
 
@@ -215,13 +277,13 @@ def average_keys_computed(length: int, *, causal: bool, window: int | None = Non
     """Returns the average keys multiplied per query by splash attention."""
     block = block_size(length)
     blocks = np.arange(length // block)
-    behind = blocks[:, None] - blocks
+    block_distance = blocks[:, None] - blocks
     # Distance between the nearest query and key of two blocks.
-    nearest = (np.abs(behind) - 1) * block + 1
+    nearest = (np.abs(block_distance) - 1) * block + 1
     reach = length if window is None else window
-    seen = (behind == 0) | (behind > 0) & (nearest < reach)
+    seen = (block_distance == 0) | (block_distance > 0) & (nearest < reach)
     if not causal:
-        seen |= (behind < 0) & (nearest <= reach)
+        seen |= (block_distance < 0) & (nearest <= reach)
     return float(seen.sum() * block) / len(blocks)
 
 
@@ -233,7 +295,15 @@ def _splash_kernel(
     spec: AttentionSpec,
     interpret: bool,
 ) -> Any:
-    """Returns the kernel of a whole mask. Cached: slow to build."""
+    """Returns splash attention's kernel for a whole mask. Cached, as it is slow to build.
+
+    Args:
+      shape: Query tokens and key tokens of the mask.
+      num_heads: Query heads of a device.
+      num_length_parts: Devices that divide the query tokens.
+      spec: The mask and the soft cap.
+      interpret: Whether to interpret the kernel, as on CPU.
+    """
     # Pallas takes a second to import.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -280,26 +350,45 @@ def _by_diagonal(kind: type) -> Any:
     class ByDiagonal(kind):
         def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
             rows, columns = index
-            place = rows.start - columns.start, rows.stop - rows.start, columns.stop - columns.start
-            if place not in blocks:
+            offset = rows.start - columns.start
+            block_key = (offset, rows.stop - rows.start, columns.stop - columns.start)
+            if block_key not in blocks:
                 block = super().__getitem__(index)
-                blocks[place] = block[:1, :1] if block.all() == block.any() else block
-            return blocks[place]
+                is_uniform = block.all() == block.any()
+                blocks[block_key] = block[:1, :1] if is_uniform else block
+            return blocks[block_key]
 
     return ByDiagonal
 
 
 def _splash(
-    kernel, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
-):
-    """Runs splash attention on one device, with its rows of the mask."""
+    kernel: Any,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    query_segments_BT: jax.Array | None,
+    key_segments_BS: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+) -> jax.Array:
+    """Runs splash attention on one device.
+
+    Args:
+      kernel: The kernel with this device's rows of the mask; None if it has all rows.
+      q_BTNH: Its queries.
+      k_BSKH: Keys of whole sequences.
+      v_BSKH: Their values.
+      query_segments_BT: Documents of its queries.
+      key_segments_BS: Documents of the keys.
+      spec: Computation and masking of scores.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     _, length, num_heads, head_dim = q_BTNH.shape
     if kernel is None:
         kernel = _splash_kernel((length, k_BSKH.shape[1]), num_heads, 1, spec, platform() == "cpu")
     segments = None
-    if query_segments_BT is not None:
+    if query_segments_BT is not None and key_segments_BS is not None:
         segments = splash.SegmentIds(query_segments_BT, key_segments_BS)
     scaled = q_BTNH * spec.scale_for(head_dim)
     q_BNTH, k_BKSH, v_BKSH = (x.transpose(0, 2, 1, 3) for x in (scaled, k_BSKH, v_BSKH))
@@ -307,20 +396,36 @@ def _splash(
 
 
 def _cudnn(
-    first_1, q_BTNH, k_BSKH, v_BSKH, query_segments_BT, key_segments_BS, *, spec: AttentionSpec
-):
+    first_1: jax.Array | None,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    query_segments_BT: jax.Array | None,
+    key_segments_BS: jax.Array | None,
+    *,
+    spec: AttentionSpec,
+) -> jax.Array:
     """Runs cuDNN's attention on one device.
 
-    `first_1` is the position of the first query if sequences are split. Masks of segments and of
-    split sequences take [T, S].
+    Masks of segments and of divided sequences take [T, S].
+
+    Args:
+      first_1: Position of the first query if sequences are divided, else None.
+      q_BTNH: This device's queries.
+      k_BSKH: Keys of whole sequences.
+      v_BSKH: Their values.
+      query_segments_BT: Documents of the queries.
+      key_segments_BS: Documents of the keys.
+      spec: Computation and masking of scores.
     """
     is_causal = spec.causal
     mask_B1TS = None
     window = None if spec.window is None else (spec.window - 1, 0)
-    if query_segments_BT is not None:
+    if query_segments_BT is not None and key_segments_BS is not None:
         mask_B1TS = (query_segments_BT[:, :, None] == key_segments_BS[:, None])[:, None]
     if first_1 is not None:  # cuDNN's own masks begin at the first key
-        position_T, position_S = (jnp.arange(x.shape[1]) for x in (q_BTNH, k_BSKH))
+        position_T = jnp.arange(q_BTNH.shape[1])
+        position_S = jnp.arange(k_BSKH.shape[1])
         seen_TS = spec.visible((first_1 + position_T)[:, None] - position_S)
         mask_B1TS = seen_TS[None, None] if mask_B1TS is None else mask_B1TS & seen_TS
         is_causal = False
@@ -336,20 +441,3 @@ def _cudnn(
         implementation="cudnn",
     )
     return checkpoint_name(o_BTNH, _RESIDUALS)
-
-
-def _on_one_stage(run: Callable) -> Callable:
-    """Returns `run` for vmap over pipeline stages.
-
-    JAX cannot batch cuDNN's masks, but each device has one stage. Gradients work only outside of
-    the vmap, as in layers/assembly/pipeline.py.
-    """
-    on_stage = jax.custom_batching.custom_vmap(run)
-
-    @on_stage.def_vmap
-    def _(num_stages, is_batched, *arrays):
-        assert num_stages == 1, num_stages
-        own = jax.tree.map(lambda x, batched: x[0] if batched else x, arrays, tuple(is_batched))
-        return run(*own)[None], True
-
-    return on_stage

@@ -21,9 +21,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from MaxText.layers.attention.attention_core import AttentionSpec, PersistentKV, kv_head_repeats
+from MaxText.layers.attention.attention_core import (
+    AttentionSharding,
+    AttentionSpec,
+    PersistentKV,
+    kv_head_repeats,
+)
 from MaxText.layers.dense import einsum_f32
 from MaxText.parallelism.logical_sharding import split_axes
 
@@ -37,37 +42,79 @@ def ring_attention(
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,
     spec: AttentionSpec,
-    query_sharding: NamedSharding,  # T over the axes of the ring, which divide it
-    key_sharding: NamedSharding,  # T over the same axes
+    sharding: AttentionSharding,
     *,
     segments_BT: jax.Array | None = None,
     persistent_kv: PersistentKV | None = None,
-    block_size: int | None = None,  # query rows whose scores are in memory at once; None is all
-    balanced: bool = True,  # whether causal work without a window is divided evenly
+    block_size: int | None = None,
+    balanced: bool = True,
 ) -> jax.Array:
-    """Computes dot_product_attention without dropout, [B, T, N, H]."""
-    mesh = query_sharding.mesh
-    batch, ring, heads = (split_axes(query_sharding, dim) for dim in range(3))
-    assert ring == split_axes(key_sharding, 1), (query_sharding, key_sharding)
-    if (repeats := kv_head_repeats(q_BTNH, k_BTKH, query_sharding, key_sharding)) > 1:
-        k_BTKH, v_BTKH = (jnp.repeat(x, repeats, axis=2) for x in (k_BTKH, v_BTKH))
+    """Computes dot_product_attention without dropout, [B, T, N, H].
+
+    Args:
+      q_BTNH: Queries.
+      k_BTKH: Keys of the same tokens.
+      v_BTKH: Values.
+      spec: Computation and masking of scores.
+      sharding: How the inputs are divided. The axes of T are those of the ring; they divide it, and
+        are the same for queries and keys.
+      segments_BT: Document of each token: attention stays within one.
+      persistent_kv: Learned keys and values that every query sees.
+      block_size: Query rows whose scores are in memory at once; None is all.
+      balanced: Whether causal work without a window is divided evenly.
+    """
+    mesh = sharding.query.mesh
+    batch_axes, ring_axes, head_axes = (split_axes(sharding.query, dim) for dim in range(3))
+    assert ring_axes == split_axes(sharding.key, 1), sharding
+    repeats = kv_head_repeats(q_BTNH, k_BTKH, sharding)
+    if repeats > 1:
+        k_BTKH = jnp.repeat(k_BTKH, repeats, axis=2)
+        v_BTKH = jnp.repeat(v_BTKH, repeats, axis=2)
         if persistent_kv is not None:
             persistent_kv = jax.tree.map(lambda x: jnp.repeat(x, repeats, axis=1), persistent_kv)
-    num_parts = math.prod(mesh.shape[axis] for axis in ring)
-    ring_of_devices = _Ring(
+    num_parts = math.prod(mesh.shape[axis] for axis in ring_axes)
+    ring = _Ring(
         spec=dataclasses.replace(spec, slopes_N=None),
-        axes=ring,
+        axes=ring_axes,
         num_parts=num_parts,
         length=q_BTNH.shape[1] // num_parts,
         asks_for_balance=balanced,
         block_size=block_size,
     )
-    by_head = PartitionSpec(batch, ring, heads)
-    others = PartitionSpec(batch, ring), PartitionSpec(heads), PartitionSpec(None, heads)
-    specs = (by_head, by_head, by_head, *others)
+    by_head = PartitionSpec(batch_axes, ring_axes, head_axes)
+    inputs = _RingInputs(
+        q_BLNH=q_BTNH,
+        k_BLKH=k_BTKH,
+        v_BLKH=v_BTKH,
+        segments_BL=segments_BT,
+        slopes_N=spec.slopes_N,
+        persistent_kv=persistent_kv,
+    )
+    specs: Any = _RingInputs(
+        q_BLNH=by_head,
+        k_BLKH=by_head,
+        v_BLKH=by_head,
+        segments_BL=PartitionSpec(batch_axes, ring_axes),
+        slopes_N=PartitionSpec(head_axes),
+        persistent_kv=PartitionSpec(None, head_axes),
+    )
     return jax.shard_map(
-        ring_of_devices.run, mesh=mesh, in_specs=specs, out_specs=by_head, check_vma=False
-    )(q_BTNH, k_BTKH, v_BTKH, segments_BT, spec.slopes_N, persistent_kv)
+        ring.run, mesh=mesh, in_specs=(specs,), out_specs=by_head, check_vma=False
+    )(inputs)
+
+
+class _RingInputs(NamedTuple):
+    """Inputs of attention; inside jax.shard_map those of one device.
+
+    Fields may also hold the sharding or the gradient of an input.
+    """
+
+    q_BLNH: Any
+    k_BLKH: Any
+    v_BLKH: Any
+    segments_BL: Any = None
+    slopes_N: Any = None
+    persistent_kv: Any = None
 
 
 class _QueryBlock(NamedTuple):
@@ -88,12 +135,46 @@ class _KVBlock(NamedTuple):
     segments_BS: jax.Array | None
 
 
+class _OnlineSoftmax(NamedTuple):
+    """Softmax over the keys so far, float32, with a leading dimension P for all blocks."""
+
+    largest_BKGR: jax.Array  # largest score
+    sums_BKGR: jax.Array  # sum of exp(score - largest)
+    o_BKGRH: jax.Array  # sum of exp(score - largest) v
+
+
+class _MaskedScores(NamedTuple):
+    """Scores of a block of queries and a piece of keys."""
+
+    scores_BKGRS: jax.Array
+    seen: jax.Array  # whether a query sees a key; broadcasts to the scores
+    slope: Any  # derivative of the scores by q k
+
+
+class _KeyPieces(NamedTuple):
+    """Keys and values of a device in Q pieces."""
+
+    k_QBSKH: jax.Array
+    v_QBSKH: jax.Array
+    segments_QBS: jax.Array | None
+
+
+class _RingResult(NamedTuple):
+    """States after a turn of the ring."""
+
+    query_state: Any
+    key_state: Any  # of the keys that this device has last
+    shift: int  # how many devices ahead of its own the keys of a device are
+
+
 # (a block, a piece, state of the block, state of the piece) -> the two states
 _BlockFn = Callable[[_QueryBlock, _KVBlock, Any, Any], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
+    """The computation of one device in a ring of C devices, and its schedule."""
+
     spec: AttentionSpec
     axes: Axes  # mesh axes of the ring
     num_parts: int  # C
@@ -103,11 +184,13 @@ class _Ring:
 
     @property
     def num_pieces(self) -> int:
+        """Q: 2 if causal work is balanced, else 1."""
         halves = self.spec.causal and self.spec.window is None and self.length % 2 == 0
         return 2 if self.asks_for_balance and halves else 1
 
     @property
     def num_blocks(self) -> int:
+        """P: blocks of equal size that do not cross pieces."""
         piece = self.length // self.num_pieces
         longest = min(self.block_size or piece, piece)
         return self.length // max(rows for rows in range(1, longest + 1) if piece % rows == 0)
@@ -124,199 +207,282 @@ class _Ring:
             return range(reach + 1)
         return range(-reach, reach + 1) if 2 * reach <= last else range(self.num_parts)
 
-    def run(
-        self,
-        q_BLNH: jax.Array,
-        k_BLKH: jax.Array,
-        v_BLKH: jax.Array,
-        segments_BL: jax.Array | None,
-        slopes_N: jax.Array | None,
-        persistent_kv: PersistentKV | None,
-    ) -> jax.Array:
-        tokens = (q_BLNH, k_BLKH, v_BLKH, segments_BL)
+    def run(self, inputs: _RingInputs) -> jax.Array:
+        """Returns the outputs of this device's queries, [B, L, N, H]."""
         if self.num_pieces > 1:
-            tokens = jax.tree.map(self._zigzag, tokens)
-
-        attend = jax.custom_vjp(lambda *operands: self._forward(*operands)[0])
+            inputs = inputs._replace(
+                q_BLNH=self._zigzag(inputs.q_BLNH),
+                k_BLKH=self._zigzag(inputs.k_BLKH),
+                v_BLKH=self._zigzag(inputs.v_BLKH),
+                segments_BL=jax.tree.map(self._zigzag, inputs.segments_BL),
+            )
+        attend = jax.custom_vjp(lambda inputs: self._forward(inputs)[0])
         attend.defvjp(self._forward, self._backward)
-        o_BLNH = attend(*tokens, slopes_N, persistent_kv)
+        o_BLNH = attend(inputs)
         return self._zigzag(o_BLNH, back=True) if self.num_pieces > 1 else o_BLNH
 
-    def _forward(self, *operands):
-        """Returns o_BLNH and residuals; log sums are float32 [P, B, K, G, R]."""
-        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv = operands
-        rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
-        num_blocks, batch, block, kv_heads, group, head_dim = rows.q_BRKGH.shape
-        slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
+    def _forward(
+        self, inputs: _RingInputs
+    ) -> tuple[jax.Array, tuple[_RingInputs, jax.Array, jax.Array]]:
+        """Returns the outputs, and residuals.
+
+        Each piece of keys updates the running maximum and sum of every block of queries (Dao et al.
+        2022, algorithm 1).
+
+        Returns:
+          The outputs [B, L, N, H], and (inputs, outputs, log-sum-exp float32 [P, B, K, G, R]).
+        """
+        queries = self._query_blocks(inputs)
+        num_blocks, batch, block, kv_heads, group, head_dim = queries.q_BRKGH.shape
+        slopes_KG = None
+        if inputs.slopes_N is not None:
+            slopes_KG = inputs.slopes_N.reshape(kv_heads, group)
         shape = (num_blocks, batch, kv_heads, group, block)
-        state = (
-            jnp.full(shape, _LOWEST, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, head_dim), jnp.float32),
+        state = _OnlineSoftmax(
+            largest_BKGR=jnp.full(shape, _LOWEST, jnp.float32),
+            sums_BKGR=jnp.zeros(shape, jnp.float32),
+            o_BKGRH=jnp.zeros((*shape, head_dim), jnp.float32),
         )
 
-        def block_fn(rows: _QueryBlock, keys: _KVBlock, state, _):
-            largest, sums, o_BKGRH = state
-            scores, seen, _ = self._scores(rows, keys, slopes_KG)
-            new_largest = jnp.maximum(largest, jnp.where(seen, scores, _LOWEST).max(-1))
-            correction = jnp.exp(largest - new_largest)
-            p = jnp.where(seen, jnp.exp(scores - new_largest[..., None]), 0.0)
-            more = self._einsum("bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH)
-            o_BKGRH = o_BKGRH * correction[..., None] + more
-            return (new_largest, sums * correction + p.sum(-1), o_BKGRH), ()
+        def add_keys(
+            queries: _QueryBlock, keys: _KVBlock, state: _OnlineSoftmax, _: tuple[()]
+        ) -> tuple[_OnlineSoftmax, tuple[()]]:
+            scores, seen, _ = self._scores(queries, keys, slopes_KG)
+            largest = jnp.maximum(state.largest_BKGR, jnp.where(seen, scores, _LOWEST).max(-1))
+            correction = jnp.exp(state.largest_BKGR - largest)
+            p = jnp.where(seen, jnp.exp(scores - largest[..., None]), 0.0)
+            added_BKGRH = self._einsum(
+                "bkgrs,bskh->bkgrh", p.astype(keys.v_BSKH.dtype), keys.v_BSKH
+            )
+            return (
+                _OnlineSoftmax(
+                    largest_BKGR=largest,
+                    sums_BKGR=state.sums_BKGR * correction + p.sum(-1),
+                    o_BKGRH=state.o_BKGRH * correction[..., None] + added_BKGRH,
+                ),
+                (),
+            )
 
-        if persistent_kv is not None:
-            state, _ = self._fold(block_fn, rows, _memory_block(persistent_kv, batch), state, ())
-        keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        (largest, sums, o), _, _ = self._ring_scan(block_fn, rows, keys, state, ())
-        o_BLNH = (o / sums[..., None]).transpose(1, 0, 4, 2, 3, 5).reshape(q_BLNH.shape)
-        o_BLNH = o_BLNH.astype(q_BLNH.dtype)
-        return o_BLNH, (operands, o_BLNH, largest + jnp.log(sums))
+        if inputs.persistent_kv is not None:
+            memories = _memory_block(inputs.persistent_kv, batch)
+            state, _ = self._fold(add_keys, queries, memories, state, ())
+        state, _, _ = self._ring_scan(add_keys, queries, self._key_pieces(inputs), state, ())
+        o = state.o_BKGRH / state.sums_BKGR[..., None]
+        o_BLNH = o.transpose(1, 0, 4, 2, 3, 5).reshape(inputs.q_BLNH.shape)
+        o_BLNH = o_BLNH.astype(inputs.q_BLNH.dtype)
+        return o_BLNH, (inputs, o_BLNH, state.largest_BKGR + jnp.log(state.sums_BKGR))
 
-    def _backward(self, residuals, do_BLNH):
-        operands, o_BLNH, log_sums = residuals
-        q_BLNH, k_BLKH, v_BLKH, segments_BL, slopes_N, persistent_kv = operands
-        rows = self._rows(q_BLNH, segments_BL, k_BLKH.shape[2])
-        _, batch, _, kv_heads, group, _ = rows.q_BRKGH.shape
-        slopes_KG = None if slopes_N is None else slopes_N.reshape(kv_heads, group)
+    def _backward(
+        self, residuals: tuple[_RingInputs, jax.Array, jax.Array], grad_o_BLNH: jax.Array
+    ) -> tuple[_RingInputs]:
+        """Returns the gradients of the inputs (Dao et al. 2022, algorithm 4).
+
+        P = exp(S - logsumexp), dV = P^T dO, dP = dO V^T, dS = P * (dP - rowsum(dO * O)), dQ = dS K
+        and dK = dS^T Q. The gradients of keys and values travel around the ring with them.
+        """
+        inputs, o_BLNH, log_sums = residuals
+        queries = self._query_blocks(inputs)
+        _, batch, _, kv_heads, group, _ = queries.q_BRKGH.shape
+        slopes_KG = None
+        if inputs.slopes_N is not None:
+            slopes_KG = inputs.slopes_N.reshape(kv_heads, group)
         # sum_s p_s dp_s, which is subtracted from the gradient of each probability.
-        delta = jnp.sum(do_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
-        by_head = (self._by_head(x, kv_heads) for x in (do_BLNH, delta))
-        rows = rows._replace(residuals=(*by_head, log_sums))
+        delta_BLN = jnp.sum(grad_o_BLNH.astype(jnp.float32) * o_BLNH.astype(jnp.float32), axis=-1)
+        queries = queries._replace(
+            residuals=(
+                self._by_head(grad_o_BLNH, kv_heads),
+                self._by_head(delta_BLN, kv_heads),
+                log_sums,
+            )
+        )
 
-        def block_fn(rows: _QueryBlock, keys: _KVBlock, dq, d_keys):
-            do_BKGRH, delta, log_sums = rows.residuals
-            dk, dv = d_keys
+        def add_gradients(
+            queries: _QueryBlock,
+            keys: _KVBlock,
+            dq: jax.Array,
+            key_gradients: tuple[jax.Array, jax.Array],
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            do_BKGRH, delta, log_sums = queries.residuals
+            dk, dv = key_gradients
             k_BSKH = keys.k_BSKH
             v_BSKH = keys.v_BSKH
-            scores, seen, slope = self._scores(rows, keys, slopes_KG)
+            scores, seen, slope = self._scores(queries, keys, slopes_KG)
             p = jnp.where(seen, jnp.exp(scores - log_sums[..., None]), 0.0)
             dp = self._einsum("bkgrh,bskh->bkgrs", do_BKGRH, v_BSKH)
             ds = (p * (dp - delta[..., None]) * slope).astype(k_BSKH.dtype)
             dv = dv + self._einsum("bkgrs,bkgrh->bskh", p.astype(v_BSKH.dtype), do_BKGRH)
-            dk = dk + self._einsum("bkgrs,brkgh->bskh", ds, rows.q_BRKGH)
+            dk = dk + self._einsum("bkgrs,brkgh->bskh", ds, queries.q_BRKGH)
             dq = dq + self._einsum("bkgrs,bskh->brkgh", ds, k_BSKH)
             return dq, (dk, dv)
 
-        dq = _zeros_like(rows.q_BRKGH)
-        d_kv = None
-        if persistent_kv is not None:
-            keys = _memory_block(persistent_kv, batch)
-            dq, d_keys = self._fold(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
-            d_kv = jax.tree.map(lambda x, m: x.sum((0, 1)).astype(m.dtype), d_keys, persistent_kv)
-        keys = self._pieces((k_BLKH, v_BLKH, segments_BL))
-        dq, d_keys, shift = self._ring_scan(block_fn, rows, keys, dq, _zeros_like(keys[:2]))
-        dk, dv = self._rotate(d_keys, -shift)
-        d_tokens = (
-            jnp.moveaxis(x, 0, 1).reshape(own.shape).astype(own.dtype)
-            for x, own in ((dq, q_BLNH), (dk, k_BLKH), (dv, v_BLKH))
+        dq = _zeros_like(queries.q_BRKGH)
+        memory_gradients = None
+        if inputs.persistent_kv is not None:
+            memories = _memory_block(inputs.persistent_kv, batch)
+            dq, by_sequence = self._fold(
+                add_gradients, queries, memories, dq, _zeros_like(memories[:2])
+            )
+            memory_gradients = jax.tree.map(
+                lambda gradient, memory: gradient.sum((0, 1)).astype(memory.dtype),
+                by_sequence,
+                inputs.persistent_kv,
+            )
+        pieces = self._key_pieces(inputs)
+        dq, key_gradients, shift = self._ring_scan(
+            add_gradients, queries, pieces, dq, _zeros_like(pieces[:2])
         )
-        d_slopes = None if slopes_N is None else jnp.zeros_like(slopes_N)
-        return *d_tokens, None, d_slopes, d_kv
+        dk, dv = self._rotate(key_gradients, -shift)
+        slopes_N = inputs.slopes_N
+        gradients = _RingInputs(
+            q_BLNH=_merge_length(dq, inputs.q_BLNH),
+            k_BLKH=_merge_length(dk, inputs.k_BLKH),
+            v_BLKH=_merge_length(dv, inputs.v_BLKH),
+            slopes_N=None if slopes_N is None else jnp.zeros_like(slopes_N),
+            persistent_kv=memory_gradients,
+        )
+        return (gradients,)
 
     def _ring_scan(
-        self, block_fn: _BlockFn, rows: _QueryBlock, keys: Any, query_state: Any, key_state: Any
-    ) -> tuple[Any, Any, int]:
-        """Folds all visible shards; returns both states and the keys' shift."""
+        self,
+        block_fn: _BlockFn,
+        queries: _QueryBlock,
+        keys: _KeyPieces,
+        query_state: Any,
+        key_state: Any,
+    ) -> _RingResult:
+        """Folds the keys of all visible devices, which arrive one after another.
+
+        Args:
+          block_fn: Computes a block of queries with a piece of keys.
+          queries: All blocks of this device's queries.
+          keys: This device's keys.
+          query_state: State of the queries, by block.
+          key_state: State of the keys, which travels with them.
+        """
         steps = self.steps
-        own = jax.lax.axis_index(self.axes)
+        device = jax.lax.axis_index(self.axes)
 
-        def attend_block(keys: Any, states: Any, step: Any) -> Any:
-            k_QBSKH, v_QBSKH, segments_QBS = keys
-            positions_QS = self._positions((own - step) % self.num_parts)
-            part = _KVBlock(k_QBSKH, v_QBSKH, positions_QS, segments_QBS)
-            return self._fold(block_fn, rows, part, *states)
+        def attend_device(keys: _KeyPieces, states: tuple[Any, Any], step: Any) -> tuple[Any, Any]:
+            pieces = _KVBlock(
+                k_BSKH=keys.k_QBSKH,
+                v_BSKH=keys.v_QBSKH,
+                positions_S=self._positions((device - step) % self.num_parts),
+                segments_BS=keys.segments_QBS,
+            )
+            query_state, key_state = states
+            return self._fold(block_fn, queries, pieces, query_state, key_state)
 
-        def body(carry, step):
+        def rotate_and_attend(carry: Any, step: jax.Array) -> tuple[Any, None]:
             keys, (query_state, key_state) = carry
             keys, key_state = self._rotate((keys, key_state), 1)
-            return (keys, attend_block(keys, (query_state, key_state), step)), None
+            return (keys, attend_device(keys, (query_state, key_state), step)), None
 
         keys, key_state = self._rotate((keys, key_state), steps.start)
-        states = attend_block(keys, (query_state, key_state), steps.start)
+        states = attend_device(keys, (query_state, key_state), steps.start)
         if len(steps) > 1:
-            rest = jnp.arange(steps.start + 1, steps.stop)
-            (_, states), _ = jax.lax.scan(body, (keys, states), rest)
-        return *states, steps[-1]
+            later_steps = jnp.arange(steps.start + 1, steps.stop)
+            (_, states), _ = jax.lax.scan(rotate_and_attend, (keys, states), later_steps)
+        query_state, key_state = states
+        return _RingResult(query_state, key_state, shift=steps[-1])
 
     def _fold(
         self,
         block_fn: _BlockFn,
-        rows: _QueryBlock,
+        queries: _QueryBlock,
         keys: _KVBlock,
         query_state: Any,
         key_state: Any,
     ) -> tuple[Any, Any]:
-        def one_piece(query_state: Any, xs: Any) -> tuple[Any, Any]:
-            keys, key_state = xs
+        """Returns both states after all blocks of queries met all pieces of a device's keys.
 
-            def one_block(key_state: Any, xs: Any) -> tuple[Any, Any]:
-                states = xs[1], key_state
-                attend_block = functools.partial(block_fn, xs[0], keys)
-                if (visible := self._any_visible(xs[0], keys)) is not True:
-                    query_state, key_state = jax.lax.cond(
-                        visible, attend_block, lambda *same: same, *states
-                    )
+        Pairs of a block and a piece of which no query sees a key are skipped at run time.
+        """
+
+        def fold_piece(query_state: Any, piece: tuple[_KVBlock, Any]) -> tuple[Any, Any]:
+            keys, key_state = piece
+
+            def fold_block(key_state: Any, block: tuple[_QueryBlock, Any]) -> tuple[Any, Any]:
+                queries, query_state = block
+                attend_block = functools.partial(block_fn, queries, keys)
+                visible = self._any_visible(queries, keys)
+                if visible is True:
+                    query_state, key_state = attend_block(query_state, key_state)
                 else:
-                    query_state, key_state = attend_block(*states)
+                    query_state, key_state = jax.lax.cond(
+                        visible, attend_block, lambda *states: states, query_state, key_state
+                    )
                 return key_state, query_state
 
-            key_state, query_state = jax.lax.scan(one_block, key_state, (rows, query_state))
+            key_state, query_state = jax.lax.scan(fold_block, key_state, (queries, query_state))
             return query_state, key_state
 
-        return jax.lax.scan(one_piece, query_state, (keys, key_state))
+        return jax.lax.scan(fold_piece, query_state, (keys, key_state))
 
-    def _any_visible(self, rows: _QueryBlock, keys: _KVBlock) -> Any:
+    def _any_visible(self, queries: _QueryBlock, keys: _KVBlock) -> Any:
+        """Returns whether any query of a block may see any key; True if that is always so."""
         causal = self.spec.causal
         window = self.spec.window
         if keys.positions_S is None or (not causal and window is None):
             return True
-        nearest = rows.positions_R[0] - keys.positions_S[-1]
-        farthest = rows.positions_R[-1] - keys.positions_S[0]
+        nearest = queries.positions_R[0] - keys.positions_S[-1]
+        farthest = queries.positions_R[-1] - keys.positions_S[0]
         visible: Any = farthest >= 0 if causal else True
         if window is not None:
             visible = visible & (nearest < window) & (farthest >= -window)
         return visible
 
-    def _scores(self, rows: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None):
-        """Returns scores [B, K, G, R, S], their mask, and their derivative by q k."""
+    def _scores(
+        self, queries: _QueryBlock, keys: _KVBlock, slopes_KG: jax.Array | None
+    ) -> _MaskedScores:
+        """Returns the scores of a block and a piece, as `AttentionSpec` says."""
         spec = self.spec
-        scale = self.spec.scale_for(rows.q_BRKGH.shape[-1])
-        scores = scale * self._einsum("brkgh,bskh->bkgrs", rows.q_BRKGH, keys.k_BSKH)
+        scale = self.spec.scale_for(queries.q_BRKGH.shape[-1])
+        scores = scale * self._einsum("brkgh,bskh->bkgrs", queries.q_BRKGH, keys.k_BSKH)
         slope: Any = scale
-        if cap := spec.soft_cap:
+        cap = spec.soft_cap
+        if cap:
             tanh = jnp.tanh(scores / cap)
             scores = cap * tanh
             slope = scale * (1 - tanh * tanh)
         if keys.positions_S is None:
-            return scores, jnp.ones((), bool), slope
-        distance_RS = rows.positions_R[:, None] - keys.positions_S
+            return _MaskedScores(scores, jnp.ones((), bool), slope)
+        distance_RS = queries.positions_R[:, None] - keys.positions_S
         if slopes_KG is not None:
             abs_distance_RS = jnp.abs(distance_RS).astype(jnp.float32)
             scores = scores - slopes_KG[..., None, None] * abs_distance_RS
         seen = spec.visible(distance_RS)
-        if rows.segments_BR is not None and keys.segments_BS is not None:
-            same_BRS = rows.segments_BR[:, :, None] == keys.segments_BS[:, None]
+        if queries.segments_BR is not None and keys.segments_BS is not None:
+            same_BRS = queries.segments_BR[:, :, None] == keys.segments_BS[:, None]
             seen = seen & same_BRS[:, None, None]
-        return scores, seen, slope
+        return _MaskedScores(scores, seen, slope)
 
     def _einsum(self, subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return einsum_f32(subscripts, a, b, self.spec.precision)
 
-    def _rows(self, q_BLNH: jax.Array, segments_BL: jax.Array | None, kv_heads: int) -> _QueryBlock:
-        batch, length, _, head_dim = q_BLNH.shape
+    def _query_blocks(self, inputs: _RingInputs) -> _QueryBlock:
+        """Returns this device's queries in P blocks."""
+        batch, length, _, head_dim = inputs.q_BLNH.shape
+        kv_heads = inputs.k_BLKH.shape[2]
         positions_QS = self._positions(jax.lax.axis_index(self.axes))
+        q_BLKGH = inputs.q_BLNH.reshape(batch, length, kv_heads, -1, head_dim)
+        split = functools.partial(_split_length, number=self.num_blocks)
         return _QueryBlock(
-            _split_length(q_BLNH.reshape(batch, length, kv_heads, -1, head_dim), self.num_blocks),
-            positions_QS.reshape(self.num_blocks, -1),
-            None if segments_BL is None else _split_length(segments_BL, self.num_blocks),
+            q_BRKGH=split(q_BLKGH),
+            positions_R=positions_QS.reshape(self.num_blocks, -1),
+            segments_BR=jax.tree.map(split, inputs.segments_BL),
         )
 
-    def _pieces(self, keys_BL: Any) -> Any:
-        return jax.tree.map(lambda x: _split_length(x, self.num_pieces), keys_BL)
+    def _key_pieces(self, inputs: _RingInputs) -> _KeyPieces:
+        """Returns this device's keys and values in Q pieces."""
+        split = functools.partial(_split_length, number=self.num_pieces)
+        return _KeyPieces(
+            k_QBSKH=split(inputs.k_BLKH),
+            v_QBSKH=split(inputs.v_BLKH),
+            segments_QBS=jax.tree.map(split, inputs.segments_BL),
+        )
 
     def _by_head(self, x: jax.Array, kv_heads: int) -> jax.Array:
-        """[B, L, N, ...] -> [P, B, K, G, R, ...]."""
+        """Returns x [B, L, N, ...] in blocks of queries, [P, B, K, G, R, ...]."""
         x = _split_length(x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:]), self.num_blocks)
         return jnp.moveaxis(x, 2, 4)
 
@@ -337,26 +503,42 @@ class _Ring:
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), tree)
 
     def _zigzag(self, x_BL: jax.Array, *, back: bool = False) -> jax.Array:
-        """Moves chunks 2 i and 2 i + 1 from device i to i and 2 C - 1 - i."""
+        """Exchanges halves of the devices' tokens, so that causal work is balanced.
+
+        The sequence has 2 C chunks. Before, device i has chunks 2 i and 2 i + 1; after, it has
+        chunks i and 2 C - 1 - i.
+
+        Args:
+          x_BL: Tokens of this device, [B, L, ...].
+          back: Whether to undo the exchange.
+        """
         halves = []
         last = 2 * self.num_parts - 1
         for parity, half in enumerate(jnp.split(x_BL, 2, axis=1)):
             pieces = range(parity, last + 1, 2)
             pairs = [(i, min(piece, last - piece)) for i, piece in enumerate(pieces)]
-            pairs = [pair[::-1] for pair in pairs] if back else pairs
+            if back:
+                pairs = [(target, source) for source, target in pairs]
             halves.append(jax.lax.ppermute(half, self.axes, pairs))
         return jnp.concatenate(halves, axis=1)
 
 
 def _split_length(x_BL: jax.Array, number: int) -> jax.Array:
-    """[B, L, ...] -> [number, B, L / number, ...]."""
+    """Returns x [B, L, ...] in equal parts, [number, B, L / number, ...]."""
     return jnp.moveaxis(x_BL.reshape(x_BL.shape[0], number, -1, *x_BL.shape[2:]), 1, 0)
 
 
+def _merge_length(parts: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns parts [number, B, ...] with the shape and dtype of `like` [B, L, ...]."""
+    return jnp.moveaxis(parts, 0, 1).reshape(like.shape).astype(like.dtype)
+
+
 def _memory_block(persistent_kv: PersistentKV, batch: int) -> _KVBlock:
+    """Returns memories as a single piece of keys that every query of every sequence sees."""
     k_1BMKH, v_1BMKH = (jnp.broadcast_to(x, (1, batch, *x.shape)) for x in persistent_kv)
-    return _KVBlock(k_1BMKH, v_1BMKH, None, None)
+    return _KVBlock(k_BSKH=k_1BMKH, v_BSKH=v_1BMKH, positions_S=None, segments_BS=None)
 
 
 def _zeros_like(arrays: Any) -> Any:
+    """Returns float32 zeros of the same shapes."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), arrays)

@@ -3,7 +3,11 @@
     y_t = sum_d x_(t-d) / (d+2), for distances d from 0 to `kernel`
 
 fattorib/transformer's form of the spatial gating unit (Liu et al. 2021). It has no parameters, and
-no gradient flows through its input. Legend: E channels, P positions before the tokens.
+no gradient flows through its input. The mixer that it accompanies has the other half of the
+channels.
+
+Legend: B sequences, T tokens, D emb_dim, E = D/2 channels, P the `kernel` positions before the
+tokens, S = P + T input tokens.
 """
 
 import dataclasses
@@ -20,7 +24,7 @@ from MaxText.layers.attention.attention import average_keys_visible
 from MaxText.layers.capture import record
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import einsum_f32
-from MaxText.layers.part import Flops, Init, Mixer, Scalars
+from MaxText.layers.part import DecodeState, Flops, Init, Mixer, Scalars
 
 
 class BesideStaticSGU(Mixer):
@@ -34,15 +38,17 @@ class BesideStaticSGU(Mixer):
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Self:
+        """Builds the mixer for the second half of the channels; see `Part.build`."""
         width = init.dimensions.emb_dim // 2
-        half = init.dimensions._replace(emb_dim=width)
-        made = super().build(layer, dataclasses.replace(init, dimensions=half), rngs)
-        made.sgu_kernel = layer.config.attention.static_sgu_kernel
-        made.sgu_precision = init.precision
-        return made
+        half_dimensions = init.dimensions._replace(emb_dim=width)
+        part = super().build(layer, dataclasses.replace(init, dimensions=half_dimensions), rngs)
+        part.sgu_kernel = layer.config.attention.static_sgu_kernel
+        part.sgu_precision = init.precision
+        return part
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Returns the FLOPs of the mixer and of the sums; see `Part.flops`."""
         kernel = config.attention.static_sgu_kernel
         width = dimensions.emb_dim
         rows, num_blocks = sgu_blocks(kernel, length)
@@ -57,46 +63,56 @@ class BesideStaticSGU(Mixer):
     def state_bytes(
         cls, config: ModelConfig, dimensions: Dimensions, length: int, itemsize: int
     ) -> tuple[int, int]:
+        """Returns bytes of the mixer's state and of the newest inputs; see `Part.state_bytes`."""
         bytes_per_token, fixed = super().state_bytes(config, dimensions, length, itemsize)
-        kept = config.attention.static_sgu_kernel * dimensions.emb_dim // 2
-        return bytes_per_token, fixed + kept * itemsize
+        num_inputs = config.attention.static_sgu_kernel * dimensions.emb_dim // 2
+        return bytes_per_token, fixed + num_inputs * itemsize
 
     def _halves(self, x_BTD: Any) -> tuple[jax.Array, Any]:
+        """Returns the input of the SGU, x_BTE, and that of the mixer."""
         x_BTD = x_BTD[0] if self.has_separate_inputs else x_BTD
-        first, rest = jnp.split(x_BTD, 2, axis=-1)
-        first = jax.lax.stop_gradient(first)
-        return first, (rest, rest, rest) if self.has_separate_inputs else rest
+        sgu_BTE, mixer_BTE = jnp.split(x_BTD, 2, axis=-1)
+        sgu_BTE = jax.lax.stop_gradient(sgu_BTE)
+        if self.has_separate_inputs:
+            return sgu_BTE, (mixer_BTE, mixer_BTE, mixer_BTE)
+        return sgu_BTE, mixer_BTE
 
-    def _sums(self, first: jax.Array, context: ForwardContext) -> jax.Array:
-        y_BTE = static_sgu(first, self.sgu_kernel, context.segments_BT, self.sgu_precision)
+    def _sums(self, sgu_BTE: jax.Array, context: ForwardContext) -> jax.Array:
+        y_BTE = static_sgu(sgu_BTE, self.sgu_kernel, context.segments_BT, self.sgu_precision)
         record(y_BTE, "static_sgu")
         return y_BTE
 
     def __call__(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Scalars]:
-        first, rest = self._halves(x_BTD)
-        out, scalars = super().__call__(rest, context)
-        return jnp.concatenate([self._sums(first, context), out], axis=-1), scalars
+        """Returns the sums and the mixer's output, [B, T, D], and the mixer's losses."""
+        sgu_BTE, mixer_input = self._halves(x_BTD)
+        out_BTE, scalars = super().__call__(mixer_input, context)
+        return jnp.concatenate([self._sums(sgu_BTE, context), out_BTE], axis=-1), scalars
 
-    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
-        first, rest = self._halves(x_BTD)
-        out, state = super().prefill(rest, context)
+    def prefill(self, x_BTD: Any, context: ForwardContext) -> tuple[jax.Array, DecodeState]:
+        """Returns the output of prompts, and (the mixer's state, their newest inputs x_BPE)."""
+        sgu_BTE, mixer_input = self._halves(x_BTD)
+        out_BTE, state = super().prefill(mixer_input, context)
         lengths_B = context.lengths_B
         kernel = self.sgu_kernel
         assert lengths_B is not None
         positions_BP = lengths_B[:, None] - kernel + jnp.arange(kernel)[None]
-        found = jnp.take_along_axis(first, jnp.maximum(positions_BP, 0)[..., None], axis=1)
-        newest = jnp.where((positions_BP >= 0)[..., None], found, 0)
-        return jnp.concatenate([self._sums(first, context), out], axis=-1), (state, newest)
+        inputs_BPE = jnp.take_along_axis(sgu_BTE, jnp.maximum(positions_BP, 0)[..., None], axis=1)
+        newest_BPE = jnp.where((positions_BP >= 0)[..., None], inputs_BPE, 0)
+        y_BTD = jnp.concatenate([self._sums(sgu_BTE, context), out_BTE], axis=-1)
+        return y_BTD, (state, newest_BPE)
 
-    def decode_step(self, x_BTD: Any, state: Any, context: ForwardContext) -> tuple[jax.Array, Any]:
-        first, rest = self._halves(x_BTD)
-        own, newest = state
-        out, own = super().decode_step(rest, own, context)
-        x_BSE = jnp.concatenate([newest, first], axis=1)
-        weights = jnp.asarray(_banded_weights(first.shape[1], self.sgu_kernel))
-        sums = _product(weights, x_BSE, self.sgu_precision).astype(first.dtype)
-        newest = x_BSE[:, x_BSE.shape[1] - self.sgu_kernel :]
-        return jnp.concatenate([sums, out], axis=-1), (own, newest)
+    def decode_step(
+        self, x_BTD: Any, state: DecodeState, context: ForwardContext
+    ) -> tuple[jax.Array, DecodeState]:
+        """Returns the output of new tokens, and the state of `prefill` after them."""
+        sgu_BTE, mixer_input = self._halves(x_BTD)
+        mixer_state, newest_BPE = state
+        out_BTE, mixer_state = super().decode_step(mixer_input, mixer_state, context)
+        x_BSE = jnp.concatenate([newest_BPE, sgu_BTE], axis=1)
+        weights = jnp.asarray(_banded_weights(sgu_BTE.shape[1], self.sgu_kernel))
+        sums_BTE = _product(weights, x_BSE, self.sgu_precision).astype(sgu_BTE.dtype)
+        newest_BPE = x_BSE[:, x_BSE.shape[1] - self.sgu_kernel :]
+        return jnp.concatenate([sums_BTE, out_BTE], axis=-1), (mixer_state, newest_BPE)
 
 
 def static_sgu(
@@ -105,7 +121,14 @@ def static_sgu(
     segments_BT: jax.Array | None = None,
     precision: str | None = None,
 ) -> jax.Array:
-    """Returns sums [B, T, E] within segments, in O(T kernel)."""
+    """Returns sums [B, T, E] within segments, in O(T kernel).
+
+    Args:
+      x_BTE: Inputs.
+      kernel: Largest distance of a token that is summed.
+      segments_BT: Document of each token: sums stay within one.
+      precision: Precision of the products.
+    """
     batch, length, channels = x_BTE.shape
     rows, num_blocks = sgu_blocks(kernel, length)
     spare = num_blocks * rows - length
@@ -126,6 +149,7 @@ def static_sgu(
 
 
 def sgu_blocks(kernel: int, length: int) -> tuple[int, int]:
+    """Returns the rows of a block, and the number of blocks that cover `length` tokens."""
     rows = min(max(kernel, 16), length)
     return rows, -(-length // rows)
 

@@ -1,4 +1,8 @@
-"""Activation functions by configuration name, including those of GPT-Neo."""
+"""Activation functions by configuration name, including those of GPT-Neo.
+
+ACTIVATIONS apply to each element, OVER_FEATURES to all features of a token, and LEARNED have
+scalars that are trained (`LearnedActivation`). `rrelu` draws random slopes in training.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +17,7 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def _odd_harmonics(wave: Function, power: int) -> Function:
-    """wave(x) - wave(3x) / 3^power + wave(5x) / 5^power - wave(7x) / 7^power."""
+    """Returns wave(x) - wave(3x) / 3^power + wave(5x) / 5^power - wave(7x) / 7^power."""
     return lambda x: sum(
         (-1) ** i * wave(n * x) / n**power  # type: ignore[return-value]
         for i, n in enumerate((1, 3, 5, 7))
@@ -78,13 +82,17 @@ OVER_FEATURES: dict[str, Function] = {
     "logsoftmax": functools.partial(jax.nn.log_softmax, axis=-1),
 }
 
-_RRELU_SLOPES = (1 / 8, 1 / 3)  # range; evaluation uses the mean (Xu et al. 2015, section 2.4)
+_RRELU_SLOPES = (1 / 8, 1 / 3)  # range of the random slopes
 
 
 def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
-    """Leaky ReLU with a random slope per element, or the mean without `key`.
+    """Returns leaky ReLU with a random slope per element (Xu et al. 2015, section 2.4).
 
     GPT-Neo draws a single slope when it builds the graph, and another one for evaluation.
+
+    Args:
+      x: Any array.
+      key: RNG key of the slopes; None is their mean, as in evaluation.
     """
     slope = sum(_RRELU_SLOPES) / 2
     if key is not None:
@@ -93,15 +101,27 @@ def rrelu(x: jax.Array, key: jax.Array | None) -> jax.Array:
     return jnp.where(x >= 0, x, slope * x)
 
 
-def _aria2(x, *, lower, upper, offset, factor, rate, root):
-    """ARiA: x times Richards' curve (Patwardhan et al. 2018)."""
+def _aria2(
+    x: jax.Array,
+    *,
+    lower: jax.Array,
+    upper: jax.Array,
+    offset: jax.Array,
+    factor: jax.Array,
+    rate: jax.Array,
+    root: jax.Array,
+) -> jax.Array:
+    """Returns ARiA: x times Richards' curve (Patwardhan et al. 2018)."""
     # Clamped against overflow; the curve is 0 there.
     growth = jnp.exp(jnp.minimum(rate * x / (1 + jax.nn.softplus(root)), 60))
     return x * (lower + upper / (jax.nn.softplus(offset) + factor * growth))
 
 
-def _proottanh(x, *, power, offset, root):
-    """Uses |x|: a fractional power of x itself is NaN for x < 0."""
+def _proottanh(x: jax.Array, *, power: jax.Array, offset: jax.Array, root: jax.Array) -> jax.Array:
+    """Returns roottanh with learned powers and offset.
+
+    Uses |x|: a fractional power of x itself is NaN for x < 0.
+    """
     powered = jnp.abs(x) ** (2 + jax.nn.softplus(power)) + 1 + jax.nn.softplus(offset)
     return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
 
@@ -128,12 +148,20 @@ class LearnedActivation(nnx.Module):
     """An activation with a few learned scalars, shared by all features."""
 
     def __init__(self, name: str, init: Init, rngs: nnx.Rngs):
+        """Declares the scalars.
+
+        Args:
+          name: One of LEARNED.
+          init: dtype of the scalars.
+          rngs: RNG streams; the scalars' first values are constants.
+        """
         self.function, first_values = LEARNED[name]
         self.names = tuple(first_values)
         for parameter, value in first_values.items():
-            number = param(rngs, (), (), constant(value), dtype=init.weight_dtype)
-            setattr(self, parameter, number)
+            scalar = param(rngs, (), (), constant(value), dtype=init.weight_dtype)
+            setattr(self, parameter, scalar)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        numbers = {name: getattr(self, name)[...].astype(x.dtype) for name in self.names}
-        return self.function(x, **numbers)
+        """Returns the activation of x, of any shape."""
+        scalars = {name: getattr(self, name)[...].astype(x.dtype) for name in self.names}
+        return self.function(x, **scalars)

@@ -1,4 +1,7 @@
-"""The feed-forward part: a plain or gated MLP (F is mlp_dim)."""
+"""The feed-forward part: a plain or gated MLP.
+
+Legend: B sequences, T tokens, D emb_dim, F mlp_dim.
+"""
 
 from typing import Any
 
@@ -18,7 +21,7 @@ from MaxText.layers.feed_forward.activations import (
     LearnedActivation,
     rrelu,
 )
-from MaxText.layers.feed_forward.moe import RoutedMoE
+from MaxText.layers.feed_forward.moe import RoutedMoE, input_kernel_names
 from MaxText.layers.params import Init
 from MaxText.layers.part import FeedForward, Scalars
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, with_logical_constraint
@@ -28,9 +31,10 @@ _RANDOM_SLOPES = 10  # RNG stream id within a layer; block.py has the others
 
 @register("feed_forward", "mlp")
 class MLP(FeedForward):
-    """wo(prod_i activation_i(wi_i x)); Vaswani et al. 2017 for one.
+    """wo(prod_i activation_i(wi_i x)), plain or gated.
 
-    (silu, linear) is the SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
+    One activation is the feed-forward of Vaswani et al. 2017, equation 2; (silu, linear) is the
+    SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
     wi_1, ... instead of wi, and their learned scalars are in activation_0, ...
     """
 
@@ -38,6 +42,7 @@ class MLP(FeedForward):
 
     @classmethod
     def build(cls, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        """Builds an MLP, or with num_experts > 1 a mixture of experts; see `Part.build`."""
         config = layer.config.feed_forward
         experts = layer.config.mixture_of_experts
         if experts.num_experts > 1:
@@ -46,6 +51,7 @@ class MLP(FeedForward):
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns the width of experts, if it is not that of the MLP."""
         width = layer.config.mixture_of_experts.moe_mlp_dim
         return {} if width == -1 else {"moe_mlp_dim": ("mlp", width)}
 
@@ -56,13 +62,20 @@ class MLP(FeedForward):
         rngs: nnx.Rngs,
         rng_stream: int = _RANDOM_SLOPES,
     ):
+        """Declares the weights.
+
+        Args:
+          config: Activations and biases.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          rng_stream: RNG stream id of random slopes (rrelu) within a layer.
+        """
         D = init.dimensions.emb_dim
         F = init.dimensions.mlp_dim
         draw = init.initializers
         bias = config.ffn_bias
         self.activations = config.mlp_activations
-        many = len(self.activations) > 1
-        self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(self.activations))]
+        self.input_names = input_kernel_names(self.activations)
         for name in self.input_names:
             dense = Dense((D,), (F,), ("embed", "mlp"), draw.kernel, init, rngs, use_bias=bias)
             setattr(self, name, dense)
@@ -74,11 +87,12 @@ class MLP(FeedForward):
         self.wo = Dense((F,), (D,), ("mlp", "embed"), draw.output, init, rngs, use_bias=bias)
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Returns the output [B, T, D], and no losses."""
         h_BTF = None
         for name, activation in zip(self.input_names, self.activations, strict=True):
-            branch = tag(getattr(self, name)(x_BTD), "mlpwi")
-            branch = self._activated(name, activation, branch, context)
-            h_BTF = branch if h_BTF is None else h_BTF * branch
+            branch_BTF = tag(getattr(self, name)(x_BTD), "mlpwi")
+            branch_BTF = self._activated(name, activation, branch_BTF, context)
+            h_BTF = branch_BTF if h_BTF is None else h_BTF * branch_BTF
         assert h_BTF is not None
         h_BTF = with_logical_constraint(h_BTF, *BRANCH_INPUT[:2], "activation_mlp")
         record(h_BTF, "activations")
@@ -87,6 +101,14 @@ class MLP(FeedForward):
     def _activated(
         self, name: str, activation: str, x: jax.Array, context: ForwardContext
     ) -> jax.Array:
+        """Returns an activation of x, with its learned scalars or random slopes.
+
+        Args:
+          name: Name of the kernel before it.
+          activation: Name of the activation.
+          x: Output of that kernel, [B, T, F].
+          context: Facts about the batch.
+        """
         if activation in LEARNED:
             return getattr(self, name.replace("wi", "activation"))(x)
         if activation == "rrelu":

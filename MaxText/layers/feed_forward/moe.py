@@ -1,12 +1,19 @@
 """Mixture of experts: a feed-forward of experts, few per token.
 
-Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, k experts per token, G
-groups, S tokens of a group, C capacity of an expert for a group.
+A router chooses K of E experts for each token. `RoutedMoE` then computes the experts in one of two
+ways: with a capacity, each expert has a fixed number of slots for tokens of a group (GShard, Switch
+Transformer), which experts on other devices need; without one, tokens are sorted by expert and no
+token is dropped (MegaBlocks).
+
+Legend: B sequences, T tokens, D emb_dim, E experts, F width of an expert, K experts per token, G
+groups, S tokens of a group, C capacity of an expert for a group, P = K * S pairs of a choice and a
+token, L = E * C slots.
 """
 
 import functools
 import math
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,45 +25,48 @@ from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
 from MaxText.layers.feed_forward.activations import ACTIVATIONS
-from MaxText.layers.params import Init, Initializer, param
+from MaxText.layers.lowering.gathers import inverse_index, take_rows
+from MaxText.layers.params import Init, Initializer, Shape, param
 from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import current_batch_axes, with_logical_constraint
 
+_ROUTING = 9  # RNG stream id within a layer; block.py has the others
 
-def expert_capacity(config: MoEConfig, length: int, factor: float) -> tuple[int, int]:
-    """Returns the tokens of a group and C; the factor counts tokens (GShard)."""
-    group = length
+
+class ExpertCapacity(NamedTuple):
+    """Room of the experts for a group of tokens."""
+
+    group: int  # S
+    slots: int  # C
+
+
+class _Routing(NamedTuple):
+    """The experts of each token; `_dropless_on_one_device` has those of one device."""
+
+    gates_GSK: jax.Array  # factors of the experts' outputs, float32
+    experts_GSK: jax.Array  # chosen experts, best first, int32
+    is_routed_GSK: jax.Array  # False for padding and for choices that the policy leaves out
+
+
+def group_size(config: MoEConfig, length: int) -> int:
+    """Returns S: moe_group_size if that divides a sequence of `length` tokens, else all of it."""
     if config.moe_group_size != -1 and length % config.moe_group_size == 0:
-        group = config.moe_group_size
-    return group, max(min(group, int(group * factor / config.num_experts)), 1)
+        return config.moe_group_size
+    return length
 
 
-def _rows(x_ND: jax.Array, index_M: jax.Array) -> jax.Array:
-    """Returns x[index], [M, D], zeros where the index is N."""
-    return x_ND.at[index_M].get(mode="fill", fill_value=0)
+def expert_capacity(config: MoEConfig, length: int, factor: float) -> ExpertCapacity:
+    """Returns S and C = S * factor / E, at least 1 and at most S.
 
-
-@jax.custom_vjp
-def _take_rows(x_ND: jax.Array, index_M: jax.Array, uses_NR: jax.Array) -> jax.Array:
-    """Returns the same as `_rows`.
-
-    `uses` are the places in M that take a row, or M. So gradients are taken, not scattered: XLA for
-    TPU expands the indices of a scatter to the size of the rows.
+    Args:
+      config: E, and the size of a group.
+      length: Tokens of a sequence.
+      factor: Capacity factor. It counts tokens, as in GShard (Lepikhin et al. 2020), not pairs of a
+        token and an expert.
     """
-    return _rows(x_ND, index_M)
-
-
-_take_rows.defvjp(
-    lambda x_ND, index_M, uses_NR: (_rows(x_ND, index_M), uses_NR),
-    lambda uses_NR, dy_MD: (sum(_rows(dy_MD, use_N) for use_N in uses_NR.T), None, None),
-)
-
-
-def _places(index_M: jax.Array, size: int) -> jax.Array:
-    """Returns the place in M of each number below `size`, or M."""
-    number = index_M.shape[0]
-    places = jnp.full((size,), number, jnp.int32)
-    return places.at[index_M].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
+    group = group_size(config, length)
+    slots = max(min(group, int(group * factor / config.num_experts)), 1)
+    return ExpertCapacity(group, slots)
 
 
 class Experts(nnx.Module):
@@ -72,15 +82,16 @@ class Experts(nnx.Module):
         self.precision = init.precision
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
         self.is_quantizable = True
-        many = len(activations) > 1
-        self.input_names = [f"wi_{i}" if many else "wi" for i in range(len(activations))]
+        self.input_names = input_kernel_names(activations)
 
-        def matrices(inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer):
+        def matrices(
+            inputs: int, outputs: int, axes: tuple[str, str], initializer: Initializer
+        ) -> nnx.Param:
             return param(
                 rngs,
                 (num_experts, inputs, outputs),
                 ("exp", *axes),
-                _for_each(initializer),
+                _for_each_expert(initializer),
                 dtype=init.weight_dtype,
                 num_input_dims=1,
                 used_in=init.dtype,
@@ -91,20 +102,30 @@ class Experts(nnx.Module):
         self.wo = matrices(width, D, ("mlp", "embed"), draw.output)
 
     def inputs(self) -> list[jax.Array]:
+        """Returns the kernels [E, D, F] of each activation, in the dtype of activations."""
         return [getattr(self, name)[...].astype(self.dtype) for name in self.input_names]
 
     def outputs(self) -> jax.Array:
+        """Returns the kernels [E, F, D] back to the residual stream."""
         return self.wo[...].astype(self.dtype)
 
-    def gated(self, branches: list[jax.Array]) -> jax.Array:
+    def gated(self, branches: Sequence[jax.Array]) -> jax.Array:
+        """Returns the product of the activated branches, one per activation."""
         return math.prod(
             (ACTIVATIONS[name](x) for name, x in zip(self.activations, branches, strict=True)),
             start=1,  # type: ignore[arg-type]
         )
 
 
+def input_kernel_names(activations: Sequence[str]) -> list[str]:
+    """Returns the names of the kernels before each activation: wi, or wi_0, wi_1, ..."""
+    if len(activations) == 1:
+        return ["wi"]
+    return [f"wi_{i}" for i in range(len(activations))]
+
+
 class RoutedMoE(nnx.Module):
-    """y = sum over a token's experts of gate * expert(x).
+    """A feed-forward of experts: y = sum over a token's experts of gate * expert(x).
 
     Gates are the largest of p = softmax(x Wg), float32: p itself for one expert per token (Fedus et
     al. 2021), else divided by their sum (Lepikhin et al. 2020, Jiang et al. 2024).
@@ -130,55 +151,77 @@ class RoutedMoE(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
-        config = self.config
         batch, length, width = x_BTD.shape
-        factor = config.capacity_factor if context.training else config.eval_capacity_factor
-        group, capacity = expert_capacity(config, length, factor)
-        if context.is_decoding or not context.drops_tokens:
-            capacity = group
-            found = current_batch_axes("activation_exp")
-            if found is None or not found[1][0]:  # sharded experts need a capacity
-                factor = -1.0
-        x = x_BTD.reshape(-1, group, width)
-        logits = self.gate(x)
-        p = jax.nn.softmax(logits, axis=-1)
-        record(p.reshape(batch, length, -1), "router_probabilities")
-        is_token = jnp.ones(x.shape[:2], bool)
+        capacity = self._capacity(length, context)
+        x_GSD = x_BTD.reshape(-1, group_size(self.config, length), width)
+        logits_GSE = self.gate(x_GSD)
+        p_GSE = jax.nn.softmax(logits_GSE, axis=-1)
+        record(p_GSE.reshape(batch, length, -1), "router_probabilities")
+        is_token_GS = jnp.ones(x_GSD.shape[:2], bool)
         if context.segments_BT is not None:
-            is_token = (context.segments_BT > 0).reshape(x.shape[:2])
-        gates, choices = jax.lax.top_k(p, config.num_experts_per_tok)
-        if config.num_experts_per_tok > 1:
-            gates = gates / (gates.sum(-1, keepdims=True) + 1e-9)
-        routed = is_token[..., None] & self._policy(gates, context)
-        scalars = self._auxiliary_losses(logits, p, choices, is_token)
-        if factor < 0:
-            y = self._dropless(x, gates, choices, routed)
+            is_token_GS = (context.segments_BT > 0).reshape(x_GSD.shape[:2])
+        routing = self._route(p_GSE, is_token_GS, context)
+        losses = self._auxiliary_losses(logits_GSE, p_GSE, routing.experts_GSK, is_token_GS)
+        if capacity is None:
+            y_GSD = self._dropless(x_GSD, routing)
         else:
-            y = self._capacity_dispatch(x, gates, choices, routed, capacity)
-        return y.reshape(batch, length, width), scalars
+            y_GSD = self._capacity_dispatch(x_GSD, routing, capacity)
+        return y_GSD.reshape(batch, length, width), losses
 
-    def _policy(self, gates: jax.Array, context: ForwardContext) -> jax.Array:
-        mask = jnp.ones(gates.shape, bool)
+    def _capacity(self, length: int, context: ForwardContext) -> int | None:
+        """Returns C, or None to compute experts without a capacity."""
+        config = self.config
+        factor = config.capacity_factor if context.training else config.eval_capacity_factor
+        if factor < 0:
+            return None
+        if context.is_decoding or not context.drops_tokens:
+            mesh_axes = current_batch_axes("activation_exp")
+            has_sharded_experts = mesh_axes is not None and bool(mesh_axes[1][0])
+            # Sharded experts need a capacity: room for all tokens.
+            return group_size(config, length) if has_sharded_experts else None
+        return expert_capacity(config, length, factor).slots
+
+    def _route(self, p_GSE: jax.Array, is_token_GS: jax.Array, context: ForwardContext) -> _Routing:
+        """Returns the experts of each token.
+
+        Args:
+          p_GSE: Probabilities of the router, float32.
+          is_token_GS: False for padding, which no expert computes.
+          context: Facts about the batch.
+        """
+        gates_GSK, experts_GSK = jax.lax.top_k(p_GSE, self.config.num_experts_per_tok)
+        if self.config.num_experts_per_tok > 1:
+            gates_GSK = gates_GSK / (gates_GSK.sum(-1, keepdims=True) + 1e-9)
+        is_routed_GSK = is_token_GS[..., None] & self._policy(gates_GSK, context)
+        return _Routing(gates_GSK, experts_GSK, is_routed_GSK)
+
+    def _policy(self, gates_GSK: jax.Array, context: ForwardContext) -> jax.Array:
+        """Returns which choices are routed: all, or second ones by `moe_second` (GShard)."""
+        mask_GSK = jnp.ones(gates_GSK.shape, bool)
         if self.config.num_experts_per_tok != 2:
-            return mask
+            return mask_GSK
         config = self.config.moe_second
-        second = gates[..., 1]
+        second_GS = gates_GSK[..., 1]
         threshold = config.threshold
         policy = config.policy if context.training else config.policy_eval
         if policy == "none":
-            use_second = jnp.zeros(second.shape, bool)
+            use_second = jnp.zeros(second_GS.shape, bool)
         elif policy == "threshold":
-            use_second = second > threshold
+            use_second = second_GS > threshold
         elif policy == "random":
             key = context.key_for(_ROUTING)
             assert key is not None, "training with a random policy has a key"
-            use_second = jax.random.uniform(key, second.shape) < second / max(threshold, 1e-9)
+            use_second = jax.random.uniform(key, second_GS.shape) < second_GS / max(threshold, 1e-9)
         else:
-            return mask
-        return mask.at[..., 1].set(use_second)
+            return mask_GSK
+        return mask_GSK.at[..., 1].set(use_second)
 
     def _auxiliary_losses(
-        self, logits: jax.Array, p: jax.Array, choices: jax.Array, is_token: jax.Array
+        self,
+        logits_GSE: jax.Array,
+        p_GSE: jax.Array,
+        experts_GSK: jax.Array,
+        is_token_GS: jax.Array,
     ) -> Scalars:
         """Returns weighted load balance and router z losses, summed over tokens.
 
@@ -187,115 +230,174 @@ class RoutedMoE(nnx.Module):
         (Zoph et al. 2022, equation 5).
         """
         config = self.config
-        num_experts = p.shape[-1]
-        is_token = is_token[..., None].astype(jnp.float32)
-        count = jnp.maximum(is_token.sum(1), 1.0)
-        first = jax.nn.one_hot(choices[..., 0], num_experts) * is_token
-        balance = num_experts * ((first.sum(1) / count) * ((p * is_token).sum(1) / count)).sum(-1)
-        balance = (balance * is_token.sum((1, 2))).sum()
-        scalars = {"moe_lb_loss": config.load_balance_loss_weight * balance}
+        num_experts = p_GSE.shape[-1]
+        is_token = is_token_GS[..., None].astype(jnp.float32)
+        count_G1 = jnp.maximum(is_token.sum(1), 1.0)
+        first_GSE = jax.nn.one_hot(experts_GSK[..., 0], num_experts) * is_token
+        share_GE = first_GSE.sum(1) / count_G1
+        mean_p_GE = (p_GSE * is_token).sum(1) / count_G1
+        balance_G = num_experts * (share_GE * mean_p_GE).sum(-1)
+        balance = (balance_G * is_token.sum((1, 2))).sum()
+        losses = {"moe_lb_loss": config.load_balance_loss_weight * balance}
         if config.router_z_loss_weight:
-            z = jnp.square(jax.nn.logsumexp(logits, axis=-1)) * is_token[..., 0]
-            scalars["moe_z_loss"] = config.router_z_loss_weight * z.sum()
-        return scalars
+            z_GS = jnp.square(jax.nn.logsumexp(logits_GSE, axis=-1)) * is_token[..., 0]
+            losses["moe_z_loss"] = config.router_z_loss_weight * z_GS.sum()
+        return losses
 
-    def _capacity_dispatch(
-        self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array, capacity: int
-    ) -> jax.Array:
-        num_groups, group, width = x.shape
+    def _capacity_dispatch(self, x_GSD: jax.Array, routing: _Routing, capacity: int) -> jax.Array:
+        """Returns y_GSD with C slots of each expert for the tokens of a group.
+
+        Tokens are copied to the slots of their experts, the slots are sent to the devices of the
+        experts and back, and each token sums what its experts made (Lepikhin et al. 2020). Dispatch
+        and combination are gathers in place of GShard's one-hot products.
+
+        Args:
+          x_GSD: Tokens.
+          routing: Their experts.
+          capacity: C.
+        """
+        num_groups, group, width = x_GSD.shape
         num_experts = self.config.num_experts
-        experts = self.experts
+        num_slots = num_experts * capacity
+        slots_GS = self._assign_slots(routing, capacity)  # one array for each choice
+        slots_GP = jnp.concatenate(slots_GS, axis=1)
+        pairs_GL = jax.vmap(functools.partial(inverse_index, size=num_slots))(slots_GP)
+        is_filled_GL = pairs_GL < slots_GP.shape[1]
+        tokens_GL = jnp.where(is_filled_GL, pairs_GL % group, group)
+        filled_GLD = jax.vmap(take_rows)(x_GSD, tokens_GL, jnp.stack(slots_GS, axis=-1))
+        filled_GECD = filled_GLD.reshape(num_groups, num_experts, capacity, width)
+
+        out_GECD = self._run_experts(filled_GECD)
+
+        out_GLD = out_GECD.reshape(num_groups, num_slots, width)
+        out_GPD = jax.vmap(take_rows)(out_GLD, slots_GP, pairs_GL[..., None])
+        return sum(
+            routing.gates_GSK[..., choice, None].astype(x_GSD.dtype) * out_GSD
+            for choice, out_GSD in enumerate(jnp.split(out_GPD, len(slots_GS), axis=1))
+        )  # type: ignore[return-value]
+
+    def _assign_slots(self, routing: _Routing, capacity: int) -> list[jax.Array]:
+        """Returns the slot of each token, int32 [G, S] for each choice; L if it has none.
+
+        First choices of earlier tokens come first, then second choices. Expert e has the slots e C
+        to e C + C - 1.
+        """
+        num_groups, _, num_choices = routing.experts_GSK.shape
+        num_experts = self.config.num_experts
         expert_load = jnp.zeros((num_groups, num_experts), jnp.int32)
-        slots = []
-        for choice in range(choices.shape[-1]):
-            expert_mask = jax.nn.one_hot(choices[..., choice], num_experts, dtype=jnp.int32)
-            expert_mask = expert_mask * routed[..., choice, None]
+        slots_GS = []
+        for choice in range(num_choices):
+            experts_GS = routing.experts_GSK[..., choice]
+            is_routed_GS = routing.is_routed_GSK[..., choice]
+            expert_mask = jax.nn.one_hot(experts_GS, num_experts, dtype=jnp.int32)
+            expert_mask = expert_mask * is_routed_GS[..., None]
             queue_positions = jnp.cumsum(expert_mask, axis=1) - expert_mask + expert_load[:, None]
             position_in_expert = (queue_positions * expert_mask).sum(-1)
-            fits = routed[..., choice] & (position_in_expert < capacity)
+            fits = is_routed_GS & (position_in_expert < capacity)
             expert_load = expert_load + (expert_mask * fits[..., None]).sum(1)
-            slot = choices[..., choice] * capacity + position_in_expert
-            slots.append(jnp.where(fits, slot, num_experts * capacity))
+            slot = experts_GS * capacity + position_in_expert
+            slots_GS.append(jnp.where(fits, slot, num_experts * capacity))
+        return slots_GS
 
-        slots_GP = jnp.concatenate(slots, axis=1)  # P: pairs of a choice and a token
-        places = functools.partial(_places, size=num_experts * capacity)
-        pairs_GN = jax.vmap(places)(slots_GP)  # N: slots
-        tokens_GN = jnp.where(pairs_GN < slots_GP.shape[1], pairs_GN % group, group)
-        filled = jax.vmap(_take_rows)(x, tokens_GN, jnp.stack(slots, axis=-1))
-        filled = filled.reshape(num_groups, num_experts, capacity, width)
-        # Resharded from groups to experts and back; slots of an expert shard like tokens.
+    def _run_experts(self, x_GECD: jax.Array) -> jax.Array:
+        """Returns the experts' outputs for their slots, [G, E, C, D].
+
+        Resharded from groups to experts and back; slots of an expert shard like tokens.
+        """
+        experts = self.experts
         by_group = ("activation_batch", None, "activation_length", "activation_embed")
         by_expert = ("activation_groups", "activation_exp", "activation_length", "activation_embed")
-        filled = with_logical_constraint(with_logical_constraint(filled, *by_group), *by_expert)
+        x_GECD = with_logical_constraint(with_logical_constraint(x_GECD, *by_group), *by_expert)
         dot = experts.dot_general
-        if dot is jax.lax.dot_general and is_exact_on_cpu(experts.precision, filled):
+        if dot is jax.lax.dot_general and is_exact_on_cpu(experts.precision, x_GECD):
             dot = dot_in_double
         einsum = functools.partial(jnp.einsum, precision=experts.precision, _dot_general=dot)
         branches = [
-            tag(einsum("gecd,edf->gecf", filled, kernel), "mlpwi") for kernel in experts.inputs()
+            tag(einsum("gecd,edf->gecf", x_GECD, kernel), "mlpwi") for kernel in experts.inputs()
         ]
-        hidden = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
-        out = tag(einsum("gecf,efd->gecd", hidden, experts.outputs()), "mlpwo")
-        out = with_logical_constraint(with_logical_constraint(out, *by_expert), *by_group)
-        out = out.reshape(num_groups, num_experts * capacity, width)
+        h_GECF = with_logical_constraint(experts.gated(branches), *by_expert[:3], "activation_mlp")
+        out_GECD = tag(einsum("gecf,efd->gecd", h_GECF, experts.outputs()), "mlpwo")
+        return with_logical_constraint(with_logical_constraint(out_GECD, *by_expert), *by_group)
 
-        rows = jax.vmap(_take_rows)(out, slots_GP, pairs_GN[..., None])
-        return sum(
-            gates[..., choice, None].astype(x.dtype) * y
-            for choice, y in enumerate(jnp.split(rows, len(slots), axis=1))
-        )  # type: ignore[return-value]
+    def _dropless(self, x_GSD: jax.Array, routing: _Routing) -> jax.Array:
+        """Returns y_GSD without a capacity: every expert computes all of its tokens.
 
-    def _dropless(
-        self, x: jax.Array, gates: jax.Array, choices: jax.Array, routed: jax.Array
-    ) -> jax.Array:
+        Each device computes its own tokens with all experts, split over the tensor axes if these
+        divide F.
+
+        Args:
+          x_GSD: Tokens.
+          routing: Their experts.
+        """
         experts = self.experts
-        num_experts = self.config.num_experts
-        per_token = choices.shape[-1]
-
-        def on_one_device(x, gates, choices, routed, wi, wo, tensor_axes=()):
-            tokens = x.reshape(-1, x.shape[-1])
-            choices = choices.reshape(-1)
-            order = jnp.argsort(choices, stable=True)
-            sizes = jnp.bincount(choices, length=num_experts).astype(jnp.int32)
-            places = _places(order, order.size)
-            rows = _take_rows(tokens, order // per_token, places.reshape(-1, per_token))
-            product = lambda a, b: jax.lax.ragged_dot(  # noqa: E731
-                a, b, sizes, precision=experts.precision
-            )
-            branches = [tag(product(rows, kernel), "mlpwi") for kernel in wi]
-            out = tag(product(experts.gated(branches), wo), "mlpwo")
-            if tensor_axes:
-                out = jax.lax.psum(out, tensor_axes)
-            weights = (gates * routed).reshape(-1)[order]
-            out = out * weights[:, None].astype(out.dtype)
-            y = _take_rows(out, places, order[:, None]).reshape(-1, per_token, x.shape[-1])
-            return y.sum(1).reshape(x.shape)
-
-        operands = (x, gates, choices, routed, experts.inputs(), experts.outputs())
-        found = current_batch_axes("activation_batch", "activation_length", "activation_mlp")
-        if found is None:
-            return on_one_device(*operands)
-        mesh, (batch_axes, length_axes, tensor_axes) = found
-        if x.shape[1] % math.prod(mesh.shape[axis] for axis in length_axes):
+        operands = (x_GSD, routing, experts.inputs(), experts.outputs())
+        mesh_axes = current_batch_axes("activation_batch", "activation_length", "activation_mlp")
+        if mesh_axes is None:
+            return self._dropless_on_one_device(*operands)
+        mesh, (batch_axes, length_axes, tensor_axes) = mesh_axes
+        if x_GSD.shape[1] % math.prod(mesh.shape[axis] for axis in length_axes):
             length_axes = ()
         if experts.wo.shape[1] % math.prod(mesh.shape[axis] for axis in tensor_axes):
             tensor_axes = ()  # a width that the axes do not divide is replicated
-        rows = PartitionSpec(batch_axes, length_axes)
-        columns = PartitionSpec(None, None, tensor_axes)
+        by_token = PartitionSpec(batch_axes, length_axes)
+        inputs = PartitionSpec(None, None, tensor_axes)
+        outputs = PartitionSpec(None, tensor_axes)
         return jax.shard_map(
-            lambda *operands: on_one_device(*operands, tensor_axes=tensor_axes),
+            functools.partial(self._dropless_on_one_device, tensor_axes=tensor_axes),
             mesh=mesh,
-            in_specs=(rows, rows, rows, rows, columns, PartitionSpec(None, tensor_axes)),
-            out_specs=rows,
+            in_specs=(by_token, by_token, inputs, outputs),
+            out_specs=by_token,
             check_vma=False,
         )(*operands)
 
+    def _dropless_on_one_device(
+        self,
+        x_GSD: jax.Array,
+        routing: _Routing,
+        wi: list[jax.Array],
+        wo: jax.Array,
+        tensor_axes: tuple[str, ...] = (),
+    ) -> jax.Array:
+        """Returns y_GSD of a device's tokens, sorted by expert for ragged products.
 
-_ROUTING = 9  # RNG stream id within a layer; block.py has the others
+        Args:
+          x_GSD: Tokens of this device.
+          routing: Their experts.
+          wi: Kernels [E, D, F] of each activation.
+          wo: Kernels [E, F, D].
+          tensor_axes: Mesh axes that divide F: outputs are summed over them.
+        """
+        experts = self.experts
+        num_choices = routing.experts_GSK.shape[-1]
+        width = x_GSD.shape[-1]
+        expert_of_pair = routing.experts_GSK.reshape(-1)
+        order = jnp.argsort(expert_of_pair, stable=True)
+        sizes = jnp.bincount(expert_of_pair, length=self.config.num_experts).astype(jnp.int32)
+        position_of_pair = inverse_index(order, order.size)
+        sorted_tokens = take_rows(
+            x_GSD.reshape(-1, width),
+            order // num_choices,
+            position_of_pair.reshape(-1, num_choices),
+        )
+        ragged_dot = functools.partial(
+            jax.lax.ragged_dot, group_sizes=sizes, precision=experts.precision
+        )
+        branches = [tag(ragged_dot(sorted_tokens, kernel), "mlpwi") for kernel in wi]
+        out = tag(ragged_dot(experts.gated(branches), wo), "mlpwo")
+        if tensor_axes:
+            out = jax.lax.psum(out, tensor_axes)
+        gates = (routing.gates_GSK * routing.is_routed_GSK).reshape(-1)[order]
+        out = out * gates[:, None].astype(out.dtype)
+        y = take_rows(out, position_of_pair, order[:, None]).reshape(-1, num_choices, width)
+        return y.sum(1).reshape(x_GSD.shape)
 
 
-def _for_each(initializer: Initializer) -> Initializer:
-    def initialize(key, shape, num_input_dims, dtype):
+def _for_each_expert(initializer: Initializer) -> Initializer:
+    """Returns an initializer that draws each expert's matrix with a key of its own."""
+
+    def initialize(
+        key: jax.Array, shape: Shape, num_input_dims: int, dtype: jnp.dtype
+    ) -> jax.Array:
         keys = jax.random.split(key, shape[0])
         return jax.vmap(lambda key: initializer(key, shape[1:], num_input_dims, dtype))(keys)
 

@@ -1,7 +1,11 @@
 """Pattention: attention from tokens to learned slots.
 
 TokenFormer (Wang et al. 2024, arXiv 2410.23168, section 3.2) and its JAX and PyTorch programs,
-whose constants differ. More slots (n of them) make a larger model of the same width.
+whose constants differ. More slots (n of them) make a larger model of the same width: a checkpoint
+grows by slots whose keys are 0 (`MaxText/growth`).
+
+Slots have one of three roles in a layer: "qkv" (projections to queries, keys and values), "proj"
+(projection of attention's output) and "ffn" (in place of the MLP).
 """
 
 import dataclasses
@@ -28,10 +32,19 @@ ZOOMED = ("l2_norm_gelu", "gelu_l2_norm", "l2_norm")  # normalize_type that scal
 # changes neither the sum of squares nor gelu of the other scores.
 _PRESERVING = (*ZOOMED, "gelu")
 _LAYER_NORM_EPSILON = 1e-6  # the default of flax, which the JAX program uses
-_PLACES = {"qkv": "query, key, value", "proj": "output projection", "ffn": "feed-forward"}
+_ROLES: dict[SlotPlace, str] = {
+    "qkv": "query, key, value",
+    "proj": "output projection",
+    "ffn": "feed-forward",
+}
 
 
 def slot_place(name: str) -> SlotPlace | None:
+    """Returns the role of the slots of a parameter, or None if it has no slots.
+
+    Args:
+      name: Path of the parameter, such as "layers/self_attention/query/keys/kernel".
+    """
     parts = name.split("/")
     if "mlp" in parts:
         return "ffn"
@@ -41,22 +54,37 @@ def slot_place(name: str) -> SlotPlace | None:
 
 
 def slots_by_place(numbers: Mapping[str, str]) -> str:
-    """Formats values by place: "24 -> 40 (attention), 96 (feed-forward)"."""
-    found: dict[str, list[str]] = {}
-    for place in (None, *_PLACES):
-        for words in sorted({x for name, x in numbers.items() if slot_place(name) == place}):
-            found.setdefault(words, []).extend([_PLACES[place]] if place else [])
-    names = {words: ", ".join(places) for words, places in found.items()}
-    text = ", ".join(f"{words} ({name})" if name else words for words, name in names.items())
+    """Formats values by the role of their slots: "24 -> 40 (attention), 96 (feed-forward)".
+
+    Args:
+      numbers: Path of a parameter -> its value, such as a number of slots.
+    """
+    roles_of_value: dict[str, list[str]] = {}
+    for role in (None, *_ROLES):
+        values = {value for name, value in numbers.items() if slot_place(name) == role}
+        for value in sorted(values):
+            roles = roles_of_value.setdefault(value, [])
+            if role is not None:
+                roles.append(_ROLES[role])
+    descriptions = []
+    for value, roles in roles_of_value.items():
+        descriptions.append(f"{value} ({', '.join(roles)})" if roles else value)
+    text = ", ".join(descriptions)
     return text.replace("query, key, value, output projection", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
 class Theta:
-    """The configured function from scores to slot weights."""
+    """The configured function from scores to slot weights (section 3.2).
+
+    Attributes:
+      config: normalize_type, epsilon, scale factors and zoom.
+      role: Role of the slots in the layer.
+      emb_dim: D, by which the zoom is a number of slots.
+    """
 
     config: PattentionConfig
-    place: SlotPlace
+    role: SlotPlace
     emb_dim: int
 
     def __call__(self, scores: jax.Array) -> jax.Array:
@@ -73,7 +101,7 @@ class Theta:
             y = self._l2_normalize(y)
         elif kind == "gelu_layer_norm":
             y = rms_normalize(y - jnp.mean(y, axis=-1, keepdims=True), None, _LAYER_NORM_EPSILON)
-        factor = getattr(self.config.scale_factors, self.place)
+        factor = getattr(self.config.scale_factors, self.role)
         return (y * factor).astype(scores.dtype)
 
     def _l2_normalize(self, a: jax.Array) -> jax.Array:
@@ -88,7 +116,7 @@ class Theta:
         norm = jnp.where(is_zero, 0.0, jnp.sqrt(jnp.where(is_zero, 1.0, square)))
         if epsilon == 0:
             norm = jnp.where(is_zero, 1.0, norm)
-        return a / (norm + epsilon) * math.sqrt(self.config.zoom(self.place, self.emb_dim))
+        return a / (norm + epsilon) * math.sqrt(self.config.zoom(self.role, self.emb_dim))
 
 
 class Pattention(Part):
@@ -104,17 +132,29 @@ class Pattention(Part):
         config: PattentionConfig,
         init: Init,
         rngs: nnx.Rngs,
-        place: SlotPlace,
+        role: SlotPlace,
+        *,
         inputs: int,
         outputs: int,
         use_bias: bool,
     ):
+        """Declares the slots.
+
+        Args:
+          config: Theta, and the number of slots.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          role: Role of the slots in the layer.
+          inputs: Width of x.
+          outputs: Width of y.
+          use_bias: Whether both products have biases.
+        """
         emb_dim = init.dimensions.emb_dim
         draw = init.initializers
-        n = config.num_slots(place, emb_dim)
-        self.theta = Theta(config, place, emb_dim)
-        self.scores_name = "mlpwi" if place == "ffn" else "slot_scores"  # in remat policies
-        keys, values = (draw.kernel, draw.output) if place == "ffn" else draw.attention_slots
+        n = config.num_slots(role, emb_dim)
+        self.theta = Theta(config, role, emb_dim)
+        self.scores_name = "mlpwi" if role == "ffn" else "slot_scores"  # in remat policies
+        keys, values = (draw.kernel, draw.output) if role == "ffn" else draw.attention_slots
         # Inputs and outputs shard like the residual stream, even if they are heads.
         self.keys = Dense((inputs,), (n,), ("embed", "slots"), keys, init, rngs, use_bias=use_bias)
         self.values = Dense(
@@ -123,6 +163,7 @@ class Pattention(Part):
 
     @classmethod
     def slots_problem(cls, layer: LayerConfig) -> str | None:
+        """Returns why new slots change the output; see `Part.slots_problem`."""
         kind = layer.config.pattention.normalize_type
         if kind in _PRESERVING:
             return None
@@ -133,14 +174,15 @@ class Pattention(Part):
         )
 
     def attend(self, x: jax.Array) -> jax.Array:
+        """Returns Theta(x K) V, [B, T, outputs], of x [B, T, inputs]."""
         scores = tag(self.keys(x), self.scores_name)
         scores = with_logical_constraint(scores, *BRANCH_INPUT[:2], "activation_slots")
         return self.values(self.theta(scores))
 
 
-def _sharded_slots(layer: LayerConfig, place: SlotPlace) -> dict[str, tuple[str, int]]:
-    number = layer.config.pattention.num_slots(place, layer.dimensions.emb_dim)
-    return {f"{place}_slot_num": ("slots", number)}
+def _sharded_slots(layer: LayerConfig, role: SlotPlace) -> dict[str, tuple[str, int]]:
+    num_slots = layer.config.pattention.num_slots(role, layer.dimensions.emb_dim)
+    return {f"{role}_slot_num": ("slots", num_slots)}
 
 
 @register("projection", "pattention")
@@ -152,23 +194,46 @@ class PattentionProjection(Pattention):
         model: ModelConfig,
         init: Init,
         rngs: nnx.Rngs,
-        place: SlotPlace,
+        role: SlotPlace,
         inputs: Shape,
         outputs: Shape,
+        *,
         axes: Axes,
         initializer: Initializer,
         use_bias: bool,
     ):
-        sizes = math.prod(inputs), math.prod(outputs)
-        super().__init__(model.pattention, init, rngs, place, *sizes, use_bias)
+        """Declares the slots of a projection.
+
+        Args:
+          model: Keys of the model.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          role: "qkv" or "proj".
+          inputs: Input dimensions: (D,), or (N, H) of the output projection.
+          outputs: Output dimensions.
+          axes: Logical axes of a dense matrix in its place; slots have their own.
+          initializer: Initializer of a dense matrix in its place; slots have their own.
+          use_bias: Whether both products have biases.
+        """
+        super().__init__(
+            model.pattention,
+            init,
+            rngs,
+            role,
+            inputs=math.prod(inputs),
+            outputs=math.prod(outputs),
+            use_bias=use_bias,
+        )
         self.num_input_dims = len(inputs)
         self.outputs = outputs
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns the numbers of slots; see `Part.sharded_sizes`."""
         return _sharded_slots(layer, "qkv") | _sharded_slots(layer, "proj")
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the projection [B, T, outputs...] of x [B, T, inputs...]."""
         leading = x.shape[: x.ndim - self.num_input_dims]
         return self.attend(x.reshape(*leading, -1)).reshape(*leading, *self.outputs)
 
@@ -180,11 +245,15 @@ class PattentionFeedForward(Pattention, FeedForward):
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         D = init.dimensions.emb_dim
         use_bias = config.feed_forward.ffn_bias
-        Pattention.__init__(self, config.pattention, init, rngs, "ffn", D, D, use_bias)
+        Pattention.__init__(
+            self, config.pattention, init, rngs, "ffn", inputs=D, outputs=D, use_bias=use_bias
+        )
 
     @classmethod
     def sharded_sizes(cls, layer: LayerConfig) -> dict[str, tuple[str, int]]:
+        """Returns the number of slots; see `Part.sharded_sizes`."""
         return _sharded_slots(layer, "ffn")
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Returns the output [B, T, D], and no losses."""
         return tag(self.attend(x_BTD), "mlpwo"), {}

@@ -15,7 +15,6 @@ import importlib.util
 import json
 import pathlib
 import secrets
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +48,18 @@ class WandbSink(Sink):
         config_flat: Mapping[str, Any],
         first_step: int,
     ):
-        """Does not connect yet; `first_step` 0 creates a new W&B run."""
+        """Checks the package; connects at the first event.
+
+        Args:
+          monitoring: Project, entity and mode of W&B.
+          run_folder: The folder of the run, with events.jsonl and the state of this sink.
+          run_name: Name of the run in W&B.
+          config_flat: The configuration, by key.
+          first_step: The first step of this start; 0 creates a new W&B run.
+
+        Raises:
+          UserError: The package wandb is not installed.
+        """
         package = importlib.util.find_spec("wandb")
         # A folder named wandb, which W&B itself creates, looks like a package without origin.
         if package is None or package.origin is None:
@@ -72,6 +82,7 @@ class WandbSink(Sink):
         )
 
     def write(self, event: Event) -> None:
+        """Sends an event, after connecting if it is the first."""
         run = self._run
         if event.kind in ("start", "resume"):
             run.summary.update(_scalars(event.fields))
@@ -89,11 +100,14 @@ class WandbSink(Sink):
         self._newest = event.time
 
     def flush(self) -> None:
+        """Records which events have surely arrived."""
         # W&B has uploaded what was handed over long before the last flush.
-        self._state["time"], self._flushed = self._flushed - _UPLOAD_SECONDS, self._newest
+        self._state["time"] = self._flushed - _UPLOAD_SECONDS
+        self._flushed = self._newest
         self._save()
 
     def close(self, until: float | None = None) -> None:
+        """Waits for the upload, and records that all has arrived."""
         self._run.finish(exit_code=self._exit_code)
         self._state |= {"rows": self._row, "time": self._newest}
         self._save()
@@ -133,18 +147,22 @@ class WandbSink(Sink):
         run.define_metric("*", step_metric=_AXIS)
         state = self._state
         self._row = max(state["rows"], run.starting_step)
-        self._newest = self._flushed = state["time"]
-        for row in stream_rows(self._folder / EVENTS_FILE) if self._first_step else ():
+        self._newest = state["time"]
+        self._flushed = state["time"]
+        recorded_rows = stream_rows(self._folder / EVENTS_FILE) if self._first_step else ()
+        for row in recorded_rows:
             is_earlier = row.get("event") in _ROWS and row["step"] < self._first_step
             if is_earlier and row["time"] > state["time"]:
                 self._log(run, row["step"], row, row["time"])
         return run
 
-    def _log(self, run: Any, step: int, fields: Mapping[str, Any], at: float) -> None:
+    def _log(self, run: Any, step: int, fields: Mapping[str, Any], walltime: float) -> None:
+        """Adds a row of metrics; `walltime` is in Unix seconds."""
         tags = {name: value for name, value in _scalars(fields).items() if "/" in name}
-        run.log({**tags, _AXIS: step, "_timestamp": at}, step=self._next_row())
+        run.log({**tags, _AXIS: step, "_timestamp": walltime}, step=self._next_row())
 
     def _next_row(self) -> int:
+        """Returns an unused row number, after reserving a range of them on disk if needed."""
         if self._row >= self._state["rows"]:
             self._state["rows"] = self._row + _RESERVED
             self._save()
@@ -153,13 +171,9 @@ class WandbSink(Sink):
 
     @functools.cached_property
     def _state(self) -> dict[str, Any]:
+        """The contents of STATE_FILE; new ones for a new run."""
         path = self._folder / STATE_FILE
         state = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-        if state and "rows" not in state:  # of an earlier version, which counted rows by steps
-            last = state.get("last_step")
-            shifts = state.get("shifts", [[0, 0]])
-            taken = 0 if last is None else last + shifts[-1][1] + _RESERVED
-            state = {"id": state["id"], "rows": taken, "time": time.time()}
         # Training restarted at 0 may differ, and W&B cannot take rows back.
         if state is None or (self._first_step == 0 and state["rows"] > 0):
             state = {"id": secrets.token_hex(4), "rows": 0, "time": 0.0}
@@ -170,5 +184,10 @@ class WandbSink(Sink):
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, Any]:
-    plain = ((name, v.item() if hasattr(v, "item") else v) for name, v in fields.items())
-    return {name: value for name, value in plain if isinstance(value, str | int | float)}
+    """Returns the fields that are numbers or texts; array scalars as numbers."""
+    scalars = {}
+    for name, field in fields.items():
+        value = field.item() if hasattr(field, "item") else field
+        if isinstance(value, str | int | float):
+            scalars[name] = value
+    return scalars

@@ -8,10 +8,10 @@ from MaxText.config.data_sections import MaskingConfig
 from MaxText.input_pipeline.sequences.order import (
     EVAL_STREAM,
     TRAIN_STREAM,
-    OrderedWindows,
+    OrderedSequences,
     SyntheticSequences,
-    random_words,
 )
+from MaxText.input_pipeline.sequences.random_bits import random_bits
 from tests.input_pipeline.small_data import (
     data_keys,
     open_train,
@@ -25,8 +25,8 @@ def test_groups_of_equal_size_and_their_epochs_have_orders_of_their_own():
     size, groups = 30, np.array([0, 30, 60, 75, 75, 90])
     orders = {}
     for seed in range(2):
-        order = OrderedWindows(range(90), seed, shuffle=True, num_epoch=2, groups=groups)
-        numbers = [order.window(number) for number in range(180)]
+        order = OrderedSequences(range(90), seed, shuffle=True, num_epoch=2, groups=groups)
+        numbers = [order.sequence_index(number) for number in range(180)]
         for epoch, (first, end) in itertools.product(range(2), itertools.pairwise(groups.tolist())):
             windows = numbers[90 * epoch + first : 90 * epoch + end]
             # Within its group each window once, and groups one after the other.
@@ -50,7 +50,7 @@ def test_random_rows_have_no_stretch_in_common():
 
 
 def test_random_words_differ_by_seed_and_number_and_have_even_bits():
-    words = np.concatenate([random_words(seed, np.arange(2000)) for seed in (0, 1, 2)])
+    words = np.concatenate([random_bits(seed, np.arange(2000)) for seed in (0, 1, 2)])
     assert len(np.unique(words)) == len(words)
     bits = np.unpackbits(words.view(np.uint8)).reshape(len(words), 64)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.04

@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from MaxText.config.training_sections import BatchConfig
-from MaxText.input_pipeline.sequences.batch_schedule import ScheduleStage, plan_batches
-from MaxText.input_pipeline.sequences.global_batch import ExcludedRanges, split_to_length
-from MaxText.input_pipeline.sequences.order import Concatenation, Mixture, OrderedWindows
-from tests.input_pipeline.sequences.test_windows import as_data, cut
+from MaxText.input_pipeline.sequences.batch_schedule import ScheduleStage, schedule_batches
+from MaxText.input_pipeline.sequences.batch_source import ExcludedRanges, split_to_length
+from MaxText.input_pipeline.sequences.order import Concatenation, Mixture, OrderedSequences
+from tests.input_pipeline.sequences.test_slicing import as_data, cut
 from tests.input_pipeline.small_data import numbered_documents
 
 
 def shuffled(num_windows, seed, numbers):
-    order = OrderedWindows(range(num_windows), seed, shuffle=True, num_epoch=-1)
-    return np.array([order.window(number) for number in numbers.tolist()])
+    order = OrderedSequences(range(num_windows), seed, shuffle=True, num_epoch=-1)
+    return np.array([order.sequence_index(number) for number in numbers.tolist()])
 
 
 def test_the_order_of_a_seed_stays_what_it_is():
@@ -48,7 +48,7 @@ def test_rows_that_follow_each_other_are_spread_evenly(num_windows):
 
 def source(first_id, num_tokens, kind="packed"):
     windows = cut(kind, as_data([np.arange(first_id, first_id + num_tokens)]), 4)
-    return OrderedWindows(windows, seed=0, shuffle=False, num_epoch=-1)
+    return OrderedSequences(windows, seed=0, shuffle=False, num_epoch=-1)
 
 
 @pytest.mark.parametrize("weights", [[3, 1], [0.5, 0.2, 0.3], [1, 1, 1, 1], [1e-3, 1]])
@@ -88,8 +88,8 @@ def test_sources_with_and_without_documents_give_one_kind_of_batch():
 
 def test_first_window_of_each_document():
     data = as_data(numbered_documents([1, 9, 5]))
-    assert cut("single", data, 4).first_window(np.arange(4)).tolist() == [0, 0, 2, 3]
-    assert cut("packed", data, 4).first_window(np.arange(4)).tolist() == [0, 0, 2, 4]
+    assert cut("single", data, 4).first_sequences(np.arange(4)).tolist() == [0, 0, 2, 3]
+    assert cut("packed", data, 4).first_sequences(np.arange(4)).tolist() == [0, 0, 2, 4]
 
 
 def test_ramp_up_reads_its_samples_in_equal_shares():
@@ -97,30 +97,30 @@ def test_ramp_up_reads_its_samples_in_equal_shares():
         per_device_batch_size=8, enable_rampup_batch_size=True, per_device_batch_size_start=2,
         per_device_batch_size_increment=2, global_rampup_samples=300,
     )  # fmt: skip
-    plan = plan_batches(section, 64, lambda size: int(size * 2))
+    plan = schedule_batches(section, 64, lambda size: int(size * 2))
     # 100 samples each by 4, 8 and 12: 25, 13 and 9 steps.
     assert plan.stages == (
         ScheduleStage(0, 4, 64), ScheduleStage(25, 8, 64),
         ScheduleStage(38, 12, 64), ScheduleStage(47, 16, 64),
     )  # fmt: skip
-    assert plan.samples_before(25) == 100
-    assert plan.samples_before(47) == 100 + 104 + 108
-    assert plan.samples_before(50) == 312 + 48
+    assert plan.sequences_before(25) == 100
+    assert plan.sequences_before(47) == 100 + 104 + 108
+    assert plan.sequences_before(50) == 312 + 48
     for samples in (1, 99, 100, 101, 204, 205, 500):
         # The first step that has them all.
         steps = plan.steps_for(samples)
-        assert plan.samples_before(steps - 1) < samples <= plan.samples_before(steps)
+        assert plan.sequences_before(steps - 1) < samples <= plan.sequences_before(steps)
 
 
 def test_stages_of_length_read_as_many_tokens():
     section = BatchConfig(
         per_device_batch_size=4, sequence_length_stages=((0, 8), (10, 16), (30, 64))
     )
-    plan = plan_batches(section, 64, int)
+    plan = schedule_batches(section, 64, int)
     assert [(stage.first_step, plan.batch_size(stage), stage.length) for stage in plan.stages] == [
         (0, 32, 8), (10, 16, 16), (30, 4, 64),
     ]  # fmt: skip
-    assert plan.samples_before(40) == 160
+    assert plan.sequences_before(40) == 160
     assert plan.steps_of(plan.stages[1], 100) == (10, 30)
     assert plan.steps_of(plan.stages[1], 20) == (10, 20)
     assert plan.steps_of(plan.stages[2], 20) == (30, 30)
@@ -148,7 +148,7 @@ def test_numbers_of_samples_are_those_of_counting(pairs):
     exclusions = ExcludedRanges(pairs)
     excluded = {number for first, end in pairs for number in range(first, end)}
     included = [number for number in range(200) if number not in excluded]
-    assert exclusions.samples(np.arange(50)).tolist() == included[:50]
+    assert exclusions.order_indices(np.arange(50)).tolist() == included[:50]
     assert exclusions.count() == len(excluded)
-    inside = [range(*pair) for pair in exclusions.within(10, 40).pairs]
+    inside = [range(*pair) for pair in exclusions.within(10, 40).ranges]
     assert {*itertools.chain(*inside)} == excluded & set(range(10, 40))

@@ -132,7 +132,7 @@ def test_a_flipped_bit_is_found(tmp_path, kind, at):
         refused(problem, open_data, tmp_path / "d", tmp_path / "cache")
         checksums.write_bytes(without_brace)
         refused(r"_crc32c\.npy is damaged", open_data, tmp_path / "d", tmp_path / "cache")
-        checksums.unlink()  # as in data of earlier versions
+        checksums.unlink()  # as where they were not copied
     assert (open_data(tmp_path / "d", tmp_path / "cache").store.read(*ends) != whole).sum() == 1
 
 
@@ -158,8 +158,7 @@ def test_an_import_is_used_until_a_file_changes(tmp_path):
     for is_new in (True, False):
         assert offsets() == ends
         assert bool(lines) == is_new
-        (header,) = cache.glob("imported/*/import.json")
-        header.write_text(header.read_text().replace("max_token_id", "largest_id"))  # as earlier
+    (header,) = cache.glob("imported/*/import.json")
     # A killed one goes on.
     before = header.with_name("tokens-00000.bin").stat().st_mtime_ns
     for name in ("import.json", "uint16/000001.json"):
@@ -203,8 +202,6 @@ def test_labels_are_imported_next_to_the_ids(tmp_path):
     assert data.labels is not None
     read = data.labels.read(np.array([0]), np.array([6]))
     assert read.tolist() == [6, 7, -100, 9, -100, -100]
-    next(tmp_path.glob("imported/*/labels-00000.bin")).unlink()  # as of an earlier version
-    refused("only some files have labels. Delete it", open_data, path, tmp_path)
     keys = {"token_records.eos_id": 1}
     refused(r"token_records.eos_id=1: .*labels", open_data, path, tmp_path, **keys)
     for name in "yw":  # the first and the last of the files

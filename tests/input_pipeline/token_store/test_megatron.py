@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSamples, document_range
-from MaxText.input_pipeline.sequences.windows import SequenceOptions
+from MaxText.input_pipeline.sequences.gpt_neox_order import GptNeoxSequences, document_range
+from MaxText.input_pipeline.sequences.slicing import SequenceOptions
 from MaxText.input_pipeline.token_store.megatron import read_header, read_offsets
 from MaxText.storage.file_access import file_info
-from tests.input_pipeline.sequences.test_windows import as_data
+from tests.input_pipeline.sequences.test_slicing import as_data
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import (
     documents,
@@ -39,7 +39,14 @@ def defined_samples(documents, length, seed, num_samples):
 
 def in_order(offsets, length, seed, num_samples=None, part=None):
     data = as_data(np.split(np.arange(offsets[-1]), offsets[1:-1]))
-    return GptNeoxSamples(data, SequenceOptions(length), seed, Path("unused"), num_samples, part)
+    return GptNeoxSequences(
+        data,
+        SequenceOptions(length),
+        seed,
+        Path("unused"),
+        num_sequences=num_samples,
+        documents=part,
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1234])
@@ -55,8 +62,8 @@ def test_samples_are_those_of_the_definition(seed, num_samples, length, part):
     expected = defined_samples(documents[first:end], length, seed, num_samples)
     assert len(order) == len(expected)
     for sample, ids in enumerate(expected):
-        spans = order.spans(np.array([sample]), np.zeros(1, np.uint64))
-        pieces = [*zip(spans.start_P, spans.stop_P, strict=True)]
+        ranges = order.token_ranges(np.array([sample]), np.zeros(1, np.uint64))
+        pieces = [*zip(ranges.start_P, ranges.stop_P, strict=True)]
         assert all(start < stop for start, stop in pieces)
         assert [int(t) for start, stop in pieces for t in tokens[start:stop]] == ids
 

@@ -1,4 +1,4 @@
-"""What prepare_data.py wrote: older versions, names of documents, and damage."""
+"""What prepare_data.py wrote: its versions, names of documents, and damage."""
 
 import json
 from pathlib import Path
@@ -31,24 +31,20 @@ def store_of(manifest, split: Path) -> TokenStore:
     return open_data(split.parent, split.parent.parent / "cache").store
 
 
-def test_sets_of_version_1_are_read(tmp_path):
+@pytest.mark.parametrize("version", [1, 3])
+def test_sets_of_another_version_are_refused(prepared, version):
+    manifest, split = prepared
+    other = manifest.model_copy(update={"schema_version": version})
+    refused(rf"schema_version {version}; this program reads 2", store_of, other, split)
+
+
+@pytest.mark.parametrize("file_format", ["bin", "array_record"])
+def test_documents_without_names_have_numbers(tmp_path, file_format):
     documents, split = random_documents(5, 5, 60), tmp_path / "d" / "train"
-    manifest = write_data_set(tmp_path / "d", {"train": documents}, file_format="array_record")
-    entry = manifest.splits["train"]
-    files = tuple(file.model_copy(update={"num_tokens": None}) for file in entry.files)
+    manifest = write_data_set(tmp_path / "d", {"train": documents}, file_format=file_format)
     for name in (ROWS_NAME, SOURCE_FILES_NAME):
         (split / name).unlink()
-    splits = {"train": entry.model_copy(update={"files": files})}
-    store_of(manifest.model_copy(update={"schema_version": 1, "splits": splits}), split)
-    path = tmp_path / "d" / MANIFEST_NAME
-    text = path.read_text().replace("max_token_id", "largest_id")
-    path.write_text(text.replace("unigram_entropy_nats", "unigram_entropy"))
-    data = open_data(tmp_path / "d", tmp_path / "cache")
-    assert (data.max_token_id, data.unigram_entropy_nats) == (
-        entry.max_token_id,
-        entry.unigram_entropy_nats,
-    )
-    store = data.store
+    store = store_of(manifest, split)
     whole = np.concatenate(documents)
     np.testing.assert_array_equal(store.read(np.array([0]), np.array([len(whole)])), whole)
     assert store.document_name(3) == "document 3"

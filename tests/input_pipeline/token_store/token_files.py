@@ -15,7 +15,7 @@ from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import DTYPES, HEADER, MAGIC
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
-from MaxText.input_pipeline.token_store.store import TokenSplit
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 from tests.hostile.files import npy, tar_archive, torch_file
 from tests.input_pipeline.small_data import write_data_set
 
@@ -113,7 +113,7 @@ def write(kind: str, folder: Path, parts: Sequence[Documents]) -> list[Path]:
     return files
 
 
-def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenSplit:
+def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenDataset:
     """Opens a location with keys of data, preparation and open_token_data."""
     options = {"key": "dataset_path", "for_training": True, "log": str}
     options |= {name: keys.pop(name) for name in options if name in keys}
@@ -126,7 +126,7 @@ def open_data(location: Path | str, cache_dir: Path, **keys) -> TokenSplit:
     return open_token_data(request)
 
 
-def tokens_of(data: TokenSplit) -> list[int]:
+def tokens_of(data: TokenDataset) -> list[int]:
     return data.store.read(np.array([0]), np.array([len(data.store)])).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Rows cut from a token stream: segments, positions, targets, weights and padding."""
+"""Sequences sliced from a token dataset: segments, positions, targets, weights and padding."""
 
 import hashlib
 import pickle
@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.sequences import packing
-from MaxText.input_pipeline.sequences.order import Concatenation, OrderedWindows, random_words
-from MaxText.input_pipeline.sequences.packing import FirstFitPacking, pack_group_rows
-from MaxText.input_pipeline.sequences.windows import (
-    EMPTY,
-    BatchPart,
+from MaxText.input_pipeline.sequences.batch_arrays import BatchPart, fill_batch
+from MaxText.input_pipeline.sequences.order import Concatenation, OrderedSequences
+from MaxText.input_pipeline.sequences.packing import FirstFitPacking, pack_groups
+from MaxText.input_pipeline.sequences.random_bits import random_bits
+from MaxText.input_pipeline.sequences.slicing import (
+    NO_SEQUENCE,
     ConcatThenSplit,
-    DocumentWindows,
-    JoinedDocuments,
     SequenceOptions,
-    SlidingWindows,
-    fill_batch,
+    SplitDocuments,
+    StitchedDocuments,
 )
-from MaxText.input_pipeline.token_store.store import TokenSplit
+from MaxText.input_pipeline.sequences.sliding_windows import SlidingWindows
+from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
 from tests.input_pipeline.small_data import numbered_documents, random_documents
 from tests.refusals import refused
 
@@ -49,18 +49,18 @@ class InMemory:
         return f"document {document}"
 
 
-def as_data(documents, **facts) -> TokenSplit:
+def as_data(documents, **facts) -> TokenDataset:
     # The fingerprint is what plans are kept under.
     digest = hashlib.sha256(repr([document.tolist() for document in documents]).encode())
-    return TokenSplit(InMemory(documents), "", digest.hexdigest(), pad_id=PAD, **facts)
+    return TokenDataset(InMemory(documents), "", digest.hexdigest(), pad_id=PAD, **facts)
 
 
-def read(windows, order=None, has_documents=None):
-    """Arrays of the windows, in stream order by default."""
-    order = np.arange(len(windows)) if order is None else np.array(order)
-    spans = windows.spans(order, random_words(0, order))
-    part = BatchPart(windows, np.arange(len(order)), spans)
-    documents = windows.has_documents if has_documents is None else has_documents
+def read(slicer, order=None, has_documents=None):
+    """Arrays of sequences, in the order of the store by default."""
+    order = np.arange(len(slicer)) if order is None else np.array(order)
+    ranges = slicer.token_ranges(order, random_bits(0, order))
+    part = BatchPart(slicer, np.arange(len(order)), ranges)
+    documents = slicer.has_documents if has_documents is None else has_documents
     return fill_batch([part], documents)
 
 
@@ -71,10 +71,10 @@ def cut(kind, data, length, cache_dir=Path("unused"), stride=1):
     if kind == "sliding":
         return SlidingWindows(data, options, stride)
     if kind == "stitched":
-        return JoinedDocuments(data, options, stitch=2, random=True)
+        return StitchedDocuments(data, options, stitch=2, random=True)
     if kind == "packed":
         return ConcatThenSplit(data, options)
-    return DocumentWindows(data, options, cache_dir)
+    return SplitDocuments(data, options, cache_dir)
 
 
 # Documents of one token have no target, those of two have one.
@@ -88,11 +88,11 @@ def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
     documents = numbered_documents(sizes)
     length = data.draw(st.integers(1, 16))
     stride = data.draw(st.integers(1, length))
-    windows = cut(kind, as_data(documents), length, stride=stride)
-    rows = read(windows, has_documents=True)
+    slicer = cut(kind, as_data(documents), length, stride=stride)
+    rows = read(slicer, has_documents=True)
     last = {int(document[-1]) for document in documents if document.size}
     names = ("tokens", "targets", "weights", "segments", "positions")
-    for row in range(len(windows)):
+    for row in range(len(slicer)):
         tokens, targets, weights, segments, positions = (rows[name][row] for name in names)
         used = np.count_nonzero(segments)
         assert segments[:used].tolist() == sorted(segments[:used])
@@ -114,7 +114,7 @@ def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
     if kind.endswith("fit"):  # no document is cut that fits into a row
         assert begun == sum(-(-size // length) for size in sizes)
     elif kind == "truncated":
-        assert begun == len(windows) == len(sizes)
+        assert begun == len(slicer) == len(sizes)
         assert rows["weights"].sum() == np.minimum(sizes, length).sum()
 
 
@@ -122,11 +122,11 @@ def test_each_segment_is_a_part_of_one_document(sizes, kind, data):
 @given(SIZES, st.integers(1, 16), st.booleans(), st.data())
 def test_sliding_windows_count_each_target_once_with_its_context(sizes, length, joined, data):
     documents, stride = numbered_documents(sizes), data.draw(st.integers(1, length))
-    windows = SlidingWindows(as_data(documents), SequenceOptions(length, joined), stride)
+    slicer = SlidingWindows(as_data(documents), SequenceOptions(length, joined), stride)
     if joined:
         documents = [np.concatenate(documents)]
     expected = [int(i) for document in documents for i in document[1:]]
-    rows = read(windows)
+    rows = read(slicer)
     assert sorted(rows["targets"][rows["weights"] > 0].tolist()) == expected
     place_of = {int(i): place for document in documents for place, i in enumerate(document)}
     segments = rows.get("segments", np.ones_like(rows["tokens"]))
@@ -138,8 +138,8 @@ def test_sliding_windows_count_each_target_once_with_its_context(sizes, length, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_rows_and_any_order(tmp_path, kind):
-    windows = cut(kind, as_data(numbered_documents([30, 5, 12])), 8, tmp_path)
-    forward, other = read(windows), read(windows, [1, EMPTY, 0])
+    slicer = cut(kind, as_data(numbered_documents([30, 5, 12])), 8, tmp_path)
+    forward, other = read(slicer), read(slicer, [1, NO_SEQUENCE, 0])
     for name in forward:
         np.testing.assert_array_equal(other[name][[0, 2]], forward[name][[1, 0]])
     for name in other.keys() & {"weights", "segments", "positions"}:
@@ -162,7 +162,7 @@ def plain_fit(sizes, length, best):
 @pytest.mark.parametrize("best", [False, True])
 def test_fit_equals_the_plain_algorithm(best):
     sizes = np.random.default_rng(0).integers(1, 33, (20, 60)).astype(np.int32)
-    rows = pack_group_rows(sizes, 32, best)
+    rows = pack_groups(sizes, 32, best)
     for group in range(20):
         assert rows[group].tolist() == plain_fit(sizes[group].tolist(), 32, best)
 
@@ -172,16 +172,16 @@ def test_a_packing_plan_is_kept(tmp_path, monkeypatch):
     first, second = random_documents(3, 40, 30), random_documents(4, 40, 30)
 
     def tokens(documents, cache="cache"):
-        windows = cut("first_fit", as_data(documents), 16, tmp_path / cache)
+        slicer = cut("first_fit", as_data(documents), 16, tmp_path / cache)
         # Another process maps the same files.
-        assert len(pickle.dumps(windows._plan)) < 500
-        return read(windows)["tokens"]
+        assert len(pickle.dumps(slicer._plan)) < 500
+        return read(slicer)["tokens"]
 
     expected = tokens(first)
     assert tokens(second).tolist() != expected.tolist()
     assert len(list((tmp_path / "cache").iterdir())) == 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "pack_group_rows", pytest.fail)
+        patch.setattr(packing, "pack_groups", pytest.fail)
         np.testing.assert_array_equal(tokens(first), expected)
     (tmp_path / "file").write_text("")
     refused(r"data_cache_dir=.*file", tokens, first, "file")
@@ -195,19 +195,19 @@ def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
     def plan(block):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "GROUP", 4)
-            blocks = list(packing.plan_rows(offsets, 8, best_fit, block))
+            blocks = list(packing.plan_packing(offsets, 8, best_fit, block))
         return [np.concatenate([b[name] for b in blocks]).tolist() for name in blocks[0]]
 
     assert plan(8) == plan(1000)
 
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
-    windows = FirstFitPacking(
+    slicer = FirstFitPacking(
         as_data(numbered_documents([5, 6, 4])), SequenceOptions(10, True), best_fit=False,
         cache_dir=tmp_path,
     )  # fmt: skip
-    windows.has_documents = True
-    rows = read(windows)
+    slicer.has_documents = True
+    rows = read(slicer)
     assert rows["segments"].tolist() == [[1] * 9 + [0], [1] * 3 + [0] * 7]
     assert rows["positions"].tolist() == [[*range(9), 0], [0, 1, 2] + [0] * 7]
     assert rows["weights"].tolist() == rows["segments"].tolist()
@@ -215,17 +215,17 @@ def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
 
 def test_stitched_windows_begin_evenly_in_joined_documents():
     documents = numbered_documents([10, 12, 9, 7, 3])
-    windows = JoinedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=True)
-    assert len(windows) == 3
-    order = OrderedWindows(windows, seed=0, shuffle=False, num_epoch=-1)
+    slicer = StitchedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=True)
+    assert len(slicer) == 3
+    order = OrderedSequences(slicer, seed=0, shuffle=False, num_epoch=-1)
     rows = Concatenation([order]).read(3 * np.arange(14_000))
     # 22 tokens, rows of 8 + 1: begin at 0..13.
     counts = np.bincount(rows["tokens"][:, 0] - 1, minlength=14)
     assert counts.size == 14
     assert ((counts - 1000) ** 2 / 1000).sum() < 34.5  # 13 degrees of freedom, p = 0.001
     # Too little text for a whole window: all of it, padded.
-    assert read(windows, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
-    fixed = JoinedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=False)
+    assert read(slicer, [2])["tokens"].tolist() == [[39, 40, 41, *[PAD] * 5]]
+    fixed = StitchedDocuments(as_data(documents), SequenceOptions(8), stitch=2, random=False)
     assert read(fixed)["tokens"][:, 0].tolist() == [1, 23, 39]
 
 
@@ -242,5 +242,5 @@ def test_targets_with_id_0_can_be_excluded():
     data = as_data([np.array([3, 0, 4, 0, 0, 5])])
     for zero_loss, weights in ((True, [1] * 5), (False, [0, 1, 0, 0, 1])):
         options = SequenceOptions(5, zero_loss=zero_loss)
-        for windows in (ConcatThenSplit(data, options), SlidingWindows(data, options, 1)):
-            assert read(windows)["weights"].tolist() == [weights]
+        for slicer in (ConcatThenSplit(data, options), SlidingWindows(data, options, 1)):
+            assert read(slicer)["weights"].tolist() == [weights]

@@ -1,0 +1,203 @@
+"""Healthy checkpoints: the rule that decides which states are healthy, and the list in a file.
+
+A rollback restores the newest healthy checkpoint, and retention never deletes it. A state is not
+healthy just because it was saved: the loss of a step is that of the state before it, so a state can
+be broken before any metric shows it.
+
+`HealthyCheckpoints.is_healthy` is the only place that decides. It gets everything that the run
+knows about a state (`HealthEvidence`) and is asked
+
+  - about each saved checkpoint when it is saved and after every later step, until it is healthy;
+  - about the newest state, before it is copied to memory as a target of rollbacks;
+  - about the final state, when a run ends on purpose.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+from etils import epath
+
+from MaxText.checkpointing.history import read_run_file
+from MaxText.storage.atomic import write_json_with_digest
+
+
+@dataclasses.dataclass(frozen=True)
+class HealthEvidence:
+    """What a run knows about one of its states when it asks whether the state is healthy.
+
+    Attributes:
+      step: The state is that after this step.
+      num_accepted: Number of steps in a row that the spike guard accepted. For a checkpoint: steps
+        after it, up to the newest reported one. For the newest state, which has no later step: the
+        last steps up to it, math.inf if no step of the run was ever skipped.
+      problems: What speaks against the state besides skipped steps, in words: a rollback that is
+        due, a diverged loss. Known for the newest state only; empty for checkpoints.
+      validation_losses: Validation loss after each evaluated step, since this start of the run or
+        its last rollback. The rule does not depend on it.
+    """
+
+    step: int
+    num_accepted: float
+    problems: Sequence[str] = ()
+    validation_losses: Mapping[int, float] = dataclasses.field(default_factory=dict)
+
+
+class HealthyCheckpoints:
+    """Decides which states are healthy; remembers healthy checkpoints over restarts.
+
+    Steps must be observed in order. All processes observe the same steps, and so decide alike.
+
+    Args:
+      folder: The folder of the run's checkpoints; the list is its file healthy.json.
+      healthy_after_steps: See `is_healthy`. With 0, a checkpoint is healthy once it is saved.
+      log: Gets a line about a file that cannot be read or written.
+    """
+
+    def __init__(self, folder: epath.Path, healthy_after_steps: int, log: Callable[[str], None]):
+        self._folder = folder
+        self._healthy_after_steps = healthy_after_steps
+        self._log = log
+        # Checkpoints that are not yet healthy: step -> steps accepted in a row since it was saved.
+        self._candidates: dict[int, int] = {}
+        self._written: list[int] = []  # the content of the file
+        self._newest_step = -1  # the newest observed step
+        self._last_skipped = -1  # the newest skipped step; -1 if there was none
+        self._validation_losses: dict[int, float] = {}
+
+    # --- The rule ---------------------------------------------------------------------------------
+
+    def is_healthy(self, evidence: HealthEvidence) -> bool:
+        """Returns whether a state is healthy: the only definition in the program.
+
+        It is if nothing speaks against it and `healthy_after_steps` steps in a row were accepted.
+        """
+        return not evidence.problems and evidence.num_accepted >= self._healthy_after_steps
+
+    def is_newest_healthy(self, problems: Sequence[str] = ()) -> bool:
+        """Returns whether the state after the newest observed step is healthy.
+
+        Args:
+          problems: See `HealthEvidence`.
+        """
+        num_accepted = math.inf
+        if self._last_skipped >= 0:
+            num_accepted = self._newest_step - self._last_skipped
+        return self.is_healthy(self._evidence(self._newest_step, num_accepted, problems))
+
+    def _evidence(
+        self, step: int, num_accepted: float, problems: Sequence[str] = ()
+    ) -> HealthEvidence:
+        return HealthEvidence(step, num_accepted, problems, self._validation_losses)
+
+    # --- Observations -----------------------------------------------------------------------------
+
+    def begin(self, first_step: int, last_skipped: int) -> None:
+        """Begins to observe a run, or begins again after a rollback.
+
+        Args:
+          first_step: The next step to train.
+          last_skipped: The newest skipped step before it; -1 if there was none.
+        """
+        self._newest_step = first_step - 1
+        self._last_skipped = last_skipped
+        self._validation_losses = {
+            step: loss for step, loss in self._validation_losses.items() if step < first_step
+        }
+
+    def observe_steps(self, last_step: int, last_skipped: int) -> None:
+        """Observes all steps since the last call, up to `last_step`.
+
+        Args:
+          last_skipped: The newest skipped step; -1 if there was none. Between two calls only the
+            last skip is known. Any step before it may have been skipped, too, and counts as such.
+        """
+        self._last_skipped = last_skipped
+        for step in range(self._newest_step + 1, last_step + 1):
+            self._newest_step = step
+            self._observe_step(step, is_accepted=step > last_skipped)
+
+    def _observe_step(self, step: int, is_accepted: bool) -> None:
+        # The metrics of a step are of the state before it, so they say nothing about a checkpoint
+        # of the same step.
+        earlier_checkpoints = [saved for saved in self._candidates if saved < step]
+        for saved in earlier_checkpoints:
+            self._candidates[saved] = self._candidates[saved] + 1 if is_accepted else 0
+            self._promote_if_healthy(saved)
+
+    def observe_evaluation(self, step: int, validation_loss: float) -> None:
+        """Observes the validation loss of the state after `step`."""
+        self._validation_losses[step] = validation_loss
+
+    # --- Checkpoints ------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def steps(self) -> set[int]:
+        """The healthy checkpoints; some may have been deleted since."""
+        consequence = "no checkpoint counts as healthy"
+        self._written = read_run_file(self._folder, "healthy", self._log, consequence) or []
+        return set(self._written)
+
+    def watch(self, step: int) -> None:
+        """Makes a saved checkpoint a candidate, or promotes it if it needs no accepted step."""
+        if step not in self.steps:
+            self._candidates[step] = 0
+            self._promote_if_healthy(step)
+
+    def _promote_if_healthy(self, step: int) -> None:
+        if self.is_healthy(self._evidence(step, self._candidates[step])):
+            self.promote(step)
+
+    def promote(self, step: int) -> None:
+        """Adds a checkpoint to the healthy ones, whatever is known about it."""
+        self.steps.add(step)
+        self._candidates.pop(step, None)
+
+    def forget(self, is_gone: Callable[[int], bool]) -> None:
+        """Removes deleted or renamed checkpoints, those with `is_gone(step)`."""
+        self.steps = {step for step in self.steps if not is_gone(step)}
+        self._candidates = {
+            step: count for step, count in self._candidates.items() if not is_gone(step)
+        }
+
+    def steps_to_preserve(self) -> set[int]:
+        """Returns the newest healthy step and the next candidate."""
+        newest = max(self.steps, default=-1)
+        later_candidates = (step for step in self._candidates if step > newest)
+        next_candidate = min(later_candidates, default=-1)
+        return {step for step in (newest, next_candidate) if step >= 0}
+
+    # --- The file ---------------------------------------------------------------------------------
+
+    @property
+    def changed(self) -> bool:
+        """Whether the file differs from the healthy checkpoints."""
+        return sorted(self.steps) != self._written
+
+    def write(self, is_finalized: Callable[[int], bool]) -> None:
+        """Writes the file atomically. Raises OSError.
+
+        Args:
+          is_finalized: Whether a checkpoint is complete on disk; others are left out for now. Not
+            called for checkpoints that are in the file already.
+        """
+        finalized = sorted(
+            step for step in self.steps if step in self._written or is_finalized(step)
+        )
+        if finalized == self._written:
+            return
+        write_json_with_digest(self._folder / "healthy.json", "healthy", finalized)
+        self._written = finalized
+
+    def write_if_changed(self, is_finalized: Callable[[int], bool]) -> None:
+        """Writes the file on process 0 if necessary; logs a failure, to be repeated later."""
+        if jax.process_index() != 0 or not self.changed:
+            return
+        try:
+            self.write(is_finalized)
+        except OSError as error:
+            self._log(
+                f"WARNING: cannot write the list of healthy checkpoints: {error}. Retrying later."
+            )

@@ -1,0 +1,352 @@
+"""Options of the programs, besides the keys of a configuration.
+
+A program declares its options, such as hardware= of plan.py, as a frozen dataclass whose fields are
+made by `option`. `read_options` reads them with argparse. They are typed like keys: name=value,
+--name=value, --name value, or --name alone for a switch.
+
+  @dataclasses.dataclass(frozen=True, kw_only=True)
+  class PlanOptions:
+      hardware: str = option("", "Machine, for example 8xH100.", required=True)
+      fit: bool = option(False, "Search for settings that fit.")
+
+  arguments = read_options(PlanOptions, sys.argv[1:])
+  arguments.check()
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
+
+from MaxText.config import sources
+from MaxText.config.maxtext_keys import ALIASES, find_unsupported
+from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
+from MaxText.config.schema import all_names
+from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices
+
+OptionsT = TypeVar("OptionsT")
+
+
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """Of a program that has a configuration and no options of its own."""
+
+
+_DECLARATION = "option"  # key of an _Option in the metadata of a dataclass's field
+_INVALID = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One declared option; see `option`. `name` is as typed: "from" of the field `from_`."""
+
+    name: str
+    default: Any
+    help: str
+    read: Callable[[str], Any]
+    accepts: str
+    metavar: str
+    choices: tuple[str, ...]
+    required: bool
+    repeated: bool
+
+    @property
+    def is_switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    read: Callable[[str], Any] = str,
+    accepts: str = "",
+    metavar: str = "VALUE",
+    choices: Collection[str] = (),
+    required: bool = False,
+    repeated: bool = False,
+) -> Any:
+    """Declares an option as a field of a dataclass.
+
+    The field's name is the option's; a trailing underscore (`from_`) is not typed. A boolean
+    default makes it a switch.
+
+    Args:
+      default: Value if the option is not given.
+      help: Its line in --help.
+      read: Converts the text; raises ValueError with a reason that continues "name: ".
+      accepts: What `read` accepts, for messages.
+      metavar: Stands for the value in --help.
+      choices: The accepted texts, if there are few.
+      required: Whether a command line without it is refused.
+      repeated: Whether it may be given several times. Its value is then a tuple.
+    """
+    settings = {
+        "default": default,
+        "help": help,
+        "read": read,
+        "accepts": accepts or f"one of {', '.join(choices)}",
+        "metavar": "|".join(choices) or metavar,
+        "choices": tuple(choices),
+        "required": required,
+        "repeated": repeated,
+    }
+    return dataclasses.field(default=default, metadata={_DECLARATION: settings})
+
+
+def integer_option(default: int | None, help: str, *, minimum: int, metavar: str = "NUMBER") -> Any:
+    """Declares an option whose value is an integer that is not below `minimum`."""
+    return option(
+        default,
+        help,
+        read=whole_number(minimum),
+        accepts=f"an integer, >= {minimum}",
+        metavar=metavar,
+    )
+
+
+def options_of(kind: type) -> dict[str, _Option]:
+    """Returns the options that a dataclass declares, by the name of their field."""
+    return {
+        field.name: _Option(name=field.name.rstrip("_"), **field.metadata[_DECLARATION])
+        for field in dataclasses.fields(kind)
+        if _DECLARATION in field.metadata
+    }
+
+
+def whole_number(minimum: int) -> Callable[[str], int]:
+    """Returns a reader of integers that are not below `minimum`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not an integer") from None
+        if number < minimum:
+            raise ValueError(f"{number} is not >= {minimum}")
+        return number
+
+    return read
+
+
+def number(text: str) -> float:
+    """Returns the finite number that a text is; raises ValueError for any other text."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)):
+            return float(text)
+    raise ValueError(f"{text!r} is not a finite number")
+
+
+@dataclasses.dataclass
+class ProgramArguments(Generic[OptionsT]):
+    """The command line of a program, sorted by kind.
+
+    Attributes:
+      options: The program's options. Those with a problem have their default.
+      given: Names of the options on the command line, as typed.
+      config_files: YAML files.
+      settings: key=value of the configuration.
+      operands: All other words.
+      problems: What is wrong with the options.
+    """
+
+    options: OptionsT
+    given: tuple[str, ...]
+    config_files: list[str] = dataclasses.field(default_factory=list)
+    settings: list[str] = dataclasses.field(default_factory=list)
+    operands: list[str] = dataclasses.field(default_factory=list)
+    problems: list[ConfigIssue] = dataclasses.field(default_factory=list)
+
+    @property
+    def configuration(self) -> list[str]:
+        """Arguments for config.loading.load."""
+        return [*self.config_files, *self.operands, *self.settings]
+
+    def check(self) -> None:
+        """Raises ConfigurationError if there are problems."""
+        if self.problems:
+            raise ConfigurationError(self.problems)
+
+
+def read_options(
+    kind: type[OptionsT],
+    arguments: Sequence[str],
+    *,
+    takes_keys: bool = True,
+    requires: bool = True,
+) -> ProgramArguments[OptionsT]:
+    """Reads a program's own options from a command line, and sorts the other words.
+
+    Args:
+      kind: Dataclass of the options.
+      arguments: The command line without the program.
+      takes_keys: Whether the program has a configuration. Then other key=value are left to it.
+      requires: Whether a missing required option is a problem.
+
+    Raises:
+      ConfigurationError: An option has no value.
+    """
+    options = options_of(kind)
+    reader = _ValueReader()
+    parser = _make_parser(options, reader)
+    flags = [_as_flag(argument, options.values()) for argument in arguments]
+    namespace, remaining = parser.parse_known_args(flags)
+    values = {
+        name: tuple(value) if options[name].repeated else value
+        for name, value in vars(namespace).items()
+        if value is not _INVALID
+    }
+    parsed = ProgramArguments(
+        options=kind(**values),
+        given=tuple(options[name].name for name in values),
+        problems=reader.problems,
+    )
+    _sort_remaining(remaining, [option.name for option in options.values()], takes_keys, parsed)
+    if requires:
+        for option in options.values():
+            if option.required and not reader.texts.get(option.name):
+                fact = ("accepted", option.help)
+                parsed.problems.append(ConfigIssue(f"{option.name}= is missing", context=(fact,)))
+    return parsed
+
+
+def describe(kind: type) -> str:
+    """Returns the options of a dataclass for --help, under its docstring."""
+    parser = _make_parser(options_of(kind), _ValueReader())
+    _, _, options = parser.format_help().partition("options:\n")
+    return f"{(kind.__doc__ or '').strip()}\n\n{options.rstrip()}"
+
+
+class _ValueReader:
+    """Converts the texts of options, and collects what is wrong with them."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}  # by option, as typed
+        self.problems: list[ConfigIssue] = []
+
+    def read(self, option: _Option, text: str) -> Any:
+        """Returns the value of a text, or _INVALID."""
+        if self.texts.get(option.name, text) != text and not option.repeated:
+            name = option.name
+            print_notices([f"note: {name} is given twice: {name}={text} wins"])
+        self.texts[option.name] = text
+        try:
+            if option.choices and text not in (*option.choices, option.default):
+                raise ValueError(f"{text!r} is not among the choices")
+            return option.read(text)
+        except ValueError as error:
+            facts = (("accepted", option.accepts), nearest_fact(text, option.choices))
+            location = f"command line, {option.name}={text}"
+            self.problems.append(ConfigIssue(f"{option.name}: {error}", (location,), facts))
+            return _INVALID
+
+
+class _ArgumentParser(argparse.ArgumentParser):
+    """Raises ConfigurationError instead of printing a mistake and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError([ConfigIssue(message, ("command line",))])
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Shows options as they are usually typed: `tokens=VALUE`, and `--fit` of a switch."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=26, width=98)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        (flag,) = action.option_strings
+        return flag if action.nargs == 0 else f"{flag.removeprefix('--')}={action.metavar}"
+
+
+def _make_parser(options: dict[str, _Option], reader: _ValueReader) -> argparse.ArgumentParser:
+    parser = _ArgumentParser(
+        prog="",
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,  # a namespace of what is given
+        formatter_class=_HelpFormatter,
+    )
+    for name, option in options.items():
+        flag = f"--{option.name}"
+        help_text = option.help.replace("%", "%%")  # argparse formats it
+        if option.is_switch:
+            parser.add_argument(flag, dest=name, action="store_true", help=help_text)
+            parser.add_argument(
+                f"--no-{option.name}", dest=name, action="store_false", help=argparse.SUPPRESS
+            )
+        else:
+            parser.add_argument(
+                flag,
+                dest=name,
+                action="append" if option.repeated else "store",
+                type=functools.partial(reader.read, option),
+                metavar=option.metavar,
+                help=help_text,
+            )
+    return parser
+
+
+def _as_flag(argument: str, options: Iterable[_Option]) -> str:
+    """Returns an option in the form that argparse reads, and other arguments as they are.
+
+    An option may lack the dashes before its name, have dashes for underscores, and a switch may
+    have a value.
+    """
+    name, equals, text = argument.partition("=")
+    if not equals and not name.startswith("--"):
+        return argument
+    name = name.removeprefix("--").replace("-", "_")
+    option = next((option for option in options if option.name == name), None)
+    if option is None:
+        return argument
+    if option.is_switch and text.lower() in ("true", "false"):
+        return f"--{name}" if text.lower() == "true" else f"--no-{name}"
+    return f"--{name}{equals}{text}"
+
+
+def _sort_remaining(
+    remaining: Sequence[str],
+    option_names: Sequence[str],
+    takes_keys: bool,
+    parsed: ProgramArguments[Any],
+) -> None:
+    """Sorts the words that are no options into `parsed`."""
+    switches = sources.SWITCHES if takes_keys else ()
+    for argument in sources.without_dashes(remaining, switches):
+        match = ARGUMENT.fullmatch(argument)
+        name = match[1] if match else ""
+        problem = _unknown_option(name, argument, option_names, takes_keys)
+        if problem is not None:
+            parsed.problems.append(problem)
+        elif match:
+            parsed.settings.append(argument)
+        elif YAML_PATH.fullmatch(argument):
+            parsed.config_files.append(argument)
+        else:
+            parsed.operands.append(argument)
+
+
+def _unknown_option(
+    name: str, argument: str, option_names: Sequence[str], takes_keys: bool
+) -> ConfigIssue | None:
+    """Returns the problem of a name=value or -word that seems to be meant as an option.
+
+    A program with a configuration leaves names that are closer to a key to it.
+    """
+    if not name and not argument.startswith("-"):
+        return None
+    key_names = list(all_names()) if takes_keys else []
+    if takes_keys and (name in (*key_names, *ALIASES) or find_unsupported(name)):
+        return None
+    typed_name = name or argument.lstrip("-")
+    nearest = close_matches(typed_name, dict.fromkeys([*option_names, *key_names]))
+    if takes_keys and (not nearest or nearest[0] not in option_names):
+        return None
+    reason = "neither an option of this program nor a key" if takes_keys else "no option"
+    label = "nearest" if nearest else "options"
+    names = ", ".join(f"{near}=..." for near in nearest or option_names)
+    return ConfigIssue(f"{typed_name}: {reason}", (f"command line, {argument}",), ((label, names),))
