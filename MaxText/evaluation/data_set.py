@@ -20,8 +20,9 @@ from MaxText.inference.trained_model import Log, TrainedModel
 from MaxText.input_pipeline.data_sources import OpenDataSource
 from MaxText.input_pipeline.loader import open_source_batches
 from MaxText.input_pipeline.sequences.batch_source import BatchShard
-from MaxText.layers.assembly.model import Model, Params
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.parallelism import mesh
 from MaxText.training.objective import is_in_nats, loss_sums
 

@@ -16,8 +16,9 @@ from MaxText.errors import UserError
 from MaxText.evaluation.scores import Continuation, Progress
 from MaxText.inference.engine import HostArray, next_power_of_two
 from MaxText.inference.trained_model import TrainedModel
-from MaxText.layers.assembly.model import Model, Params
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 from MaxText.parallelism.mesh import microbatch_size
 from MaxText.training.objective import cross_entropy

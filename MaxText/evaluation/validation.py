@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from MaxText.layers.assembly.model import Model, Params
+from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.monitoring.step_line import EvaluationReport
 from MaxText.training.objective import IN_NATS, loss_sums
 

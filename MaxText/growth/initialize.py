@@ -17,7 +17,7 @@ from MaxText.checkpointing.compatibility import (
 from MaxText.errors import UserError
 from MaxText.growth.growth_plan import Index, ParamGrowth, grow_shard
 from MaxText.growth.resolve import PendingGrowth
-from MaxText.layers.assembly.model import Params
+from MaxText.layers.params import Params
 from MaxText.training.optimizer import BASE_TRANSFORM
 
 _SECOND_MOMENT = "nu"  # optax's name, in Adam and in Muon's Adam

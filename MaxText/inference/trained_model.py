@@ -14,7 +14,8 @@ from MaxText.inference.model_tokenizer import ModelTokenizer, open_tokenizer
 from MaxText.runtime import start_up
 
 if TYPE_CHECKING:
-    from MaxText.layers.assembly.model import Model, Params
+    from MaxText.layers.assembly.model import Model
+    from MaxText.layers.params import Params
     from MaxText.parallelism.mesh import ShardingPlan
 
 Log = Callable[[str], None]

@@ -12,7 +12,8 @@ from MaxText.config import command_line
 from MaxText.config.registry import lookup
 from MaxText.config.schema import Config
 from MaxText.errors import TrainingDivergedError
-from MaxText.layers.assembly.model import Model, Params
+from MaxText.layers.assembly.model import Model
+from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import ShardingPlan
 from MaxText.run.records import RunLogger
 

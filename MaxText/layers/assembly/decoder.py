@@ -211,11 +211,11 @@ class Decoder(nnx.Module):
         return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        first, *others_tuple = [
+        first, *others = [
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
         ]
-        return {**first, "other_positions": tuple(others_tuple)}
+        return {**first, "other_positions": tuple(others)}
 
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
