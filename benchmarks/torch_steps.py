@@ -15,7 +15,7 @@ import time
 import torch  # type: ignore
 
 
-def build(nanogpt: str | None, layers: int, width: int, heads: int, vocabulary: int, length: int):
+def build(nanogpt: str | None, layers: int, width: int, heads: int, vocabulary: int, length: int):  # noqa: PLR0917
     """Returns the model and a function from ids and targets to the loss."""
     sizes = {"n_layer": layers, "n_embd": width, "n_head": heads, "vocab_size": vocabulary}
     if nanogpt:

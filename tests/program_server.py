@@ -21,9 +21,19 @@ import warnings
 
 # Packages that read the environment when they are imported (wandb, huggingface_hub) are skipped.
 _LIBRARIES = (
-    "jax.experimental.pallas", "flax.nnx", "optax", "orbax.checkpoint", "grain", "tensorboardX",
-    "tokenizers", "tiktoken", "safetensors.numpy", "scipy.stats", "matplotlib.figure", "zstandard",
-)  # fmt: skip
+    "jax.experimental.pallas",
+    "flax.nnx",
+    "optax",
+    "orbax.checkpoint",
+    "grain",
+    "tensorboardX",
+    "tokenizers",
+    "tiktoken",
+    "safetensors.numpy",
+    "scipy.stats",
+    "matplotlib.figure",
+    "zstandard",
+)
 _PACKAGES = ("layers", "parallelism", "training", "checkpointing", "input_pipeline", "monitoring")
 
 

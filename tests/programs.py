@@ -39,9 +39,14 @@ def run(
       options: of Python itself; with them a new interpreter starts.
     """
     process = start(
-        program, arguments, cwd, environment, options=options,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        program,
+        arguments,
+        cwd,
+        environment,
+        options=options,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     with process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -84,9 +89,12 @@ def started(
     """
     process = popen(
         [sys.executable, *options, "-c", textwrap.dedent(program), *arguments],
-        cwd=REPOSITORY, text=True, env={**os.environ, **(environment or {})},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        text=True,
+        env={**os.environ, **(environment or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     try:
         yield process
     finally:
@@ -146,9 +154,11 @@ class _Server:
         with child_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.program_server", str(child_end.fileno())],
-                cwd=REPOSITORY, env={**os.environ, **_OF_SERVER, **_NO_RESTART},
-                pass_fds=[child_end.fileno()], start_new_session=True,
-            )  # fmt: skip
+                cwd=REPOSITORY,
+                env={**os.environ, **_OF_SERVER, **_NO_RESTART},
+                pass_fds=[child_end.fileno()],
+                start_new_session=True,
+            )
         atexit.register(self.close)
 
     def close(self) -> None:

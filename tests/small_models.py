@@ -38,9 +38,10 @@ TINY = {
 
 
 VALUE_RESIDUAL = {
-    "import_modules": ["examples/value_residual.py"], "connection_type": "value_residual",
+    "import_modules": ["examples/value_residual.py"],
+    "connection_type": "value_residual",
     "mixer": "value_residual_attention",
-}  # fmt: skip
+}
 
 
 def some_quick(rows: Iterable[Any], every: int) -> list[Any]:

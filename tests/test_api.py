@@ -17,10 +17,19 @@ from tests.house.sources import REPOSITORY
 from tests.small_models import TINY
 
 KEYS = {name: TINY[name] for name in TINY if name not in ("dataset_type", "scan_layers")} | {
-    "vocab_size": 300, "tokenizer_vocab_size": 300, "tokenizer_type": "byte", "jax_cache_dir": "",
-    "per_device_batch_size": 2, "steps": 4, "step_log_period": 1, "eval_interval": 2,
-    "eval_steps": 2, "validation_fraction": 0.2, "enable_tensorboard": False, "loss_curve": False,
-}  # fmt: skip
+    "vocab_size": 300,
+    "tokenizer_vocab_size": 300,
+    "tokenizer_type": "byte",
+    "jax_cache_dir": "",
+    "per_device_batch_size": 2,
+    "steps": 4,
+    "step_log_period": 1,
+    "eval_interval": 2,
+    "eval_steps": 2,
+    "validation_fraction": 0.2,
+    "enable_tensorboard": False,
+    "loss_curve": False,
+}
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ class StoppingCriteria:
     stop_strings: tuple[str, ...] = ()  # strings that end a text
 
 
-def generate(
+def generate(  # noqa: PLR0913
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     stopping: StoppingCriteria,

@@ -9,7 +9,7 @@ which Python reports as leaked at the end. So the processes can be killed at any
 import atexit
 import contextlib
 import multiprocessing
-import multiprocessing.util
+import multiprocessing.util  # noqa: F401
 import pickle
 import signal
 import traceback

@@ -19,7 +19,7 @@ Axes = tuple[str | None, ...]
 class Dense(nnx.Module):
     """y[..., outputs] = x[..., inputs] kernel (+ bias)."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         inputs: Shape,
         outputs: Shape,
@@ -70,7 +70,7 @@ class Dense(nnx.Module):
 class Embedding(nnx.Module):
     """A table of vectors, read by id; for tokens also the tied output head."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917
         self,
         num_rows: int,
         row_axis: str,
@@ -143,7 +143,7 @@ def is_exact_on_cpu(precision: Any, *operands: jax.Array) -> bool:
     return precision == "highest" and is_float32 and platform() == "cpu"
 
 
-def dot_in_double(
+def dot_in_double(  # noqa: PLR0917
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: Any,
@@ -233,7 +233,7 @@ def einsum(
 
 
 @register("projection", "dense")
-def projection(
+def projection(  # noqa: PLR0913, PLR0917
     model: ModelConfig,
     init: Init,
     rngs: nnx.Rngs,

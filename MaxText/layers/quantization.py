@@ -56,7 +56,7 @@ def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
 _dot.defvjp(lambda *arguments: (_dot(*arguments), arguments[2:]), _dot_backward)
 
 
-def _grad(
+def _grad(  # noqa: PLR0917
     kind: Quantization, dims: Dims, ndim: int, other: jax.Array, g: jax.Array, other_free: range
 ) -> jax.Array:
     """Returns the gradient of an operand.

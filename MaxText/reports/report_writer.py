@@ -38,7 +38,7 @@ _MAX_KEYS = 12  # maximum hyperparameters in the table of runs and in plots
 _FIGURES: Sequence[AxisName] = ("tokens", "flops", "time")  # axes of loss_<axis>.png
 
 
-def write_report(
+def write_report(  # noqa: PLR0913
     runs: Sequence[RunHistory],
     output: Path,
     *,

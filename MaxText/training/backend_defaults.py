@@ -19,7 +19,7 @@ CPU_UNROLLED_WIDTH = 512
 GPU_UNROLLED_LAYERS = 16
 
 
-def resolve_auto(
+def resolve_auto(  # noqa: C901
     config: ModelConfig, backend: str, sharding: ShardingPlan | None = None
 ) -> tuple[ModelConfig, list[str]]:
     """Returns the config without `auto`, and a line per choice."""

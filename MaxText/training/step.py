@@ -69,7 +69,7 @@ def make_initialize(
     return initialize
 
 
-def make_train_step(
+def make_train_step(  # noqa: C901
     model: Model,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,

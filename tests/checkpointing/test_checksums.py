@@ -9,8 +9,17 @@ import pytest
 
 from MaxText.checkpointing.checksums import array_checksums, first_mismatch, host_checksum
 
-FORMATS = [jnp.bool_, jnp.int8, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.int32,
-           jnp.float32, np.int64, np.float64]  # fmt: skip
+FORMATS = [
+    jnp.bool_,
+    jnp.int8,
+    jnp.bfloat16,
+    jnp.float16,
+    jnp.float8_e4m3fn,
+    jnp.int32,
+    jnp.float32,
+    np.int64,
+    np.float64,
+]
 
 
 def numbers(shape, dtype=np.float32, seed=0):
@@ -54,8 +63,17 @@ def test_other_damage_is_seen():
     swapped[[1, 2]] = swapped[[2, 1]]
     hole[7:9] = 0
     moved[1:] = array[:-1]
-    variants = [signs, swapped, hole, moved, -array, array.T, array.reshape(50, 40), array[:39],
-                array.view(np.int32)]  # fmt: skip
+    variants = [
+        signs,
+        swapped,
+        hole,
+        moved,
+        -array,
+        array.T,
+        array.reshape(50, 40),
+        array[:39],
+        array.view(np.int32),
+    ]
     assert len({host_checksum(x) for x in [array, *variants]}) == len(variants) + 1
 
 

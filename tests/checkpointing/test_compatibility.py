@@ -44,8 +44,9 @@ def test_names_are_equal():
     stored = specs(a=((2,), "float32"), b=((2,), "float32"))
     wanted = specs(b=((2,), "float32"), c=((2,), "float32"))
     assert sorted(line.split()[0] + line.split()[1] for line in mismatches(stored, wanted)) == [
-        "extraa:", "missingc:",
-    ]  # fmt: skip
+        "extraa:",
+        "missingc:",
+    ]
 
 
 def test_the_casts_of_a_state_are_named_by_path():

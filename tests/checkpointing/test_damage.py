@@ -150,10 +150,14 @@ def test_a_run_whose_only_checkpoint_lost_its_arrays_does_not_start_from_scratch
 @pytest.mark.parametrize(
     ("target", "source"),
     [
-        ("4/metadata", "2/metadata"), ("4/iter", "2/iter"), ("4/metadata", "2/iter"),
-        ("4/metadata", "4/iter"), ("4/iter", "4/metadata"), ("4/items", "2/items"),
+        ("4/metadata", "2/metadata"),
+        ("4/iter", "2/iter"),
+        ("4/metadata", "2/iter"),
+        ("4/metadata", "4/iter"),
+        ("4/iter", "4/metadata"),
+        ("4/items", "2/items"),
     ],
-)  # fmt: skip
+)
 def test_files_of_another_checkpoint_are_refused(run, kept, target, source):
     """As when a user copies files from one step to another."""
     shutil.rmtree(run / "checkpoints" / target)

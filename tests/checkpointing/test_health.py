@@ -52,10 +52,12 @@ def test_the_rule_decides_about_checkpoints_and_the_newest_state(tmp_path):
     ("first_step", "skipped_before", "last_step", "last_skipped", "expected"),
     [
         (0, -1, 0, -1, True),  # never skipped
-        (0, -1, 9, 7, False), (0, -1, 10, 7, True),
-        (40, 38, 40, 38, False), (40, 38, 41, 38, True),  # skipped before the restart
+        (0, -1, 9, 7, False),
+        (0, -1, 10, 7, True),
+        (40, 38, 40, 38, False),
+        (40, 38, 41, 38, True),  # skipped before the restart
     ],
-)  # fmt: skip
+)
 def test_the_newest_state(tmp_path, first_step, skipped_before, last_step, last_skipped, expected):
     health = healthy_checkpoints(tmp_path)
     health.begin(first_step, skipped_before)

@@ -18,8 +18,11 @@ from tests.checkpointing.small_state import CONFIG, abstract, assert_bit_equal, 
 
 def state_after(step, mark=0):
     """A state that tells which update, and which of several pasts, it is of."""
-    return TrainState(jnp.int32(step + 1), {"w": jnp.full((4, 8), 100 * mark + step, jnp.float32)},
-                      {"m": jnp.zeros(3)})  # fmt: skip
+    return TrainState(
+        jnp.int32(step + 1),
+        {"w": jnp.full((4, 8), 100 * mark + step, jnp.float32)},
+        {"m": jnp.zeros(3)},
+    )
 
 
 def open_run(folder, healthy_steps=3, **keys):
@@ -45,9 +48,13 @@ def train(checkpoints, steps, mark=0, unhealthy=(), period=1):
 def resume(checkpoints, state=None):
     lines = []
     start = restore_or_initialize(
-        checkpoints, CheckpointingConfig(), abstract(state or state_after(0)), pytest.fail, CONFIG,
+        checkpoints,
+        CheckpointingConfig(),
+        abstract(state or state_after(0)),
+        pytest.fail,
+        CONFIG,
         log=lines.append,
-    )  # fmt: skip
+    )
     return start, "\n".join(lines)
 
 

@@ -59,9 +59,13 @@ def test_train_takes_the_step_and_no_other(start, tmp_path):
     def train(run_name, *arguments):
         flags = "--xla_force_host_platform_device_count=2"
         return start(
-            "train.py", *narrow, "hardware=cpu", f"run_name={run_name}", *arguments,
+            "train.py",
+            *narrow,
+            "hardware=cpu",
+            f"run_name={run_name}",
+            *arguments,
             XLA_FLAGS=flags,
-        )  # fmt: skip
+        )
 
     plain, taken = train("plain"), train("taken", "compiled_trainstep_file=step.bin")
     assert "compiled" in plain.stdout, plain.stderr

@@ -46,9 +46,18 @@ def test_help_of_a_key(answer, told):
 
 @pytest.mark.parametrize(
     "words",
-    ["gpt2.yml dataset_path=x lerning_rate=1", "--help stepz", "--why stepz", "--why gcs_metrics",
-     "--why", "--from-maxtext", "--from-maxtext nowhere.yml", "~no_such_user_here/a.yml", ""],
-)  # fmt: skip
+    [
+        "gpt2.yml dataset_path=x lerning_rate=1",
+        "--help stepz",
+        "--why stepz",
+        "--why gcs_metrics",
+        "--why",
+        "--from-maxtext",
+        "--from-maxtext nowhere.yml",
+        "~no_such_user_here/a.yml",
+        "",
+    ],
+)
 def test_mistakes(words, answer, told):
     told(answer(*words.split(), code=2))
 
@@ -64,10 +73,12 @@ def test_why_names_the_winner_and_what_it_beat(answer, tmp_path, monkeypatch):
     ).splitlines()
     assert value == "learning_rate=0.003"
     assert [place.split(":", 1)[1].strip() for place in places] == [
-        "command line, learning_rate=3e-3", "environment variable M_LEARNING_RATE=2e-3",
+        "command line, learning_rate=3e-3",
+        "environment variable M_LEARNING_RATE=2e-3",
         "config file, mine.yml:3, learning_rate: 1.0e-3",
-        f"base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4", "schema default, 3.0e-05",
-    ]  # fmt: skip
+        f"base_config, configs/gpt2.yml:{line}, learning_rate: 6.0e-4",
+        "schema default, 3.0e-05",
+    ]
     text = answer("dataset_path=d", "--why", "steps", "steps=-1", "learning_rate_schedule_steps=9")
     assert text.startswith("steps=9\n  set by: derived from learning_rate_schedule_steps\n")
 
@@ -109,9 +120,10 @@ def test_a_data_set_without_its_key_gets_a_hint_to_the_key(answer, tmp_path):
     ("error", "code", "said"),
     [
         (UserError("no such thing"), 2, "error: no such thing\n"),
-        (KeyboardInterrupt(), 130, "stopped\n"), (BrokenPipeError(), 141, ""),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+        (BrokenPipeError(), 141, ""),
     ],
-)  # fmt: skip
+)
 def test_how_programs_end(error, code, said, capfd):
     with pytest.raises(SystemExit) as caught, exit_on_user_error("stopped"):
         raise error
@@ -123,10 +135,15 @@ def test_how_programs_end(error, code, said, capfd):
 @pytest.mark.parametrize(
     "line",
     [
-        "decoder_block: mistral", "decoder_block: qwen3", "model_name: mixtral-8x7b",
-        "opt_type: adagrad", "base_num_kv_heads: 5", "dataset_type: hf", "steps: many",
+        "decoder_block: mistral",
+        "decoder_block: qwen3",
+        "model_name: mixtral-8x7b",
+        "opt_type: adagrad",
+        "base_num_kv_heads: 5",
+        "dataset_type: hf",
+        "steps: many",
     ],
-)  # fmt: skip
+)
 def test_from_maxtext_supports_nothing_that_training_refuses(line, answer, write):
     path = write(f"{line}\nlearning_rate: 1.0e-3\ndataset_path: folder\n")
     with pytest.raises(UserError):
@@ -156,9 +173,16 @@ def test_from_maxtext_reads_json_and_arguments_over_the_file(answer, write):
 
 
 @pytest.mark.parametrize(
-    "argument", ["no_such_file.json", "model_name=no-such-preset", "decoder_block=no_such_block",
-                 "nowhere.yml", ".", "configs/gpt2"],
-)  # fmt: skip
+    "argument",
+    [
+        "no_such_file.json",
+        "model_name=no-such-preset",
+        "decoder_block=no_such_block",
+        "nowhere.yml",
+        ".",
+        "configs/gpt2",
+    ],
+)
 def test_consequences_of_a_missing_configuration_are_not_listed(argument, answer):
     text = answer(argument, code=2)
     assert text.startswith("error: 1 problem in the configuration")

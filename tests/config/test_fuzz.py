@@ -29,27 +29,157 @@ pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module i
 
 def _settings(number: int) -> settings:
     return settings(
-        deadline=None, database=None, suppress_health_check=list(HealthCheck),
-        max_examples=number, derandomize=True,
-    )  # fmt: skip
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        max_examples=number,
+        derandomize=True,
+    )
 
 
 _EDGES = (
-    "0", "-0", "-1", "1", "2", "3", "7", "64", "0.0", "-0.0", "0.5", "1e-30", "1e30", "1e308",
-    "1e400", "-1e400", "nan", ".nan", "inf", "-.inf", "9" * 30, "-" + "9" * 30, "9" * 400,
-    "9" * 5000, "1_000", "_1", "1_", "0x1F", "0b1", "0o17", "007", "1:30", "½", "٣", "²",
-    "2147483648", "9223372036854775807", "9223372036854775808", "18446744073709551616",
-    "true", "False", "yes", "off", "null", "none", "~", "", " ", "\t", "\n", "\x00", "\x7f",
-    "\ufeff", "\u2028", "\ud800", "🙂", "é", "a" * 10_000, "'", '"', "''", '""', "'3'", '"true"',
-    "[", "]", "{", "}", "[]", "{}", "[[]]", "[[[[[[]]]]]]", "[" * 3000, "[1,2", "[,]", "[a,b]",
-    "[1]", "[[1]]", "[[a,1]]", "[[a,-1]]", "[[a,nan]]", "[[0,1]]", "[[0,0]]", "[[[global],1]]",
-    "[[[global],999999999999]]", "[[[],1]]", "[true]", "[null]", "[~, 1]", "[1.5]", "[99999999999]",
-    "{a: 1}", "{a: {b: c}}", "[{a: 1}]", "? a", "a: b", "- a", "&a [*a]", "*a", "&a", "!!python/x",
-    "!!int 3", "!!binary YQ==", "!tag a", "# a", "%", "%YAML 9.9", "---", "...", "|", ">", "@a",
-    "`", "../..", "/", "//", ".", "~", "~unknown", "a/../b", "gs://", "s3://a", "hf:", "file:///x",
-    "a\x00b", "(", "(?P<a", "a{99999999999}", "[[(,1]]", "$(id)", "`id`", "{0}", "%s", "=", "==",
-    "2024-01-01", "<<", "a=b", "--steps", "-", "--",
-)  # fmt: skip
+    "0",
+    "-0",
+    "-1",
+    "1",
+    "2",
+    "3",
+    "7",
+    "64",
+    "0.0",
+    "-0.0",
+    "0.5",
+    "1e-30",
+    "1e30",
+    "1e308",
+    "1e400",
+    "-1e400",
+    "nan",
+    ".nan",
+    "inf",
+    "-.inf",
+    "9" * 30,
+    "-" + "9" * 30,
+    "9" * 400,
+    "9" * 5000,
+    "1_000",
+    "_1",
+    "1_",
+    "0x1F",
+    "0b1",
+    "0o17",
+    "007",
+    "1:30",
+    "½",
+    "٣",
+    "²",
+    "2147483648",
+    "9223372036854775807",
+    "9223372036854775808",
+    "18446744073709551616",
+    "true",
+    "False",
+    "yes",
+    "off",
+    "null",
+    "none",
+    "~",
+    "",
+    " ",
+    "\t",
+    "\n",
+    "\x00",
+    "\x7f",
+    "\ufeff",
+    "\u2028",
+    "\ud800",
+    "🙂",
+    "é",
+    "a" * 10_000,
+    "'",
+    '"',
+    "''",
+    '""',
+    "'3'",
+    '"true"',
+    "[",
+    "]",
+    "{",
+    "}",
+    "[]",
+    "{}",
+    "[[]]",
+    "[[[[[[]]]]]]",
+    "[" * 3000,
+    "[1,2",
+    "[,]",
+    "[a,b]",
+    "[1]",
+    "[[1]]",
+    "[[a,1]]",
+    "[[a,-1]]",
+    "[[a,nan]]",
+    "[[0,1]]",
+    "[[0,0]]",
+    "[[[global],1]]",
+    "[[[global],999999999999]]",
+    "[[[],1]]",
+    "[true]",
+    "[null]",
+    "[~, 1]",
+    "[1.5]",
+    "[99999999999]",
+    "{a: 1}",
+    "{a: {b: c}}",
+    "[{a: 1}]",
+    "? a",
+    "a: b",
+    "- a",
+    "&a [*a]",
+    "*a",
+    "&a",
+    "!!python/x",
+    "!!int 3",
+    "!!binary YQ==",
+    "!tag a",
+    "# a",
+    "%",
+    "%YAML 9.9",
+    "---",
+    "...",
+    "|",
+    ">",
+    "@a",
+    "`",
+    "../..",
+    "/",
+    "//",
+    ".",
+    "~",
+    "~unknown",
+    "a/../b",
+    "gs://",
+    "s3://a",
+    "hf:",
+    "file:///x",
+    "a\x00b",
+    "(",
+    "(?P<a",
+    "a{99999999999}",
+    "[[(,1]]",
+    "$(id)",
+    "`id`",
+    "{0}",
+    "%s",
+    "=",
+    "==",
+    "2024-01-01",
+    "<<",
+    "a=b",
+    "--steps",
+    "-",
+    "--",
+)
 
 
 # By categories: a table of the characters of a codec takes a second to make.
@@ -57,7 +187,10 @@ _CHARACTERS = st.characters(exclude_categories=["Cs"])
 # Lists and mappings of anything, to a depth beyond what any key needs.
 _NESTED: st.SearchStrategy[Any] = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-3, 70), st.floats(),
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 70),
+        st.floats(),
         st.sampled_from(["global", "local", "q", "gelu", "data", "embed", "tensor", ""]),
         st.text(_CHARACTERS, max_size=5),
     ),
@@ -66,12 +199,15 @@ _NESTED: st.SearchStrategy[Any] = st.recursive(
         st.dictionaries(st.text(_CHARACTERS, max_size=4), inner, max_size=2),
     ),
     max_leaves=8,
-)  # fmt: skip
+)
 _WRONG = st.one_of(
-    st.sampled_from(_EDGES), st.sampled_from([to_yaml(key.default) for key in all_keys().values()]),
-    st.integers().map(str), st.floats().map(repr), st.text(_CHARACTERS, max_size=20),
+    st.sampled_from(_EDGES),
+    st.sampled_from([to_yaml(key.default) for key in all_keys().values()]),
+    st.integers().map(str),
+    st.floats().map(repr),
+    st.text(_CHARACTERS, max_size=20),
     _NESTED.map(to_yaml),
-)  # fmt: skip
+)
 _NAMES = sorted(all_keys())
 _FOREIGN = sorted({*ALIASES, *UNSUPPORTED, *(name for name, _ in TRANSLATIONS)})
 _SPECIAL = ["base_config", "schema_version", "sweep", "stages", "<<", "", "?", "=", "null"]
@@ -96,10 +232,17 @@ def _right(name: str) -> st.SearchStrategy[str]:
 def _misspelt(name: str, at: int) -> list[str]:
     at %= len(name)
     return [
-        name[:at] + name[at + 1 :], name[:at] + "_" + name[at:], name[:at] + "é" + name[at:],
-        name.upper(), name.replace("_", "-"), f"model.{name}", f"-{name}", f"--{name}", f"+{name}",
+        name[:at] + name[at + 1 :],
+        name[:at] + "_" + name[at:],
+        name[:at] + "é" + name[at:],
+        name.upper(),
+        name.replace("_", "-"),
+        f"model.{name}",
+        f"-{name}",
+        f"--{name}",
+        f"+{name}",
         name[::-1],
-    ]  # fmt: skip
+    ]
 
 
 _MISSPELT = st.builds(_misspelt, st.sampled_from(_NAMES), st.integers(0, 20)).flatmap(
@@ -175,9 +318,13 @@ _WORDS = st.one_of(
     st.text(_CHARACTERS, max_size=8),
 )
 _INPUTS = st.one_of(
-    _command_lines(), _command_lines(), _files(), _files_of_anything(), _environments(),
+    _command_lines(),
+    _command_lines(),
+    _files(),
+    _files_of_anything(),
+    _environments(),
     st.lists(_WORDS, min_size=1, max_size=4).map(lambda words: Input(words, {}, {})),
-)  # fmt: skip
+)
 _PROGRAMS = ["train.py", "decode.py", "eval.py", "prepare_data.py", "inspect_data.py", "compare.py"]
 
 
@@ -229,17 +376,30 @@ def test_inputs(number):
 
 # Sizes stay those of a tiny model; everything else about it may be edited.
 _SIZES = {
-    "global_parameter_scale", "base_emb_dim", "base_num_query_heads", "base_num_kv_heads",
-    "base_mlp_dim", "base_num_decoder_layers", "head_dim", "vocab_size", "max_target_length",
+    "global_parameter_scale",
+    "base_emb_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "base_mlp_dim",
+    "base_num_decoder_layers",
+    "head_dim",
+    "vocab_size",
+    "max_target_length",
     "model_name",
-}  # fmt: skip
+}
 _OF_MODEL = [key.name for key in all_keys().values() if key.section[0] == "model"]
 _PARTS = [name for name in _OF_MODEL if name not in {*_SIZES, "decoder_block"}]
 _TINY = (
-    "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=8",
-    "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=32", "max_target_length=16",
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=1",
+    "head_dim=8",
+    "base_mlp_dim=24",
+    "base_num_decoder_layers=2",
+    "vocab_size=32",
+    "max_target_length=16",
     "dataset_type=synthetic",
-)  # fmt: skip
+)
 
 
 @st.composite

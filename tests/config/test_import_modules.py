@@ -48,41 +48,54 @@ BROKEN = {
     "exception in a library": ("import json\njson.loads('{')\n", "JSONDecodeError: ", 2),
     "exit": ("import sys\nsys.exit(0)\n", "SystemExit: 0", 2),
     "name taken by itself": (
-        PART + "register('mixer', 'mine')(Mine)\n", "mixer 'mine' is taken: registered at",
+        PART + "register('mixer', 'mine')(Mine)\n",
+        "mixer 'mine' is taken: registered at",
         PART.count("\n") + 1,
     ),
     "name of a built-in part": (
         HEAD + "register('optimizer', 'adamw')(print)\n",
-        "optimizer 'adamw' is taken: built in", 4,
+        "optimizer 'adamw' is taken: built in",
+        4,
     ),
     "key taken": (
         HEAD + KEYS + "steps: int = key(3, 'Steps.')\n" + REGISTER,
-        "mixer 'mine': there is a key 'steps' in run", 7,
+        "mixer 'mine': there is a key 'steps' in run",
+        7,
     ),
     **{
         f"key of another meaning: {name}": (
             HEAD + KEYS + f"{name}: int = key(3, 'Mine.')\n" + REGISTER,
-            f"mixer 'mine': a key cannot be called '{name}': it is {words}", 7,
+            f"mixer 'mine': a key cannot be called '{name}': it is {words}",
+            7,
         )
         for name, words in (
-            ("epoch", "another name of num_epoch"), ("n_layer", "a key of another program"),
-            ("fused_qkv", "a key of another program"), ("sa_size", "a key of another program"),
+            ("epoch", "another name of num_epoch"),
+            ("n_layer", "a key of another program"),
+            ("fused_qkv", "a key of another program"),
+            ("sa_size", "a key of another program"),
         )
     },
     "no key()": (
-        HEAD + KEYS + "wide: int = 3\n" + REGISTER, "key 'wide' is not declared with key(...)", 7,
+        HEAD + KEYS + "wide: int = 3\n" + REGISTER,
+        "key 'wide' is not declared with key(...)",
+        7,
     ),
     "keys of no section": (
-        HEAD + "register('mixer', 'mine', keys=dict)(Mixer)\n", "derived from Section", 4,
+        HEAD + "register('mixer', 'mine', keys=dict)(Mixer)\n",
+        "derived from Section",
+        4,
     ),
     "bad characters": (
         HEAD + "register('mixer', 'My-Mixer')(Mixer)\n",
-        "mixer 'My-Mixer': a name is a-z, 0-9 and _", 4,
+        "mixer 'My-Mixer': a name is a-z, 0-9 and _",
+        4,
     ),
     "unknown kind": (
-        HEAD + "register('mixture', 'mine')(Mixer)\n", "unknown kind of part 'mixture'", 4,
+        HEAD + "register('mixture', 'mine')(Mixer)\n",
+        "unknown kind of part 'mixture'",
+        4,
     ),
-}  # fmt: skip
+}
 
 
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -159,8 +172,13 @@ def test_a_file_next_to_the_config_is_named_from_the_current_folder(tmp_path):
 
 def test_one_name_in_two_kinds(tmp_path):
     second = PART.replace(HEAD, "from MaxText.layers.part import FeedForward\n")
-    for old, new in (("Mixer", "FeedForward"), ("'mixer'", ""), ("my_width", "my_height"),
-                     ('"mixer"', '"feed_forward"'), ("Keys", "More")):  # fmt: skip
+    for old, new in (
+        ("Mixer", "FeedForward"),
+        ("'mixer'", ""),
+        ("my_width", "my_height"),
+        ('"mixer"', '"feed_forward"'),
+        ("Keys", "More"),
+    ):
         second = second.replace(old, new)
     (tmp_path / "both.py").write_text(PART + second)
     given = {"mixer": "mine", "feed_forward_type": "mine", "my_width": 8, "my_height": 9}
@@ -213,11 +231,24 @@ def test_two_files_of_one_name(tmp_path):
 
 
 TINY = [
-    "mixer=mine", "dataset_type=synthetic", "steps=1", "run_name=run", "base_emb_dim=16",
-    "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=16",
-    "base_num_decoder_layers=1", "vocab_size=64", "max_target_length=8", "hardware=cpu",
-    "per_device_batch_size=1", "sample_tokens=0", "loss_curve=false", "log_config=false",
-]  # fmt: skip
+    "mixer=mine",
+    "dataset_type=synthetic",
+    "steps=1",
+    "run_name=run",
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=2",
+    "head_dim=8",
+    "base_mlp_dim=16",
+    "base_num_decoder_layers=1",
+    "vocab_size=64",
+    "max_target_length=8",
+    "hardware=cpu",
+    "per_device_batch_size=1",
+    "sample_tokens=0",
+    "loss_curve=false",
+    "log_config=false",
+]
 
 
 @pytest.fixture

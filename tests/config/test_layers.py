@@ -27,9 +27,12 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
     assert config.schedule.warmup_steps_fraction == 0.2
     assert config.model.shape.base_emb_dim == 512  # preset over file
     layers = {
-        "block_arrangement": Source.DECODER_BLOCK, "rotary_pct": Source.BASE_CONFIG,
-        "steps": Source.CONFIG_FILE, "base_emb_dim": Source.PRESET, "learning_rate": Source.DEFAULT,
-    }  # fmt: skip
+        "block_arrangement": Source.DECODER_BLOCK,
+        "rotary_pct": Source.BASE_CONFIG,
+        "steps": Source.CONFIG_FILE,
+        "base_emb_dim": Source.PRESET,
+        "learning_rate": Source.DEFAULT,
+    }
     assert {name: loaded.origins[name].source for name in layers} == layers
     assert loaded.origins["steps"].line == 3
     assert loaded.origins["steps"].place.endswith("config.yml:3")
@@ -45,10 +48,13 @@ def test_each_layer_beats_the_one_before(write, monkeypatch):
 
 def test_environment_takes_lists_and_warns_of_near_misses(monkeypatch, capsys):
     for name, value in {
-        "M_MLP_ACTIVATIONS": "[gelu]", "M_LERNING_RATE": "1", "M_GCS_METRICS": "1", "M_XQZ": "1",
+        "M_MLP_ACTIVATIONS": "[gelu]",
+        "M_LERNING_RATE": "1",
+        "M_GCS_METRICS": "1",
+        "M_XQZ": "1",
         "M_MAX_NUM_CHECKPOINTS_TO_KEEP": "3",  # MaxText's name
         "HARDWARE": "tpu",
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     config = load([]).config
     assert config.model.feed_forward.mlp_activations == ("gelu",)
@@ -78,9 +84,15 @@ def test_a_cycle_is_an_error(write):
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2.yml", "configs/gpt2.yml", "MaxText/configs/gpt2.yml", "./configs/gpt2.yml",
-     "models/gpt2-124m.yml", "gpt2-124m.yml"],
-)  # fmt: skip
+    [
+        "gpt2.yml",
+        "configs/gpt2.yml",
+        "MaxText/configs/gpt2.yml",
+        "./configs/gpt2.yml",
+        "models/gpt2-124m.yml",
+        "gpt2-124m.yml",
+    ],
+)
 def test_shipped_configs_are_found_from_any_folder(name, write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = load([name]).config_path
@@ -176,8 +188,11 @@ def test_axis_rules_merge_by_name(write):
     path = write("logical_axis_rules: [[vocab, [fsdp, tensor]], [kv, tensor], [kv, []]]\n")
     rules = load_config(path, logical_axis_rules=[["embed", None]]).mesh.logical_axis_rules
     assert rules[:4] == (
-        ("embed", ()), ("vocab", ("fsdp", "tensor")), ("kv", ("tensor",)), ("kv", ()),
-    )  # fmt: skip
+        ("embed", ()),
+        ("vocab", ("fsdp", "tensor")),
+        ("kv", ("tensor",)),
+        ("kv", ()),
+    )
     assert dict(rules)["mlp"] == base["mlp"]
     assert [name for name, _ in rules].count("vocab") == 1
     whole = [["mlp", "fsdp"], *([name, None] for name in base if name != "mlp")]

@@ -184,15 +184,29 @@ def test_a_short_file_is_not_a_copy(write, capsys):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("decoder_block", "mistral"), ("decoder_block", "qwen2"), ("decoder_block", "qwen3"),
-        ("decoder_block", "gemma2"), ("decoder_block", "gemma3"), ("decoder_block", "olmo3"),
-        ("decoder_block", "deepseek"), ("decoder_block", "envy"), ("decoder_block", "mixtral"),
-        ("decoder_block", "qwen3_moe"), ("decoder_block", "gpt_oss"), ("decoder_block", "llama4"),
-        ("model_name", "mixtral-8x7b"), ("model_name", "llama2-70b"), ("model_name", "gpt3-175b"),
-        ("model_name", "qwen3-0.6b"), ("model_name", "qwen2.5-7b"), ("model_name", "mistral-7b"),
-        ("model_name", "gemma2-2b"), ("model_name", "deepseek2-16b"), ("model_name", "olmo3-7b"),
+        ("decoder_block", "mistral"),
+        ("decoder_block", "qwen2"),
+        ("decoder_block", "qwen3"),
+        ("decoder_block", "gemma2"),
+        ("decoder_block", "gemma3"),
+        ("decoder_block", "olmo3"),
+        ("decoder_block", "deepseek"),
+        ("decoder_block", "envy"),
+        ("decoder_block", "mixtral"),
+        ("decoder_block", "qwen3_moe"),
+        ("decoder_block", "gpt_oss"),
+        ("decoder_block", "llama4"),
+        ("model_name", "mixtral-8x7b"),
+        ("model_name", "llama2-70b"),
+        ("model_name", "gpt3-175b"),
+        ("model_name", "qwen3-0.6b"),
+        ("model_name", "qwen2.5-7b"),
+        ("model_name", "mistral-7b"),
+        ("model_name", "gemma2-2b"),
+        ("model_name", "deepseek2-16b"),
+        ("model_name", "olmo3-7b"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_block_or_preset_names_what_comes_closest(name, value):
     with pytest.raises(ConfigurationError) as caught:
         load([f"{name}={value}", "base_num_kv_heads=3"], "train.py")

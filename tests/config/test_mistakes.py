@@ -97,12 +97,18 @@ def test_what_a_program_needs(program, told):
 @pytest.mark.parametrize(
     "text",
     [
-        "steps: 1\nrun_name: a\nsteps: 2\n", "- steps\n", "base_config: [a, b]\n",
-        "base_config: nowhere.yml\n", "schema_version: 999\n", "schema_version: x\n",
-        "lora: {rank: 3}\n", "run_name: !!python/object/apply:os.getcwd []\n",
-        "adamw_mask: &a [*a]\n", 'run_name: "a\\0b"\n',
+        "steps: 1\nrun_name: a\nsteps: 2\n",
+        "- steps\n",
+        "base_config: [a, b]\n",
+        "base_config: nowhere.yml\n",
+        "schema_version: 999\n",
+        "schema_version: x\n",
+        "lora: {rank: 3}\n",
+        "run_name: !!python/object/apply:os.getcwd []\n",
+        "adamw_mask: &a [*a]\n",
+        'run_name: "a\\0b"\n',
     ],
-)  # fmt: skip
+)
 def test_bad_files(text, write, told):
     with pytest.raises(ConfigurationError, match=r"config\.yml") as caught:
         load_config(write(text))
@@ -150,23 +156,26 @@ def test_a_stronger_choice_makes_the_file_inert(write):
     [
         ("train_compile.py", "compile_topology=v5e-16"),
         ("train.py", "ici_pipeline_parallelism=2 dataset_type=synthetic"),
-        ("plan.py", ""), ("train.py", "dataset_path=folder"),
+        ("plan.py", ""),
+        ("train.py", "dataset_path=folder"),
         ("train.py", "grain_train_files=a* eval_interval=-1"),
         ("train.py", "grain_train_files=a* grain_eval_files=b* eval_interval=5"),
         ("eval.py", "dataset_path=folder max_target_length=64 eval_stride=64"),
-        ("eval.py", "grain_eval_files=b*"), ("eval.py", "dataset_type=synthetic eval_steps=2"),
+        ("eval.py", "grain_eval_files=b*"),
+        ("eval.py", "dataset_type=synthetic eval_steps=2"),
         ("eval.py", "eval_tasks=[lambada] task_files.lambada=a.jsonl"),
         ("eval.py", "harness.tasks=[hellaswag]"),
         (None, "attention_projections=pattention slot_num=8"),  # one condition of several is met
         (None, "feed_forward_type=pattention normalize_type=gelu gelu_approximate=false"),
         (None, "rotary_pct=1 position_embedding=none"),  # the default value
-        (None, "steps=3 steps=3"), (None, "base_num_kv_heads=4 head_dim=-1"),
+        (None, "steps=3 steps=3"),
+        (None, "base_num_kv_heads=4 head_dim=-1"),
         (None, "decoder_block=gpt2 trainable_position_size=4096"),
         (None, "lr_schedule_type=wsd warmup_steps_fraction=0.9 wsd_decay_steps_fraction=0.1"),
         (None, "ici_data_parallelism=-1 ici_fsdp_parallelism=1"),
         (None, "base_num_decoder_layers=10000 eval_stride=-1"),
     ],
-)  # fmt: skip
+)
 def test_near_misses_are_accepted(program, line):
     load(line.split(), program)
 

@@ -53,11 +53,13 @@ def test_one_line_and_the_run_goes_on(capsys, snapshot):
 @pytest.mark.parametrize(
     "typed",
     [
-        "gpt2.yml dataset_type=synthetic", "tokenformer.yml dataset_type=synthetic",
-        "skip_step_on_spikes=false rollback.maximum=3", "drop_path_schedule=constant drop_path=0",
+        "gpt2.yml dataset_type=synthetic",
+        "tokenformer.yml dataset_type=synthetic",
+        "skip_step_on_spikes=false rollback.maximum=3",
+        "drop_path_schedule=constant drop_path=0",
         "dense_conn=true mudd_postnorm=all",
     ],
-)  # fmt: skip
+)
 def test_nothing_is_said_of_values_that_the_user_did_not_choose(typed, capsys):
     load(typed.split())
     assert capsys.readouterr().err == ""

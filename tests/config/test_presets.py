@@ -44,9 +44,11 @@ PUBLISHED_COMMANDS = {
     f"{_MUDD} model_name=MUDDLlama2Medium hardware=tpu": {"run_name": "output", "dense_conn": True},
     f"{_MUDD} model_name=MUDDLlama2Medium hardware=gpu compile_topology_num_slices=1": {},
     f"{_MUDD} model_name=Llama2Medium hardware=gpu compile_topology_num_slices=1": {
-        "base_output_directory": "gs://bucket", "dense_conn": False, "hardware": "gpu",
+        "base_output_directory": "gs://bucket",
+        "dense_conn": False,
+        "hardware": "gpu",
     },
-}  # fmt: skip
+}
 
 
 def changed(config: Config) -> str:
@@ -103,14 +105,24 @@ def test_a_muddformer_and_its_baseline_differ_in_their_connections_alone():
 def test_the_words_of_the_class_of_muddformer_give_the_preset():
     from_yml = load(
         [
-            "Llama2Medium.yml", "dense_conn=True", "dynamic_dense_type=qkvm",
-            "dynamic_dense_act_cls=gelu", "dynamic_dense_fix_last_layer=True",
-            "dynamic_dense_hidden_round=True", "ddw_gen_pattern=q,k,v,m", "ddw_gen_chunk_size=None",
-            "mudd_prenorm=True", "mudd_postnorm=True", "dynamic_mlp_dim=True",
-            "train_shuffle_buffer_size=None", "dataset_type=pile", "opt_type=adam_pax",
-            "eval_loop_num_batches=162", "record_internal_nn_metrics=0",
+            "Llama2Medium.yml",
+            "dense_conn=True",
+            "dynamic_dense_type=qkvm",
+            "dynamic_dense_act_cls=gelu",
+            "dynamic_dense_fix_last_layer=True",
+            "dynamic_dense_hidden_round=True",
+            "ddw_gen_pattern=q,k,v,m",
+            "ddw_gen_chunk_size=None",
+            "mudd_prenorm=True",
+            "mudd_postnorm=True",
+            "dynamic_mlp_dim=True",
+            "train_shuffle_buffer_size=None",
+            "dataset_type=pile",
+            "opt_type=adam_pax",
+            "eval_loop_num_batches=162",
+            "record_internal_nn_metrics=0",
         ]
-    ).config  # fmt: skip
+    ).config
     preset = load_config(model_name="MUDDLlama2Medium")
     assert from_yml.model.dense_connections == preset.model.dense_connections
     assert from_yml.model.feed_forward == preset.model.feed_forward
@@ -164,10 +176,17 @@ def test_gpt_neo_configs(name):
     d, batch, schedule = config.model.shape.dimensions, config.batch, config.schedule
     width, _, heads, *_, devices, _, _, _, _ = GPT_NEO_CONFIGS[name]
     assert GPT_NEO_CONFIGS[name] == (
-        d.emb_dim, d.num_layers, d.num_query_heads, d.max_target_length, d.vocab_size, devices,
+        d.emb_dim,
+        d.num_layers,
+        d.num_query_heads,
+        d.max_target_length,
+        d.vocab_size,
+        devices,
         batch.per_device_batch_size * devices * batch.gradient_accumulation_steps,
-        config.run.steps, schedule.learning_rate, parameters(config),
-    )  # fmt: skip
+        config.run.steps,
+        schedule.learning_rate,
+        parameters(config),
+    )
     assert (d.num_kv_heads, d.head_dim * heads, d.mlp_dim) == (heads, width, 4 * width)
     assert schedule.num_warmup_steps == 3000
 

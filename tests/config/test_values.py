@@ -18,22 +18,37 @@ from MaxText.config.serialization import diff_configs, resolved_yaml
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("steps=1_000", 1000), ("steps=3.0", 3), ("steps=1e3", 1000),
-        ("learning_rate=3e-5", 3e-5), ("learning_rate=1", 1.0),
-        ("packing=False", False), ("packing=0", False), ("reuse_example_batch=1", True),
-        ("max_to_keep=none", None), ("max_to_keep=null", None), ("max_to_keep=3", 3),
-        ("scan_layers=auto", "auto"), ("scan_layers=true", True),
-        ("position_embedding=none", "none"), ("profiler=none", ""), ("run_name=007", "007"),
-        ("prompt=yes", "yes"), ("prompt=[hello]", "[hello]"), ("prompt=Note: a=b", "Note: a=b"),
-        ("prompt=1e3 # 2", "1e3 # 2"), ("prompt='none'", "none"), ("metrics_file=", ""),
+        ("steps=1_000", 1000),
+        ("steps=3.0", 3),
+        ("steps=1e3", 1000),
+        ("learning_rate=3e-5", 3e-5),
+        ("learning_rate=1", 1.0),
+        ("packing=False", False),
+        ("packing=0", False),
+        ("reuse_example_batch=1", True),
+        ("max_to_keep=none", None),
+        ("max_to_keep=null", None),
+        ("max_to_keep=3", 3),
+        ("scan_layers=auto", "auto"),
+        ("scan_layers=true", True),
+        ("position_embedding=none", "none"),
+        ("profiler=none", ""),
+        ("run_name=007", "007"),
+        ("prompt=yes", "yes"),
+        ("prompt=[hello]", "[hello]"),
+        ("prompt=Note: a=b", "Note: a=b"),
+        ("prompt=1e3 # 2", "1e3 # 2"),
+        ("prompt='none'", "none"),
+        ("metrics_file=", ""),
         ("load_parameters_path=gs://b/x=1/items", "gs://b/x=1/items"),
         ("load_parameters_path=none", ""),
         ("mlp_activations=[silu, linear]", ("silu", "linear")),
         ("adamw_mask=['.*norm','bias$']", (".*norm", "bias$")),
         ("weight_decay_overrides=[[norm, 0],[bias,1e-2]]", (("norm", 0.0), ("bias", 0.01))),
-        ("base_num_decoder_layers=10000", 10_000), ("dropout_rate=0", 0.0),  # the bounds
+        ("base_num_decoder_layers=10000", 10_000),
+        ("dropout_rate=0", 0.0),  # the bounds
     ],
-)  # fmt: skip
+)
 def test_command_line_values(argument, value):
     result = flatten(load([argument]).config)[argument.partition("=")[0]]
     assert result == value
@@ -43,16 +58,37 @@ def test_command_line_values(argument, value):
 @pytest.mark.parametrize(
     "argument",
     [
-        "steps=x", "steps=1.5", "steps=true", "steps=", "steps=none", "steps=[1]", "steps=[4, 5]",
-        "steps='3'", f"steps={'9' * 400}", "learning_rate=fast", "learning_rate=nan",
-        "learning_rate=inf", "learning_rate=-1", f"learning_rate={'9' * 400}", "packing=maybe",
-        "packing=2", "dtype=bf16", "dtype=none", "mlp_activations=gelu",
-        "mlp_activations=[gelu, gelo]", "weight_decay_overrides=[[norm]]", "dropout_rate=1",
-        "max_to_keep=0", "base_num_decoder_layers=10001", "global_parameter_scale=1048577",
-        "vocab_size=2147483648", f"adamw_mask={'[' * 3000}", "adamw_mask=&a [*a]",
+        "steps=x",
+        "steps=1.5",
+        "steps=true",
+        "steps=",
+        "steps=none",
+        "steps=[1]",
+        "steps=[4, 5]",
+        "steps='3'",
+        f"steps={'9' * 400}",
+        "learning_rate=fast",
+        "learning_rate=nan",
+        "learning_rate=inf",
+        "learning_rate=-1",
+        f"learning_rate={'9' * 400}",
+        "packing=maybe",
+        "packing=2",
+        "dtype=bf16",
+        "dtype=none",
+        "mlp_activations=gelu",
+        "mlp_activations=[gelu, gelo]",
+        "weight_decay_overrides=[[norm]]",
+        "dropout_rate=1",
+        "max_to_keep=0",
+        "base_num_decoder_layers=10001",
+        "global_parameter_scale=1048577",
+        "vocab_size=2147483648",
+        f"adamw_mask={'[' * 3000}",
+        "adamw_mask=&a [*a]",
         "run_name=a\udcff",
     ],
-)  # fmt: skip
+)
 def test_wrong_values_name_key_place_and_default(argument):
     name, _, raw = argument.partition("=")
     with pytest.raises(ConfigurationError) as caught:

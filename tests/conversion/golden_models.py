@@ -111,9 +111,13 @@ def hugging_face(family: str) -> Golden:
     """One of transformers."""
     facts, arrays = _read(family, f"{family}_tiny_a")
     return Golden(
-        facts, arrays, next_tokens(arrays["input_ids"]), below(arrays, "param/"),
-        below(arrays, "grad/"), config_json=facts["hf_config"],
-    )  # fmt: skip
+        facts,
+        arrays,
+        next_tokens(arrays["input_ids"]),
+        below(arrays, "param/"),
+        below(arrays, "grad/"),
+        config_json=facts["hf_config"],
+    )
 
 
 def of_muddformer(case: str) -> Golden:
@@ -129,11 +133,15 @@ def of_muddformer(case: str) -> Golden:
     if "prepost" in case:
         heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), source["n_head"])
         keys = heads | {
-            "decoder_block": "muddformer_prepost", "base_emb_dim": source["dim"], "head_dim": -1,
-            "base_mlp_dim": source["mlp_dim"], "base_num_decoder_layers": source["n_layer"],
-            "vocab_size": source["vocab_size"], "max_target_length": facts["length"],
+            "decoder_block": "muddformer_prepost",
+            "base_emb_dim": source["dim"],
+            "head_dim": -1,
+            "base_mlp_dim": source["mlp_dim"],
+            "base_num_decoder_layers": source["n_layer"],
+            "vocab_size": source["vocab_size"],
+            "max_target_length": facts["length"],
             "normalization_layer_epsilon": source["norm_eps"],
-        }  # fmt: skip
+        }
         return golden._replace(source="maxtext", arguments=typed(keys))
     released = muddformer(case.partition("_")[0])[0]
     fields = {name: released[name] for name in ("model_type", "architectures", "auto_map")}
@@ -154,12 +162,20 @@ def of_tokenformer(case: str, size: str = "small") -> Golden:
         sizes = {name: source[name] for name in published if name in source}
         config = published | sizes | {"vocab_size": source["padded_vocab_size"]}
         return Golden(
-            facts, arrays, batch, below(arrays, prefix), below(arrays, "grads_small/"),
+            facts,
+            arrays,
+            batch,
+            below(arrays, prefix),
+            below(arrays, "grads_small/"),
             config_json=config,
-        )  # fmt: skip
+        )
     # Keys that mean nothing here, or whose name is another option of convert.py.
-    unknown = {"param_scan_axis", "use_untrainable_positional_embedding", "trainable_position_size",
-               "dtype"}  # fmt: skip
+    unknown = {
+        "param_scan_axis",
+        "use_untrainable_positional_embedding",
+        "trainable_position_size",
+        "dtype",
+    }
     if not source["logits_via_embedding"]:
         unknown.add("normalize_embedding_logits")
     keys = {name: value for name, value in source.items() if name not in unknown}
@@ -167,10 +183,14 @@ def of_tokenformer(case: str, size: str = "small") -> Golden:
     parts.append((arrays["batch/targets_segmentation"] != 0).astype(np.float32))
     parts += [arrays[f"batch/inputs_{name}"] for name in ("position", "segmentation")]
     return Golden(
-        facts, arrays, Batch(*parts), below(arrays, f"{prefix}params/"),
-        below(arrays, "grads_small/params/"), "maxtext",
+        facts,
+        arrays,
+        Batch(*parts),
+        below(arrays, f"{prefix}params/"),
+        below(arrays, "grads_small/params/"),
+        "maxtext",
         arguments=typed({"decoder_block": "tokenformer", **keys}),
-    )  # fmt: skip
+    )
 
 
 def of_fattorib(case: str) -> Golden:
@@ -179,17 +199,29 @@ def of_fattorib(case: str) -> Golden:
     source, width = facts["config"], facts["config"]["embedding_dim"]
     heads = dict.fromkeys(("base_num_query_heads", "base_num_kv_heads"), source["num_head"])
     keys = heads | {
-        "decoder_block": "fattorib", "base_emb_dim": width, "base_mlp_dim": 4 * width,
-        "base_num_decoder_layers": source["N"], "head_dim": width // source["num_head"],
-        "vocab_size": source["vocab_size"], "max_target_length": arrays["tokens"].shape[1],
-    }  # fmt: skip
+        "decoder_block": "fattorib",
+        "base_emb_dim": width,
+        "base_mlp_dim": 4 * width,
+        "base_num_decoder_layers": source["N"],
+        "head_dim": width // source["num_head"],
+        "vocab_size": source["vocab_size"],
+        "max_target_length": arrays["tokens"].shape[1],
+    }
     if source.get("use_static_sgu"):
         keys |= {
-            "head_dim": width // source["num_head"] // 2, "position_embedding": "learned",
-            "block_arrangement": "sequential", "static_sgu": True,
-            "static_sgu_kernel": source["sgu_kernel"], "head_qk": True,
-        }  # fmt: skip
+            "head_dim": width // source["num_head"] // 2,
+            "position_embedding": "learned",
+            "block_arrangement": "sequential",
+            "static_sgu": True,
+            "static_sgu_kernel": source["sgu_kernel"],
+            "head_qk": True,
+        }
     return Golden(
-        facts, arrays, next_tokens(arrays["tokens"]), below(arrays, "params/"),
-        below(arrays, "grads/"), "fattorib", arguments=typed(keys),
-    )  # fmt: skip
+        facts,
+        arrays,
+        next_tokens(arrays["tokens"]),
+        below(arrays, "params/"),
+        below(arrays, "grads/"),
+        "fattorib",
+        arguments=typed(keys),
+    )

@@ -22,35 +22,79 @@ _Q, _K, _V, _O = (f"self_attn.{letter}_proj" for letter in "qkvo")
 # What transformers writes for the descendants of Llama, spelled out: model_type -> (config.json
 # besides the sizes, shapes in a layer).
 DESCENDANTS = {
-    "mistral": ({"sliding_window": None, "head_dim": 8}, {
-        f"{_Q}.weight": (32, 16), f"{_K}.weight": (16, 16), f"{_V}.weight": (16, 16),
-        f"{_O}.weight": (16, 32),
-    }),
-    "qwen2": ({}, {
-        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
-        f"{_O}.weight": (16, 16), f"{_Q}.bias": (16,), f"{_K}.bias": (8,), f"{_V}.bias": (8,),
-    }),
-    "qwen3": ({"head_dim": 6, "tie_word_embeddings": True}, {
-        f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
-        f"{_O}.weight": (16, 24), "self_attn.q_norm.weight": (6,), "self_attn.k_norm.weight": (6,),
-    }),
-    "gemma": ({"head_dim": 6, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}, {
-        f"{_Q}.weight": (24, 16), f"{_K}.weight": (12, 16), f"{_V}.weight": (12, 16),
-        f"{_O}.weight": (16, 24),
-    }),
-    "mixtral": ({"sliding_window": None, "num_local_experts": 3, "num_experts_per_tok": 2}, {
-        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
-        f"{_O}.weight": (16, 16), f"{_MOE}.gate.weight": (3, 16),
-        **{f"{_MOE}.experts.{expert}.{name}.weight": shape for expert in range(3)
-           for name, shape in {"w1": (24, 16), "w2": (16, 24), "w3": (24, 16)}.items()},
-    }),
-    "llama": ({"attention_bias": True, "mlp_bias": True, "rope_theta": 500_000.0}, {
-        f"{_Q}.weight": (16, 16), f"{_K}.weight": (8, 16), f"{_V}.weight": (8, 16),
-        f"{_O}.weight": (16, 16), f"{_Q}.bias": (16,), f"{_K}.bias": (8,), f"{_V}.bias": (8,),
-        f"{_O}.bias": (16,), "mlp.gate_proj.bias": (24,), "mlp.up_proj.bias": (24,),
-        "mlp.down_proj.bias": (16,),
-    }),
-}  # fmt: skip
+    "mistral": (
+        {"sliding_window": None, "head_dim": 8},
+        {
+            f"{_Q}.weight": (32, 16),
+            f"{_K}.weight": (16, 16),
+            f"{_V}.weight": (16, 16),
+            f"{_O}.weight": (16, 32),
+        },
+    ),
+    "qwen2": (
+        {},
+        {
+            f"{_Q}.weight": (16, 16),
+            f"{_K}.weight": (8, 16),
+            f"{_V}.weight": (8, 16),
+            f"{_O}.weight": (16, 16),
+            f"{_Q}.bias": (16,),
+            f"{_K}.bias": (8,),
+            f"{_V}.bias": (8,),
+        },
+    ),
+    "qwen3": (
+        {"head_dim": 6, "tie_word_embeddings": True},
+        {
+            f"{_Q}.weight": (24, 16),
+            f"{_K}.weight": (12, 16),
+            f"{_V}.weight": (12, 16),
+            f"{_O}.weight": (16, 24),
+            "self_attn.q_norm.weight": (6,),
+            "self_attn.k_norm.weight": (6,),
+        },
+    ),
+    "gemma": (
+        {"head_dim": 6, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        {
+            f"{_Q}.weight": (24, 16),
+            f"{_K}.weight": (12, 16),
+            f"{_V}.weight": (12, 16),
+            f"{_O}.weight": (16, 24),
+        },
+    ),
+    "mixtral": (
+        {"sliding_window": None, "num_local_experts": 3, "num_experts_per_tok": 2},
+        {
+            f"{_Q}.weight": (16, 16),
+            f"{_K}.weight": (8, 16),
+            f"{_V}.weight": (8, 16),
+            f"{_O}.weight": (16, 16),
+            f"{_MOE}.gate.weight": (3, 16),
+            **{
+                f"{_MOE}.experts.{expert}.{name}.weight": shape
+                for expert in range(3)
+                for name, shape in {"w1": (24, 16), "w2": (16, 24), "w3": (24, 16)}.items()
+            },
+        },
+    ),
+    "llama": (
+        {"attention_bias": True, "mlp_bias": True, "rope_theta": 500_000.0},
+        {
+            f"{_Q}.weight": (16, 16),
+            f"{_K}.weight": (8, 16),
+            f"{_V}.weight": (8, 16),
+            f"{_O}.weight": (16, 16),
+            f"{_Q}.bias": (16,),
+            f"{_K}.bias": (8,),
+            f"{_V}.bias": (8,),
+            f"{_O}.bias": (16,),
+            "mlp.gate_proj.bias": (24,),
+            "mlp.up_proj.bias": (24,),
+            "mlp.down_proj.bias": (16,),
+        },
+    ),
+}
 
 
 def random(model_type: str, dtype: str = "float32") -> tuple[dict, dict[str, np.ndarray]]:
@@ -79,13 +123,24 @@ def tokenformer(dtype: str = "float32", **changes: Any) -> tuple[dict, dict[str,
       changes: fields of config.json that differ from those.
     """
     config = {
-        "architectures": ["TokenFormerForCausalLM"], "torch_dtype": "float16", "vocab_size": 40,
-        "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2,
-        "qkv_slot_num": 10, "proj_slot_num": 14, "ffn_slot_num": 22,
-        "seq_length": 32, "max_position_embeddings": 32, "pos_emb": "rotary", "rotary_pct": 0.25,
-        "no_weight_tying": False, "norm": "layernorm_nonparam", "final_norm": "layernorm",
+        "architectures": ["TokenFormerForCausalLM"],
+        "torch_dtype": "float16",
+        "vocab_size": 40,
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "qkv_slot_num": 10,
+        "proj_slot_num": 14,
+        "ffn_slot_num": 22,
+        "seq_length": 32,
+        "max_position_embeddings": 32,
+        "pos_emb": "rotary",
+        "rotary_pct": 0.25,
+        "no_weight_tying": False,
+        "norm": "layernorm_nonparam",
+        "final_norm": "layernorm",
         "norm_activation_type": "l2_norm_gelu",
-    }  # fmt: skip
+    }
     config |= changes
     return config, _drawn_by_table(config, dtype)
 
@@ -108,13 +163,28 @@ def muddformer(
             "AutoConfig": f"configuration_{model_type}.{architecture}Config",
             "AutoModelForCausalLM": f"modeling_{model_type}.{architecture}",
         },
-        "vocab_size": 40, "block_size": 32, "dim": 16, "n_layer": 2, "n_head": 2,
-        "n_local_heads": 2, "head_dim": 8, "intermediate_size": 256, "rope_base": 10000,
-        "norm_eps": 1e-5 if pythia else 1e-6, "use_qk_norm": True,
-        "dense": True, "dynamic_dense": True, "dense_type": "qkvr", "sepln": True,
-        "expand_last": True, "round64": True, "stack_hidden": False,
-        "tie_word_embeddings": False, "is_training": False, "torch_dtype": dtype,
-    }  # fmt: skip
+        "vocab_size": 40,
+        "block_size": 32,
+        "dim": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_local_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 256,
+        "rope_base": 10000,
+        "norm_eps": 1e-5 if pythia else 1e-6,
+        "use_qk_norm": True,
+        "dense": True,
+        "dynamic_dense": True,
+        "dense_type": "qkvr",
+        "sepln": True,
+        "expand_last": True,
+        "round64": True,
+        "stack_hidden": False,
+        "tie_word_embeddings": False,
+        "is_training": False,
+        "torch_dtype": dtype,
+    }
     if pythia:
         config |= {"rotary_pct": 0.25, "use_parallel_residual": True, "use_linear_bias": True}
     config |= changes

@@ -67,8 +67,10 @@ def test_a_run_becomes_a_state_dict_and_comes_back(here):
 
     # As its PyTorch program saves: the head, masks and slopes besides, another name of the norm.
     renamed = {name.replace(".ln1.", ".ln."): tensor for name, tensor in exported.items()}
-    buffers = {"blocks.0.attn.mask": np.ones((1, 1, 4, 4), np.uint8),
-               "blocks.0.attn.slopes": np.ones(4, np.float32)}  # fmt: skip
+    buffers = {
+        "blocks.0.attn.mask": np.ones((1, 1, 4, 4), np.uint8),
+        "blocks.0.attn.slopes": np.ones(4, np.float32),
+    }
     head = {"lm_head.weight": exported["wte.weight"]}
     write(here / "source", config_json, renamed | buffers | head)
     run("from=hf:source", "to=again")
@@ -105,11 +107,16 @@ def test_files_that_cannot_be_read(here):
         (ALIBI.arguments, "text", ["msgpack"]),
         (["decoder_block=llama2"], "text", ["layers/mlp/wi_0/kernel"]),
         ([], "params_1", ["have no model configuration"]),
-        (ALIBI.arguments, "params_1", ["missing     LayerNorm_0/bias: ",
-                                       "other shape wte/embedding: stored float32[5,64], "
-                                       "wanted float32[97,64]",
-                                       "extra       more/kernel: stored float32[3]"]),
-    ):  # fmt: skip
+        (
+            ALIBI.arguments,
+            "params_1",
+            [
+                "missing     LayerNorm_0/bias: ",
+                "other shape wte/embedding: stored float32[5,64], wanted float32[97,64]",
+                "extra       more/kernel: stored float32[3]",
+            ],
+        ),
+    ):
         with pytest.raises(UserError) as caught:
             run(*arguments, f"from=fattorib:{name}", "to=run")
         for problem in problems:

@@ -16,9 +16,16 @@ from tests.conversion.running import names, parameters_in_run, run
 from tests.conversion.small_folders import same_bits
 from tests.growth.growing import by_name
 
-KEYS = ("base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=4",
-        "base_mlp_dim=24", "base_num_decoder_layers=2", "vocab_size=40",
-        "max_target_length=16")  # fmt: skip
+KEYS = (
+    "base_emb_dim=16",
+    "base_num_query_heads=4",
+    "base_num_kv_heads=2",
+    "head_dim=4",
+    "base_mlp_dim=24",
+    "base_num_decoder_layers=2",
+    "vocab_size=40",
+    "max_target_length=16",
+)
 LLAMA_NORM = ("pre_mlp_layer_norm", "post_self_attention_layer_norm")
 
 
@@ -97,8 +104,10 @@ def test_gpt3(here):
     keys = [key for key in KEYS if key != "base_num_kv_heads=2"]
     keys += ["base_num_kv_heads=4", "decoder_block=gpt3", "normalization_zero_centered=true"]
     arrays = drawn(keys)
-    norms = (("pre_self_attention_layer_norm", "pre_self_attention_norm"),
-             ("pre_mlp_layer_norm", "mlp/mlp_layer_norm"))  # fmt: skip
+    norms = (
+        ("pre_self_attention_layer_norm", "pre_self_attention_norm"),
+        ("pre_mlp_layer_norm", "mlp/mlp_layer_norm"),
+    )
     save_tree(here / "source", {"params": {"params": in_their_tree(arrays, *norms)}})
     assert "query_scaling=model" in run(*keys, "from=maxtext:source", "to=run")
     same_bits(by_name(parameters_in_run("run")), arrays)
@@ -140,21 +149,37 @@ def test_another_configuration_than_that_of_the_checkpoint(here):
     connection = "decoder/layers_0/dynamic_dense_conn1/kernel"
     none = "the checkpoint has none, wanted"
     for name, arguments, wanted in (
-        ("llama", [*(key for key in KEYS if "mlp" not in key), "base_mlp_dim=25",
-                   "use_qk_norm=true"],
-         {"other shape params/params/decoder/layers/mlp/wo/kernel: stored float32[24,2,16], "
-          "wanted float32[25,2,16]",
-          "missing     params/params/decoder/layers/self_attention/query_norm/scale: "
-          f"{none} float32[4,2]"}),
-        ("muddformer", [*PREPOST.arguments, "dynamic_dense_hidden_round=none"],
-         {f"missing     params/decoder/mudd_prenorm_2/scale: {none} float32[32]",
-          f"other shape params/{connection}: stored float32[32,64], wanted float32[32,8]"}),
-        ("tokenformer",
-         [*(key for key in JAX_A.arguments if not key.startswith("slot_num")), "slot_num=40",
-          "proj_slot_num=24"],
-         {"other shape params/decoder/layers/self_attention/qkv_key_slot/kernel: stored "
-          "float32[32,2,3,24], wanted float32[32,2,3,40]"}),
-    ):  # fmt: skip
+        (
+            "llama",
+            [*(key for key in KEYS if "mlp" not in key), "base_mlp_dim=25", "use_qk_norm=true"],
+            {
+                "other shape params/params/decoder/layers/mlp/wo/kernel: stored float32[24,2,16], "
+                "wanted float32[25,2,16]",
+                "missing     params/params/decoder/layers/self_attention/query_norm/scale: "
+                f"{none} float32[4,2]",
+            },
+        ),
+        (
+            "muddformer",
+            [*PREPOST.arguments, "dynamic_dense_hidden_round=none"],
+            {
+                f"missing     params/decoder/mudd_prenorm_2/scale: {none} float32[32]",
+                f"other shape params/{connection}: stored float32[32,64], wanted float32[32,8]",
+            },
+        ),
+        (
+            "tokenformer",
+            [
+                *(key for key in JAX_A.arguments if not key.startswith("slot_num")),
+                "slot_num=40",
+                "proj_slot_num=24",
+            ],
+            {
+                "other shape params/decoder/layers/self_attention/qkv_key_slot/kernel: stored "
+                "float32[32,2,3,24], wanted float32[32,2,3,40]"
+            },
+        ),
+    ):
         with pytest.raises(UserError) as caught:
             run(*arguments, f"from=maxtext:{name}", "to=run")
         lines = [line.strip() for line in str(caught.value).splitlines()]

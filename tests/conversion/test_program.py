@@ -28,18 +28,32 @@ def test_help_a_conversion_and_a_mistake(tmp_path, users_environment):
 @pytest.mark.parametrize(
     "line",
     [
-        "to=a", "from=a tos=b", "from=pyproject.toml to=a", "run to=a", "grwo from=a to=b",
-        "from=a to=hf:b --verfy", "from=hf:a to=hf:b", "from=a to=b", "from=a from=b to=c",
-        "from=a to=hf:b dtype=float64", "from=a to=hf:b family=bert", "from=a to=maxtext:b",
-        "from=a to=hf:b max_shard_size=big", "from=a to=hf:b query_scaling=model",
-        "from=a to=b export=onnx", "from=a to=hf:b export=stablehlo",
-        "from=a to=b export=stablehlo length=0", "from=a to=b export=stablehlo --verify",
-        "a.yml from=hf:a to=b", "from=hf:a to=b tokenzier=c",
+        "to=a",
+        "from=a tos=b",
+        "from=pyproject.toml to=a",
+        "run to=a",
+        "grwo from=a to=b",
+        "from=a to=hf:b --verfy",
+        "from=hf:a to=hf:b",
+        "from=a to=b",
+        "from=a from=b to=c",
+        "from=a to=hf:b dtype=float64",
+        "from=a to=hf:b family=bert",
+        "from=a to=maxtext:b",
+        "from=a to=hf:b max_shard_size=big",
+        "from=a to=hf:b query_scaling=model",
+        "from=a to=b export=onnx",
+        "from=a to=hf:b export=stablehlo",
+        "from=a to=b export=stablehlo length=0",
+        "from=a to=b export=stablehlo --verify",
+        "a.yml from=hf:a to=b",
+        "from=hf:a to=b tokenzier=c",
         "from=maxtext:a to=b query_scale=c",
-        f"from={'a' * 300} to=b", "grow from=maxtext:a to=b slot_num=2",
+        f"from={'a' * 300} to=b",
+        "grow from=maxtext:a to=b slot_num=2",
     ],
     ids=lambda line: line[:60],
-)  # fmt: skip
+)
 def test_command_lines_that_are_refused(line, told, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(UserError) as caught:

@@ -32,8 +32,22 @@ from tests.conversion.small_folders import (
     write,
 )
 
-SIZES = {"D": 10, "N": 4, "K": 2, "H": 3, "F": 7, "V": 11, "P": 5, "Q": 6, "O": 8, "S": 9,
-         "C": 4, "L": 13, "W": 12, "E": 14}  # fmt: skip
+SIZES = {
+    "D": 10,
+    "N": 4,
+    "K": 2,
+    "H": 3,
+    "F": 7,
+    "V": 11,
+    "P": 5,
+    "Q": 6,
+    "O": 8,
+    "S": 9,
+    "C": 4,
+    "L": 13,
+    "W": 12,
+    "E": 14,
+}
 
 
 def exported(weights: HFWeights, folder) -> dict[str, np.ndarray]:
@@ -98,18 +112,34 @@ def test_other_names_and_buffers_are_read(name, tmp_path):
 # Short, so that the 64 tokens that are compared with transformers reach into every band.
 SCALINGS = {
     "linear": {"factor": 3.0},
-    "llama3": {"factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
-             "beta_slow": 0.5},
-}  # fmt: skip
+    "llama3": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+    "yarn": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("model_type", "kind"),
-    [("llama", "linear"), ("llama", "llama3"), ("llama", "yarn"), ("gpt_neox", "yarn"),
-     ("mistral", "llama3"), ("qwen2", "yarn"), ("qwen3", "linear"), ("gemma", "linear")],
-)  # fmt: skip
+    [
+        ("llama", "linear"),
+        ("llama", "llama3"),
+        ("llama", "yarn"),
+        ("gpt_neox", "yarn"),
+        ("mistral", "llama3"),
+        ("qwen2", "yarn"),
+        ("qwen3", "linear"),
+        ("gemma", "linear"),
+    ],
+)
 def test_rope_scaling_there_and_back(model_type, kind):
     scaling = {"rope_type": kind, **SCALINGS[kind]}
     neox = model_type == "gpt_neox"
@@ -247,11 +277,23 @@ def test_a_model_that_no_family_has():
     assert difference == "  position_embedding=none, not rotary"
 
 
-TOKENFORMER = {"decoder_block": "tokenformer_pytorch", "base_emb_dim": 64,
-               "base_num_query_heads": 4, "base_num_kv_heads": 4, "head_dim": -1}  # fmt: skip
-MUDDFORMER = {"base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads": 2,
-              "head_dim": -1, "base_mlp_dim": 256, "base_num_decoder_layers": 3,
-              "decoder_block": "muddformer", "rope_table_dtype": "bfloat16"}  # fmt: skip
+TOKENFORMER = {
+    "decoder_block": "tokenformer_pytorch",
+    "base_emb_dim": 64,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 4,
+    "head_dim": -1,
+}
+MUDDFORMER = {
+    "base_emb_dim": 16,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": -1,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 3,
+    "decoder_block": "muddformer",
+    "rope_table_dtype": "bfloat16",
+}
 
 
 @pytest.mark.parametrize(
@@ -260,25 +302,37 @@ MUDDFORMER = {"base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads"
         ("qwen3", {"vocab_size": 64}, ["use_qk_norm=False"]),
         ("tokenformer", TOKENFORMER | {"decoder_block": "tokenformer"}, ["gelu_approximate=True"]),
         ("tokenformer", TOKENFORMER | {"slot_num": 24, "zoom_dim": 20.0}, ["zoom_dims.ffn=80.0"]),
-        ("tokenformer", TOKENFORMER | {"normalize_type": "gelu", "logits_via_embedding": False},
-         ["normalize_type=gelu", "logits_via_embedding=False"]),
-        ("muddformer",
-         MUDDFORMER | {"dense_first_layer_norms": "each", "rope_table_dtype": "float32"},
-         ["dense_first_layer_norms=each", "rope_table_dtype=float32"]),
-        ("muddformer", MUDDFORMER | {"dense_streams": ("q", "k", "r"), "dense_sparsity": "window"},
-         ["dense_streams=['q', 'k', 'r']", "dense_sparsity=window"]),
-        ("muddformer",
-         MUDDFORMER
-         | {"dynamic_dense_last_layer_expand": 2, "base_num_kv_heads": 1, "head_dim": 4},
-         ["dynamic_dense_last_layer_expand=2", "base_num_kv_heads=1", "head_dim=4"]),
-        ("muddpythia", MUDDFORMER | {"decoder_block": "muddpythia", "qkv_bias": False},
-         ["qkv_bias=False", "rope_table_dtype=bfloat16"]),
+        (
+            "tokenformer",
+            TOKENFORMER | {"normalize_type": "gelu", "logits_via_embedding": False},
+            ["normalize_type=gelu", "logits_via_embedding=False"],
+        ),
+        (
+            "muddformer",
+            MUDDFORMER | {"dense_first_layer_norms": "each", "rope_table_dtype": "float32"},
+            ["dense_first_layer_norms=each", "rope_table_dtype=float32"],
+        ),
+        (
+            "muddformer",
+            MUDDFORMER | {"dense_streams": ("q", "k", "r"), "dense_sparsity": "window"},
+            ["dense_streams=['q', 'k', 'r']", "dense_sparsity=window"],
+        ),
+        (
+            "muddformer",
+            MUDDFORMER
+            | {"dynamic_dense_last_layer_expand": 2, "base_num_kv_heads": 1, "head_dim": 4},
+            ["dynamic_dense_last_layer_expand=2", "base_num_kv_heads=1", "head_dim=4"],
+        ),
+        (
+            "muddpythia",
+            MUDDFORMER | {"decoder_block": "muddpythia", "qkv_bias": False},
+            ["qkv_bias=False", "rope_table_dtype=bfloat16"],
+        ),
         ("fattorib", {"decoder_block": "fattorib", "static_sgu": True}, ["static_sgu=True"]),
-        ("muddformer", MUDDFORMER | {"decoder_block": "muddformer_prepost"},
-         ["mudd_prenorm=True"]),
+        ("muddformer", MUDDFORMER | {"decoder_block": "muddformer_prepost"}, ["mudd_prenorm=True"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+)
 def test_what_a_family_does_not_have_is_named(family, keys, differences):
     config = load_config(**keys)
     with pytest.raises(UserError) as caught:
@@ -291,16 +345,33 @@ def test_what_a_family_does_not_have_is_named(family, keys, differences):
 def test_a_model_that_was_trained_here_becomes_a_folder(name):
     if name == "tokenformer":
         config = load_config("tokenformer-150m.yml")
-        wanted = {"num_layers": 12, "qkv_slot_num": 768, "proj_slot_num": 768, "rotary_pct": 0.25,
-                  "ffn_slot_num": 3072, "seq_length": 2048, "pos_emb": "rotary",
-                  "norm": "layernorm_nonparam"}  # fmt: skip
+        wanted = {
+            "num_layers": 12,
+            "qkv_slot_num": 768,
+            "proj_slot_num": 768,
+            "rotary_pct": 0.25,
+            "ffn_slot_num": 3072,
+            "seq_length": 2048,
+            "pos_emb": "rotary",
+            "norm": "layernorm_nonparam",
+        }
     else:
         table = {"muddformer": "bfloat16", "muddpythia": "float16"}[name]
         block = {"decoder_block": name, "rope_table_dtype": table, "vocab_size": 64}
         config = load_config(**(MUDDFORMER | block))
-        told = ("model_type", "architectures", "auto_map", "dense", "dense_type", "sepln",
-                "round64", "head_dim", "expand_last", "n_local_heads",
-                "intermediate_size")  # fmt: skip
+        told = (
+            "model_type",
+            "architectures",
+            "auto_map",
+            "dense",
+            "dense_type",
+            "sepln",
+            "round64",
+            "head_dim",
+            "expand_last",
+            "n_local_heads",
+            "intermediate_size",
+        )
         wanted = {field: muddformer(name)[0][field] for field in told}
     family = find_family(config, "")
     assert family is FAMILIES[name]
@@ -317,10 +388,16 @@ def test_keys_of_released_models():
     excluded = ("head_dim", "intermediate_size")
     config = {name: value for name, value in config.items() if name not in excluded} | sizes
     keys = config_from_hf(FAMILIES["muddformer"], config, "here", {})
-    wanted = {"decoder_block": "muddformer", "rope_table_dtype": "bfloat16", "head_dim": 80,
-              "base_mlp_dim": 6912, "base_num_kv_heads": 32, "dense_first_layer_norms": "one",
-              "dynamic_dense_hidden_round": "reference",
-              "dynamic_dense_last_layer_expand": 4}  # fmt: skip
+    wanted = {
+        "decoder_block": "muddformer",
+        "rope_table_dtype": "bfloat16",
+        "head_dim": 80,
+        "base_mlp_dim": 6912,
+        "base_num_kv_heads": 32,
+        "dense_first_layer_norms": "one",
+        "dynamic_dense_hidden_round": "reference",
+        "dynamic_dense_last_layer_expand": 4,
+    }
     assert keys.items() >= wanted.items()
     # What transformers takes where nothing is said.
     config = {name: value for name, value in random("llama")[0].items() if name != "rope_theta"}

@@ -13,26 +13,58 @@ from tests.conversion.test_tables import SCALINGS
 torch = pytest.importorskip("torch", reason="needs pip install '.[torch]'")
 transformers = pytest.importorskip("transformers", reason="needs pip install '.[torch]'")
 
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "intermediate_size": 48, "max_position_embeddings": 64,
-         "initializer_range": 0.3}  # fmt: skip
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
 MODELS = {
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40,
-             "vocab_size": 96, "initializer_range": 0.3},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_inner": 40,
+        "vocab_size": 96,
+        "initializer_range": 0.3,
+    },
     # Windows of 5 in every other layer, and 64 tokens are compared.
-    "gpt_neo": {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "vocab_size": 96,
-                "attention_types": [[["global", "local"], 2]], "window_size": 5,
-                "max_position_embeddings": 64, "initializer_range": 0.3},
-    "mixtral": SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 7,
-                        "num_experts_per_tok": 2, "rms_norm_eps": 1e-6},
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 4,
+        "num_heads": 4,
+        "vocab_size": 96,
+        "attention_types": [[["global", "local"], 2]],
+        "window_size": 5,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,
+    },
+    "mixtral": SIZES
+    | {
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "sliding_window": 7,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-6,
+    },
     "gpt_neox": SIZES | {"rotary_pct": 0.5, "use_parallel_residual": False},
-    "llama": SIZES | {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True,
-                      "tie_word_embeddings": True, "rope_theta": 5e5},
+    "llama": SIZES
+    | {
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "rope_theta": 5e5,
+    },
     "mistral": SIZES | {"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9},
     "qwen2": SIZES | {"num_key_value_heads": 1},
     "gemma": SIZES | {"num_key_value_heads": 1, "head_dim": 24, "pad_token_id": None},
     "qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True},
-}  # fmt: skip
+}
 
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -73,9 +105,15 @@ def test_both_ways_agree(model_type, tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "scaling"),
-    [*[("llama", kind) for kind in SCALINGS], ("gpt_neox", "llama3"), ("mistral", "linear"),
-     ("qwen2", "yarn"), ("qwen3", "yarn"), ("gemma", "llama3")],
-)  # fmt: skip
+    [
+        *[("llama", kind) for kind in SCALINGS],
+        ("gpt_neox", "llama3"),
+        ("mistral", "linear"),
+        ("qwen2", "yarn"),
+        ("qwen3", "yarn"),
+        ("gemma", "llama3"),
+    ],
+)
 def test_changed_rotary_frequencies_agree(model_type, scaling, tmp_path):
     changes = {"rope_scaling": {"rope_type": scaling} | SCALINGS[scaling]}
     saved(model_type, tmp_path / "hf", changes=changes)

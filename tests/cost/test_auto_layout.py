@@ -48,10 +48,13 @@ def test_without_the_keys_the_configuration_stays():
         {},  # fsdp over all
         {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2},
         {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
-        {"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2,
-         "ici_context_parallelism": 2},
+        {
+            "ici_fsdp_parallelism": 2,
+            "ici_fsdp_transpose_parallelism": 2,
+            "ici_context_parallelism": 2,
+        },
     ],
-)  # fmt: skip
+)
 def test_a_layout_keeps_the_sizes_of_the_mesh(sizes):
     hardware = find_hardware("8xH100")
     before = mesh_of(tiny_config(**BATCH | sizes), hardware)
@@ -160,8 +163,16 @@ def test_hardware_of_devices(kind, platform, slices, name, memory_gb):
     assert hardware.chip is CPU or memory_gb in (None, hardware.memory / 1e9)
 
 
-@pytest.mark.parametrize("words", [["--auto_layout"], ["--auto-layout"], ["--auto_layout", "true"],
-                                   ["--auto_layout=true"], ["auto_layout=True"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--auto_layout"],
+        ["--auto-layout"],
+        ["--auto_layout", "true"],
+        ["--auto_layout=true"],
+        ["auto_layout=True"],
+    ],
+)
 def test_flags_as_typed_for_gpt_neo(words):
     mesh = load(["configs/gpt_neo/gpt3_small_256.yml", *words, "steps=3"]).config.mesh
     assert (mesh.auto_layout, mesh.auto_layout_and_mesh_shape) == (True, False)

@@ -20,10 +20,16 @@ from tests.layers.test_conformance import sums_as_products
 from tests.small_models import random_batch, tiny_config, trainer
 
 WIDE = {
-    "base_emb_dim": 256, "base_num_kv_heads": 4, "head_dim": 64, "base_mlp_dim": 512,
-    "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 256,
-    "scan_layers": False, "attention": "dot_product",
-}  # fmt: skip
+    "base_emb_dim": 256,
+    "base_num_kv_heads": 4,
+    "head_dim": 64,
+    "base_mlp_dim": 512,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 512,
+    "max_target_length": 256,
+    "scan_layers": False,
+    "attention": "dot_product",
+}
 SMALL = {"base_num_kv_heads": 4, "base_num_decoder_layers": 2, "scan_layers": False}
 SMALL |= {"attention": "dot_product"}
 FULL = {"remat_policy": "full"}
@@ -142,8 +148,9 @@ def test_kinds_of_attention_by_hand():
     T, D, N, K, H, W, M = 16, 32, 4, 2, 8, 4, 3
     parts = parts_of(
         attention_types=[[["global", "local", "linear"], 1]],
-        sliding_window_size=W, **{"linear_attention.chunk": 8},
-    )  # fmt: skip
+        sliding_window_size=W,
+        **{"linear_attention.chunk": 8},
+    )
     keys = T / 2 + W - W**2 / (2 * T)
     assert parts["attention scores"].flops == 2 * N * H * keys + 2 * K * H * H
     assert parts["attention values"].flops == 2 * N * H * keys + 2 * N * H * H
@@ -277,13 +284,15 @@ def test_cache_of_llama_2_7b():
     [
         {"base_num_kv_heads": 1},
         {
-            "attention_types": [[["local", "linear", "none"], 1]], "scan_layers": False,
-            "sliding_window_size": 5, "dtype": "bfloat16",
+            "attention_types": [[["local", "linear", "none"], 1]],
+            "scan_layers": False,
+            "sliding_window_size": 5,
+            "dtype": "bfloat16",
         },
         {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4},
         {"head_qk": True, "head_qk_dim": 6, "share_layer_params": True},
     ],
-)  # fmt: skip
+)
 def test_the_cache_of_a_sequence_is_what_generation_keeps(keys):
     cost = cost_of(**keys)
     tokens, lengths = jnp.zeros((1, 16), int), jnp.ones((1,), int)

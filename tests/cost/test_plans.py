@@ -26,8 +26,12 @@ from MaxText.hardware.peak_flops import datasheet_peak
 from tests.house.sources import run_main
 from tests.small_models import tiny_config
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0,
-           "eval_capacity_factor": 2.0}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "capacity_factor": 2.0,
+    "eval_capacity_factor": 2.0,
+}
 
 
 def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPlan:
@@ -48,7 +52,7 @@ def plan_of(hardware: str, decoder_block: str = "llama2", **keys: Any) -> JobPla
         ),
         ("gpt2", {"num_vocab_tiling": 4}),
     ],
-)  # fmt: skip
+)
 def test_operations_are_those_of_the_formula(block, keys):
     plan = plan_of("1xH100", block, vocab_size=128, **keys)  # needs no padding there
     executed = count_flops(plan.program.model, plan.program.length).executed_per_token
@@ -132,9 +136,12 @@ def test_parts_of_sequences(strategy):
     keys: dict[str, Any] = {"per_device_batch_size": 1, "dtype": "bfloat16"}
     keys |= {"attention": "blocked", "attention_block_size": 4}
     plan = plan_of(
-        "4xH100", ici_fsdp_parallelism=1, ici_context_parallelism=4,
-        context_parallel_strategy=strategy, **keys,
-    )  # fmt: skip
+        "4xH100",
+        ici_fsdp_parallelism=1,
+        ici_context_parallelism=4,
+        context_parallel_strategy=strategy,
+        **keys,
+    )
     alone = plan_of("1xH100", **keys)
     assert plan.program.local_tokens == alone.program.local_tokens
     # Gathered keys are all multiplied, also those of later tokens.
@@ -152,9 +159,12 @@ def test_parts_of_sequences(strategy):
 def test_a_single_sequence_in_parts_is_computed_whole():
     keys: dict[str, Any] = {"ici_fsdp_parallelism": 1, "dtype": "bfloat16"}
     plan = plan_of(
-        "4xH100", ici_context_parallelism=4, per_device_batch_size=0.25,
-        context_parallel_strategy="ring", **keys,
-    )  # fmt: skip
+        "4xH100",
+        ici_context_parallelism=4,
+        per_device_batch_size=0.25,
+        context_parallel_strategy="ring",
+        **keys,
+    )
     whole = plan_of("1xH100", per_device_batch_size=1, **keys)
     assert 4 * plan.time.operations == pytest.approx(whole.time.operations, rel=0.02)
 
@@ -208,9 +218,12 @@ def test_rules_of_training_hold_for_what_is_proposed():
     place = dataclasses.replace(find_hardware("8xH100"), num_slices=2)
     for sample_tokens in (0, 4):
         config = tiny_config(
-            base_num_decoder_layers=4, base_num_kv_heads=4, per_device_batch_size=2,
-            sample_tokens=sample_tokens, prompt="a",
-        )  # fmt: skip
+            base_num_decoder_layers=4,
+            base_num_kv_heads=4,
+            per_device_batch_size=2,
+            sample_tokens=sample_tokens,
+            prompt="a",
+        )
         candidates = job_plan.candidate_meshes(config, place)
         meshes = job_plan._PlanSearch(flatten(config), place).meshes(config, candidates)
         stages = any(mesh.keys["dcn_pipeline_parallelism"] > 1 for mesh in meshes)

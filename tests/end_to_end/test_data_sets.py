@@ -27,9 +27,10 @@ def folder(runs):
 @pytest.mark.slow
 def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
     keys = [
-        *KEYS.split(), "sequence_length_stages=[[0,16],[2,32]]",
+        *KEYS.split(),
+        "sequence_length_stages=[[0,16],[2,32]]",
         f"data_mixture_weights=[[{folder}/a,1],[{folder}/b,3,documents_random,2]]",
-    ]  # fmt: skip
+    ]
     output = runs.complete("staged", *keys)
     assert "33.33% of the sequences: " in output
     # 4 windows of 32 tokens are 8 rows of 16 at first.
@@ -46,9 +47,16 @@ def test_stages_of_a_mixture_resume_with_another_batch(runs, folder):
 @pytest.mark.slow
 def test_masked_tokens_are_learned(runs, folder):
     output = runs.complete(
-        "masked", *KEYS.split(), f"dataset_path={folder}/a", "mlm_training=true", "mlm.mask_id=127",
-        "learning_rate=0.01", "mlm.cls_token_id=126", "eval_interval=8", "eval_steps=1",
-    )  # fmt: skip
+        "masked",
+        *KEYS.split(),
+        f"dataset_path={folder}/a",
+        "mlm_training=true",
+        "mlm.mask_id=127",
+        "learning_rate=0.01",
+        "mlm.cls_token_id=126",
+        "eval_interval=8",
+        "eval_steps=1",
+    )
     first = next(line for line in output.splitlines() if "completed step: 0" in line)
     predicted = int(first.split("total_weights: ")[1].split(",")[0])
     # 15 % of 4 rows of 31 tokens.
@@ -67,9 +75,14 @@ def test_pile_records_are_read_in_their_order(runs):
         file = "valid/pile.tfrecord.b0" if name == "valid" else f"pile.tfrecord.{name}"
         write_tfrecord(runs.place / "pile" / file, ids)
     output = runs.complete(
-        "pile", *KEYS.split(), f"dataset_path={runs.place}/pile", "eval_split=valid",
-        "zero_loss=false", "enable_data_shuffling=false", "eval_interval=8",
-    )  # fmt: skip
+        "pile",
+        *KEYS.split(),
+        f"dataset_path={runs.place}/pile",
+        "eval_split=valid",
+        "zero_loss=false",
+        "enable_data_shuffling=false",
+        "eval_interval=8",
+    )
     assert "36 rows of 33" in output
     # 8 steps of 4 rows: b0, b3, then 8 rows of b10; ids 0 are not targets.
     targets = np.concatenate([records[name][:, 1:] for name in names[:3]])

@@ -54,10 +54,14 @@ def test_random_kills(runs, whole):
 def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
     # Long steps, every second with an evaluation. While step 4 is computed the run is in step 5.
     keys = [
-        "per_device_batch_size=100", "eval_per_device_batch_size=4", "eval_interval=2",
-        "eval_steps=1", "learning_rate_schedule_steps=60", "base_num_decoder_layers=1",
+        "per_device_batch_size=100",
+        "eval_per_device_batch_size=4",
+        "eval_interval=2",
+        "eval_steps=1",
+        "learning_rate_schedule_steps=60",
+        "base_num_decoder_layers=1",
         "dropout_rate=0",
-    ]  # fmt: skip
+    ]
     run = runs.start("stopped", *keys, "steps=100000")
     evaluated = lambda: runs.has_happened("stopped", "evaluation", 2)  # noqa: E731
     assert run.wait_for(evaluated, poll=0.001), run.output
@@ -80,9 +84,12 @@ def test_sigterm_saves_and_the_same_command_makes_up_for_the_evaluation(runs):
 @pytest.mark.slow
 def test_sigterm_ends_a_wait_for_data(runs, tmp_path):
     always = [
-        f"dataset_path={tmp_path / 'data'}", "prepare_output_format=bin", "data_retry.delay=1000",
-        "learning_rate_schedule_steps=60", "checkpoint_period=1000000",
-    ]  # fmt: skip
+        f"dataset_path={tmp_path / 'data'}",
+        "prepare_output_format=bin",
+        "data_retry.delay=1000",
+        "learning_rate_schedule_steps=60",
+        "checkpoint_period=1000000",
+    ]
     run = runs.start("waited", *always, "steps=1000000")
     assert run.wait_for(lambda: (run.last_step or 0) >= 3)
     contents = {file: file.read_bytes() for file in (tmp_path / "data").rglob("train/tokens*")}

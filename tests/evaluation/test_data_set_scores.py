@@ -94,9 +94,10 @@ def by_hand(trained, documents, stride):
 
 @pytest.mark.parametrize(
     ("stride", "joined"),
-    some_quick([(None, False), (5, False), (1, False), (5, True), (16, True), (1, True),
-                (16, False)], 2),
-)  # fmt: skip
+    some_quick(
+        [(None, False), (5, False), (1, False), (5, True), (16, True), (1, True), (16, False)], 2
+    ),
+)
 def test_windows_against_one_target_at_a_time(trained, folder, stride, joined):
     (source,) = open_eval_sources(configured(folder))
     ends = source.dataset.store.document_offsets
@@ -210,8 +211,13 @@ def test_random_tokens(trained):
 
 def test_masked_accuracy_against_a_count(folder):
     # Half of the chosen tokens stay visible, and a tied head finds them again.
-    keys = {"mlm_training": True, "mlm.mask_id": VOCAB - 1, "mlm.mask_prob": 0.5,
-            "mlm.same_token_prob": 0.5, "mlm.random_token_prob": 0.0}  # fmt: skip
+    keys = {
+        "mlm_training": True,
+        "mlm.mask_id": VOCAB - 1,
+        "mlm.mask_prob": 0.5,
+        "mlm.same_token_prob": 0.5,
+        "mlm.random_token_prob": 0.0,
+    }
     model_keys = {"vocab_size": VOCAB, "max_target_length": LENGTH, "logits_via_embedding": True}
     masked = tiny_trained(base_num_decoder_layers=1, scale=0.5, **model_keys, **keys)
     (source_score,) = score(masked, folder, **keys)

@@ -139,7 +139,7 @@ def test_data_of_another_tokenizer_are_warned_of(root, tmp_path):
         (["eval_output=pyproject.toml/a.json"], "cannot be written"),
         (["harness.tasks=[a]", "harness.task_path=nowhere"], "harness"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(root, monkeypatch, arguments, message):
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(UserError, match=message):

@@ -91,9 +91,15 @@ def save_model(libraries, family, folder):
     common = {"vocab_size": vocab_size, "initializer_range": 0.3, "bos_token_id": 0}
     if family == "llama":
         config = transformers.LlamaConfig(
-            hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=48, max_position_embeddings=WINDOW, eos_token_id=1, **common,
-        )  # fmt: skip
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=WINDOW,
+            eos_token_id=1,
+            **common,
+        )
     else:
         config = transformers.GPT2Config(
             n_embd=32, n_layer=2, n_head=4, n_positions=WINDOW, eos_token_id=0, **common
@@ -139,16 +145,24 @@ def write_tasks(folder, offline):
     tasks = {
         "our_word": asking("loglikelihood", "{{question}}", "{{word}}", "perplexity", "acc"),
         "our_choice": asking(
-            "multiple_choice", "{{question}}", "right", "acc", "acc_norm",
+            "multiple_choice",
+            "{{question}}",
+            "right",
+            "acc",
+            "acc_norm",
             doc_to_choice="{{answers}}",
         ),
         "our_rolling": asking(
-            "loglikelihood_rolling", "", "{{text}}",
-            "word_perplexity", "byte_perplexity", "bits_per_byte",
+            "loglikelihood_rolling",
+            "",
+            "{{text}}",
+            "word_perplexity",
+            "byte_perplexity",
+            "bits_per_byte",
         ),
         "our_generated": generating(until=["s", "th"], max_gen_toks=12, do_sample=False),
         "our_long": generating(until=["\n\n"], max_gen_toks=20, temperature=0.0),
-    }  # fmt: skip
+    }
     offline.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     return [task(folder, name, rows, **settings) for name, settings in tasks.items()]
 

@@ -92,8 +92,16 @@ def test_pages_begin_at_their_titles(tmp_path):
 
 def test_titles():
     titles = [" = Robert Boulter = ", "= A = B ="]
-    other_lines = [" = = Career = = ", " = = = 2000 to 2005 = = = ", " = ", " = = ", "= x = =",
-              "a = b = ", "= 5", ""]  # fmt: skip
+    other_lines = [
+        " = = Career = = ",
+        " = = = 2000 to 2005 = = = ",
+        " = ",
+        " = = ",
+        "= x = =",
+        "a = b = ",
+        "= 5",
+        "",
+    ]
     for line in titles + other_lines:
         assert len(tasks.split_pages(f"text\n{line}\nmore")) == 1 + (line in titles), line
 
@@ -177,10 +185,12 @@ def encode(text):
 @pytest.mark.parametrize(
     ("context", "continuation", "expected"),
     [
-        ("ab", " x", ([99, 97, 98], [ord("X")])), ("ab ", "x", ([99, 97, 98], [ord("X")])),
-        ("", "x", ([99], [ord("x")])), ("  ", "x", ([99], [32, ord("X")])),
+        ("ab", " x", ([99, 97, 98], [ord("X")])),
+        ("ab ", "x", ([99, 97, 98], [ord("X")])),
+        ("", "x", ([99], [ord("x")])),
+        ("  ", "x", ([99], [32, ord("X")])),
     ],
-)  # fmt: skip
+)
 def test_spaces_belong_to_the_word_after_them(context, continuation, expected):
     assert encode_pair(encode, context, continuation, prefix_id=99) == expected
     without = encode_pair(lambda text: encode(text)[1:], context, continuation, prefix_id=99)
@@ -208,9 +218,10 @@ def test_tasks_are_run_and_shown(trained, tokenizer, tmp_path):
     (tmp_path / "l.jsonl").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     (tmp_path / "w.raw").write_text(PAGES, encoding="utf-8")
     config = load_config(
-        dataset_type="synthetic", eval_tasks=["lambada", "wikitext"],
+        dataset_type="synthetic",
+        eval_tasks=["lambada", "wikitext"],
         task_files={"lambada": str(tmp_path / "l.jsonl"), "wikitext": str(tmp_path / "w.raw")},
-    )  # fmt: skip
+    )
     shown = []
     scores = tasks.run_tasks(tasks.read_tasks(config), trained, tokenizer, config, shown.append)
     assert [score.task for score in scores] == ["lambada", "wikitext"]

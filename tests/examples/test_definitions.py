@@ -88,9 +88,11 @@ def rotated(x, positions):
     angle = positions * 10_000.0 ** (-np.arange(half) / half)
     first, second = x[:half], x[half:]
     return np.concatenate(
-        [first * np.cos(angle) - second * np.sin(angle),
-         second * np.cos(angle) + first * np.sin(angle)]
-    )  # fmt: skip
+        [
+            first * np.cos(angle) - second * np.sin(angle),
+            second * np.cos(angle) + first * np.sin(angle),
+        ]
+    )
 
 
 def softmax(x):
@@ -103,9 +105,11 @@ def softmax(x):
 )
 def test_differential_attention(keys):
     config = tiny_config(
-        base_num_decoder_layers=1, mixer="differential_attention",
-        import_modules=["examples/differential_attention.py"], **keys,
-    )  # fmt: skip
+        base_num_decoder_layers=1,
+        mixer="differential_attention",
+        import_modules=["examples/differential_attention.py"],
+        **keys,
+    )
     model, generator = Model(config.model), np.random.default_rng(0)
     params = jax.tree.map(
         lambda leaf: generator.normal(size=leaf.shape).astype("f"), model.abstract
@@ -116,9 +120,10 @@ def test_differential_attention(keys):
     documents = np.array([[1] * 9, [1] * 4 + [2] * 5])
     positions = np.array([[*range(9)], [*range(4), *range(5)]])
     context = ForwardContext(
-        segments_BT=jnp.asarray(documents), layer=3,
+        segments_BT=jnp.asarray(documents),
+        layer=3,
         rotary=rotary_table(jnp.asarray(positions), 8, config.model.position),
-    )  # fmt: skip
+    )
     actual, scalars = jax.jit(lambda x: mixer(x, context))(x)
     assert scalars == {}
 
@@ -138,11 +143,16 @@ def test_differential_attention(keys):
             return rotated(of(name, s, number)[4 * half : 4 * half + 4], positions[row, s])
 
         first_p, second_p = (
-            softmax(np.array([
-                turned("query", t, head, half) @ turned("key", s, head // 2, half) / 2 for s in seen
-            ]))
+            softmax(
+                np.array(
+                    [
+                        turned("query", t, head, half) @ turned("key", s, head // 2, half) / 2
+                        for s in seen
+                    ]
+                )
+            )
             for half in (0, 1)
-        )  # fmt: skip
+        )
         o = (first_p - difference * second_p) @ [of("value", s, head // 2) for s in seen]
         o = o / np.sqrt(np.mean(o**2) + 1e-5) * scale * (1 - first)
         expected[row, t] += o @ w["out"]["kernel"][head]
@@ -154,9 +164,13 @@ def test_stable_rank_of_the_embedding(tmp_path, capsys):
     (embedding_rank,) = user_hooks(["embedding_rank"])
     generator = np.random.default_rng(0)
     info = StepInfo(
-        step=99, state=None, config=None, model=None, run_folder=tmp_path,
+        step=99,
+        state=None,
+        config=None,
+        model=None,
+        run_folder=tmp_path,
         device_metrics={"loss": jnp.float32(2.5)},
-    )  # fmt: skip
+    )
     for shape in ((30, 8), (8, 30)):
         matrix = generator.normal(size=shape).astype("f")
         params = {"token_embedder": {"embedding": matrix}}
@@ -170,9 +184,11 @@ def test_stable_rank_of_the_embedding(tmp_path, capsys):
 
 def test_moving_average():
     config = tiny_config(
-        base_num_decoder_layers=1, mixer="moving_average", average_tokens=4.0,
+        base_num_decoder_layers=1,
+        mixer="moving_average",
+        average_tokens=4.0,
         import_modules=["examples/moving_average.py"],
-    )  # fmt: skip
+    )
     model = Model(config.model)
     params = jax.jit(model.initialize)(jax.random.key(0))
     one = jax.tree.map(lambda leaf: leaf[0], params["layers"])

@@ -77,9 +77,13 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
 
     config = str(tmp_path / "kills" / "kills.yml")
     shown = done(
-        "decode.py", f"load_parameters_path={killed}", IMPORT, "prompt=def f", "max_new_tokens=8",
+        "decode.py",
+        f"load_parameters_path={killed}",
+        IMPORT,
+        "prompt=def f",
+        "max_new_tokens=8",
         "decode_ignore_eos=true",
-    )  # fmt: skip
+    )
     assert "8 tokens" in shown
     planned = done("plan.py", str(EXAMPLE), "hardware=1xH200")
     assert "at the peak" in planned
@@ -87,7 +91,14 @@ def test_killed_resumed_decoded_planned_and_compared(runs, tmp_path, users_envir
     attention = tmp_path / "attention.yml"
     attention.write_text(f'base_config: {config}\nlayer_pattern: ""\n')
     compared = done(
-        "compare.py", config, str(attention), "match=flops", "solve_for=steps", "tolerance=0.05",
-        "steps=12", "seeds=1", "launch=print",
-    )  # fmt: skip
+        "compare.py",
+        config,
+        str(attention),
+        "match=flops",
+        "solve_for=steps",
+        "tolerance=0.05",
+        "steps=12",
+        "seeds=1",
+        "launch=print",
+    )
     assert "# attention " in compared

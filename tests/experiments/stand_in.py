@@ -28,14 +28,22 @@ def train(keys: Mapping[str, Any], after_step: Callable[[], None] = lambda: None
 
         lineage = [{"run_name": parent, "tokens": 1e6, "flops": 1e6}] if parent else []
         write(
-            "start", "startup", 1.0, step=0, run_name=keys["run_name"], num_steps=keys["steps"],
-            num_parameters=1000, lineage=lineage,
-        )  # fmt: skip
+            "start",
+            "startup",
+            1.0,
+            step=0,
+            run_name=keys["run_name"],
+            num_steps=keys["steps"],
+            num_parameters=1000,
+            lineage=lineage,
+        )
         for step in range(keys["steps"]):
             numbers = {
-                "progress/tokens": tokens * (step + 1), "progress/flops": 10.0 * (step + 1),
-                "learning/loss": 5.0, "learning/lm_loss": 5.0,
-            }  # fmt: skip
+                "progress/tokens": tokens * (step + 1),
+                "progress/flops": 10.0 * (step + 1),
+                "learning/loss": 5.0,
+                "learning/lm_loss": 5.0,
+            }
             write("step", "train", seconds, step=step, updates=1, **numbers)
             try:
                 after_step()

@@ -16,14 +16,22 @@ from tests.programs import run
 PART = "tests/experiments/running_mean.py"
 # Fault -> the check that finds it.
 QUICK = {
-    "random initialization": "initialization", "unknown axis": "logical axes", "FLOPs": "FLOPs",
-    "document leak": "documents", "stale position": "decode state", "softmax over slots": "growth",
-}  # fmt: skip
+    "random initialization": "initialization",
+    "unknown axis": "logical axes",
+    "FLOPs": "FLOPs",
+    "document leak": "documents",
+    "stale position": "decode state",
+    "softmax over slots": "growth",
+}
 SLOW = {
-    "future leak": "causality", "padding leak": "padding", "dropped gradient": "gradients",
-    "counts its calls": "scan and remat", "padding in the state": "decode state",
-    "float32 output": "formats", "one device": "8 devices",
-}  # fmt: skip
+    "future leak": "causality",
+    "padding leak": "padding",
+    "dropped gradient": "gradients",
+    "counts its calls": "scan and remat",
+    "padding in the state": "decode state",
+    "float32 output": "formats",
+    "one device": "8 devices",
+}
 
 
 @pytest.fixture
@@ -82,9 +90,12 @@ def test_the_program(users_environment):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "part",
-    ["examples/gated_deltanet.py", "examples/differential_attention.py",
-     "examples/value_residual.py:ValueResidualAttention connection_type=value_residual"],
-)  # fmt: skip
+    [
+        "examples/gated_deltanet.py",
+        "examples/differential_attention.py",
+        "examples/value_residual.py:ValueResidualAttention connection_type=value_residual",
+    ],
+)
 def test_other_examples_on_one_device(part, monkeypatch, capsys):
     """In process; tests/examples/test_runs.py trains them on 8 devices."""
     monkeypatch.chdir(REPOSITORY)

@@ -26,8 +26,12 @@ def test_runs_go_seed_by_seed_and_the_same_command_runs_nothing_twice(trained, c
     # The page leads with the result.
     assert -1 < page.find(result) < page.find("Command: python ") < page.find("off the budget")
     assert {path.name for path in (configs / "out").iterdir()} >= {
-        "comparison.json", "runs.csv", "summary.csv", "a", "b",
-    }  # fmt: skip
+        "comparison.json",
+        "runs.csv",
+        "summary.csv",
+        "a",
+        "b",
+    }
     trained.clear()
     second_log = compare("a.yml", "b.yml", "match=tokens", "seeds=2")
     assert not trained
@@ -157,14 +161,18 @@ def test_two_comparisons_with_another_budget_do_not_meet(trained, configs):
 def test_the_folder_is_named_after_what_is_compared(configs):
     for arguments, folder in (
         (["a.yml", "b.yml"], "maxtext_output/compare_a_b_params"),
-        (["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
-         "o/compare_a_qkv_bias_params"),
-        (["a.yml", "b.yml", "match=flops", "budget=1e15"],
-         "maxtext_output/compare_a_b_flops_1e+15"),
+        (
+            ["a.yml", "sweep={qkv_bias: [true, false]}", "base_output_directory=o"],
+            "o/compare_a_qkv_bias_params",
+        ),
+        (
+            ["a.yml", "b.yml", "match=flops", "budget=1e15"],
+            "maxtext_output/compare_a_b_flops_1e+15",
+        ),
         (["a.yml", "b.yml", "match=time", "budget=10m"], "maxtext_output/compare_a_b_time_600"),
         (["a.yml", "b.yml", "name=x/y", "base_output_directory=o"], "o/x/y"),
         (["a.yml", "b.yml", "output=z"], "z"),
-    ):  # fmt: skip
+    ):
         request, _ = parse_args(arguments)
         assert str(folder_of(request, expand_variants(request))) == folder
 

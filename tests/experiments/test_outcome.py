@@ -44,9 +44,13 @@ def test_intervals_equal_those_of_scipy(count):
 
 def test_holm_corrects_p_values_for_their_number():
     corrected = holm_corrected(
-        {"a": Estimate(2, p_value=0.03), "b": Estimate(1), "c": Estimate(2, p_value=0.01),
-         "d": Estimate(2, p_value=0.02)}
-    )  # fmt: skip
+        {
+            "a": Estimate(2, p_value=0.03),
+            "b": Estimate(1),
+            "c": Estimate(2, p_value=0.01),
+            "d": Estimate(2, p_value=0.02),
+        }
+    )
     assert [estimate.p_value for estimate in corrected.values()] == pytest.approx(
         [0.04, None, 0.03, 0.04]
     )
@@ -70,11 +74,20 @@ def test_equal_configurations_differ_in_one_set_of_twenty(num_configs):
 
 def result(config: str, seed: int, loss: float | None, **fields) -> RunResult:
     values = {
-        "config": config, "seed": seed, "state": "diverged" if loss is None else "completed",
-        "validation_loss": loss, "validation_tokens": 512.0, "training_loss": 5.0,
-        "parameters": 1000, "steps": 10, "tokens": 640.0, "flops": 1e6, "train_seconds": 2.0,
-        "folder": f"{config}/seed_{seed}", "loss_kind": "cross-entropy",
-    }  # fmt: skip
+        "config": config,
+        "seed": seed,
+        "state": "diverged" if loss is None else "completed",
+        "validation_loss": loss,
+        "validation_tokens": 512.0,
+        "training_loss": 5.0,
+        "parameters": 1000,
+        "steps": 10,
+        "tokens": 640.0,
+        "flops": 1e6,
+        "train_seconds": 2.0,
+        "folder": f"{config}/seed_{seed}",
+        "loss_kind": "cross-entropy",
+    }
     return RunResult(**(values | fields))
 
 
@@ -143,8 +156,11 @@ def test_table_and_sentences(told):
         "reservations": comparison_results.summary_lines(
             group_results(
                 ["a", "b"],
-                [*results({"a": {0: 4.0, 1: 4.1}}),
-                 result("b", 0, 3.5, steps=6), result("b", 1, 3.5, validation_tokens=1024.0)],
+                [
+                    *results({"a": {0: 4.0, 1: 4.1}}),
+                    result("b", 0, 3.5, steps=6),
+                    result("b", 1, 3.5, validation_tokens=1024.0),
+                ],
             ),
             plan("time", 1.0),
             [],
@@ -153,7 +169,7 @@ def test_table_and_sentences(told):
         "not seen": [format_difference("a", "b", Estimate(3, -0.01, 0.01, -0.03, 0.01, 0.2))],
         "one seed": [format_difference("a", "b", Estimate(1, -0.01))],
         "no seed": [format_difference("a", "b", Estimate(0))],
-    }  # fmt: skip
+    }
     told("\n".join(f"-- {name}\n" + "\n".join(lines) for name, lines in printed.items()))
 
 

@@ -39,12 +39,18 @@ def test_the_same_question_finds_the_plan_and_more_seeds_add_runs(begun):
     loaded = load_or_create_plan(plan.folder, planned_variants, question, (0, 1, 2))
     assert (loaded.planned, loaded.budget) == (plan.planned, 64.0)
     assert json.loads((plan.folder / FILE).read_text())["groups"] == {
-        "a": ["a/seed_0", "a/seed_1"], "b": ["b/seed_0", "b/seed_1"],
-    }  # fmt: skip
+        "a": ["a/seed_0", "a/seed_1"],
+        "b": ["b/seed_0", "b/seed_1"],
+    }
     assert loaded.groups["b"] == ["b/seed_0", "b/seed_1", "b/seed_2"]
     assert [run.name for (run,) in chains_of(loaded, planned_variants)] == [
-        "a seed 0", "b seed 0", "a seed 1", "b seed 1", "a seed 2", "b seed 2",
-    ]  # fmt: skip
+        "a seed 0",
+        "b seed 0",
+        "a seed 1",
+        "b seed 1",
+        "a seed 2",
+        "b seed 2",
+    ]
     # Names and folders may differ.
     moved = variants("a.yml", "b.yml", "base_output_directory=elsewhere")
     assert load_or_create_plan(plan.folder, moved, question, (0,)).planned == plan.planned

@@ -52,13 +52,18 @@ def test_costs_are_those_of_the_model_and_its_batches():
 @pytest.mark.parametrize(
     ("block", "match", "solve_for", "factor"),
     [
-        ("gpt2", "params", "width", 2.5), ("llama2", "flops", "width", 0.6),
-        ("gpt_neox", "flops", "steps", 3.3), ("llama2", "tokens", "steps", 70.0),
-        ("llama2", "params", "vocab_size", 1.3), ("tokenformer", "params", "slots", 2.7),
-        ("tokenformer", "flops", "slots", 2.7), ("tokenformer", "params", "width", 2.0),
-        ("muddformer", "params", "width", 1.7), ("muddformer_prepost", "flops", "depth", 1.7),
+        ("gpt2", "params", "width", 2.5),
+        ("llama2", "flops", "width", 0.6),
+        ("gpt_neox", "flops", "steps", 3.3),
+        ("llama2", "tokens", "steps", 70.0),
+        ("llama2", "params", "vocab_size", 1.3),
+        ("tokenformer", "params", "slots", 2.7),
+        ("tokenformer", "flops", "slots", 2.7),
+        ("tokenformer", "params", "width", 2.0),
+        ("muddformer", "params", "width", 1.7),
+        ("muddformer_prepost", "flops", "depth", 1.7),
     ],
-)  # fmt: skip
+)
 def test_budgets_are_met(block, match, solve_for, factor):
     keys = {"per_device_batch_size": 1}
     if block.startswith("muddformer"):  # layers differ: widths of the feed-forward in multiples
@@ -86,8 +91,10 @@ def test_budgets_are_met(block, match, solve_for, factor):
     if solve_for == "width":  # the rest leaves its proportion by a fifth at most
         assert keys_after[size_key] == pytest.approx(
             keys_before[size_key] * (keys_after["base_emb_dim"] / keys_before["base_emb_dim"])
-            if size_key == "base_mlp_dim" else keys_before[size_key], rel=0.2,
-        )  # fmt: skip
+            if size_key == "base_mlp_dim"
+            else keys_before[size_key],
+            rel=0.2,
+        )
     assert not solver.validation_errors(solution)
 
 
@@ -164,9 +171,13 @@ def test_what_meets_the_budget_stays_as_it_is():
 
 def test_growing_batches_are_counted():
     config = tiny_config(
-        per_device_batch_size=4, enable_rampup_batch_size=True, per_device_batch_size_start=2,
-        per_device_batch_size_increment=1, global_rampup_samples=16, steps=20,
-    )  # fmt: skip
+        per_device_batch_size=4,
+        enable_rampup_batch_size=True,
+        per_device_batch_size_start=2,
+        per_device_batch_size_increment=1,
+        global_rampup_samples=16,
+        steps=20,
+    )
     budget, solution, _, amount = solved(config, "tokens", "steps", 3.0)
     assert amount == pytest.approx(budget, rel=0.02)
     assert solution.run.steps < 60  # later steps see more than the first ones

@@ -42,12 +42,17 @@ def test_keys_about_growth_belong_to_the_stages_that_grow(configs):
 
 
 MISTAKES = [
-    "stages: 3", "stages: [{steps: 3}, steps]", "stages: [{steps: 3}]",
-    "stages: [{steps: 3}, {stepz: 3}]", "stages: [{steps: 3}, {steps: x}]",
-    "stages: [{steps: 3}, {run_name: x}]", "stages: [{steps: 3}, {init_weights_seed: 1}]",
-    "stages: [{steps: 3}, {load_parameters_path: x}]", "stages: [{steps: 3}, {qkv_bias: true}]",
+    "stages: 3",
+    "stages: [{steps: 3}, steps]",
+    "stages: [{steps: 3}]",
+    "stages: [{steps: 3}, {stepz: 3}]",
+    "stages: [{steps: 3}, {steps: x}]",
+    "stages: [{steps: 3}, {run_name: x}]",
+    "stages: [{steps: 3}, {init_weights_seed: 1}]",
+    "stages: [{steps: 3}, {load_parameters_path: x}]",
+    "stages: [{steps: 3}, {qkv_bias: true}]",
     "stages: [{steps: 3}, {steps: 2}]\nsweep: {steps: [1, 2]}",
-]  # fmt: skip
+]
 
 
 def test_mistakes_name_the_stage(configs, told):
@@ -81,8 +86,9 @@ def test_a_chain_of_runs(configs):
     assert plan.planned["c"].total("tokens") == plan.planned["a"].total("tokens") == 640
     chains = chains_of(plan, planned_variants)
     assert [[run.name for run in chain] for chain in chains[:2]] == [
-        ["a seed 0"], ["c seed 0 stage 1", "c seed 0 stage 2"],
-    ]  # fmt: skip
+        ["a seed 0"],
+        ["c seed 0 stage 1", "c seed 0 stage 2"],
+    ]
     first, second = chains[1]
     assert (first.config.run.steps, second.config.run.steps) == (6, 4)
     assert first.config.checkpoint.load_parameters_path == ""
@@ -113,8 +119,9 @@ def test_stages_follow_one_another_and_the_last_is_judged(trained, configs):
     assert any(line.startswith("c is lower than a by 0.1000 nats/token") for line in lines)
     rows = rows_of(configs / "out")["c"]
     assert [(row["seed"], row["steps"], row["folder"]) for row in rows] == [
-        ("0", "10", "c/seed_0"), ("1", "10", "c/seed_1"),
-    ]  # fmt: skip
+        ("0", "10", "c/seed_0"),
+        ("1", "10", "c/seed_1"),
+    ]
     numbers = ("tokens", "flops", "train_seconds", "validation_loss")
     assert [float(rows[0][name]) for name in numbers] == pytest.approx([640, 100, 1.0, 3.9])
     # The report groups the seeds of each stage, as report.py does.

@@ -18,9 +18,11 @@ def labels(*arguments: str) -> list[str]:
 
 def test_a_mapping_is_a_product_and_a_list_is_one_after_the_other():
     assert expand_sweep({"a": ["1", "2"], "b": ["x", "y"], "c": "z"}) == [
-        {"a": "1", "b": "x", "c": "z"}, {"a": "1", "b": "y", "c": "z"},
-        {"a": "2", "b": "x", "c": "z"}, {"a": "2", "b": "y", "c": "z"},
-    ]  # fmt: skip
+        {"a": "1", "b": "x", "c": "z"},
+        {"a": "1", "b": "y", "c": "z"},
+        {"a": "2", "b": "x", "c": "z"},
+        {"a": "2", "b": "y", "c": "z"},
+    ]
     assert expand_sweep([{"a": ["1", "2"]}, {"b": "3"}]) == [{"a": "1"}, {"a": "2"}, {"b": "3"}]
     for wrong in ([], {}, "word", ["word"], {"a": []}, [{}]):
         with pytest.raises(values.InvalidValueError):
@@ -42,8 +44,11 @@ def test_labels(configs, capsys):
     assert labels("a.yml", "b.yml") == ["a", "b"]
     assert labels("a.yml", "sweep={position_embedding: [rotary, learned]}") == ["rotary", "learned"]
     assert labels("a.yml", "b.yml", "sweep={qkv_bias: [true, false]}") == [
-        "a,qkv_bias=true", "a,qkv_bias=false", "b,qkv_bias=true", "b,qkv_bias=false",
-    ]  # fmt: skip
+        "a,qkv_bias=true",
+        "a,qkv_bias=false",
+        "b,qkv_bias=true",
+        "b,qkv_bias=false",
+    ]
     (configs / "other").mkdir()
     (configs / "other" / "a.yml").write_text("base_config: ../b.yml\n")
     label = f"{configs.name}-a"
@@ -61,8 +66,10 @@ def test_a_file_may_hold_its_sweep_and_the_command_line_another(configs):
     assert labels("on.yml") == ["learning_rate=1.0e-3", "learning_rate=2.0e-3"]
     assert labels("swept.yml", "sweep={steps: [1, 2, 3]}") == ["steps=1", "steps=2", "steps=3"]
     assert labels("a.yml", "swept.yml") == [
-        "a", "swept,learning_rate=1.0e-3", "swept,learning_rate=2.0e-3",
-    ]  # fmt: skip
+        "a",
+        "swept,learning_rate=1.0e-3",
+        "swept,learning_rate=2.0e-3",
+    ]
 
 
 def test_the_environment_ranks_below_a_sweep(configs, monkeypatch, capsys):
@@ -77,11 +84,17 @@ def test_the_environment_ranks_below_a_sweep(configs, monkeypatch, capsys):
 
 
 MISTAKES = [
-    "", "a.yml", "a.yml b.yml stepz=1", "a.yml 'sweep={stepz: [1, 2]}'",
-    "a.yml 'sweep={steps: [x, 2]}'", "a.yml steps=3 'sweep={steps: [1, 2]}'",
-    "a.yml 'sweep={data_shuffle_seed: [1, 2]}'", "a.yml 'sweep={run_name: [x, y]}'",
-    "a.yml b.yml dataset_type=grain", "swept.yml",
-]  # fmt: skip
+    "",
+    "a.yml",
+    "a.yml b.yml stepz=1",
+    "a.yml 'sweep={stepz: [1, 2]}'",
+    "a.yml 'sweep={steps: [x, 2]}'",
+    "a.yml steps=3 'sweep={steps: [1, 2]}'",
+    "a.yml 'sweep={data_shuffle_seed: [1, 2]}'",
+    "a.yml 'sweep={run_name: [x, y]}'",
+    "a.yml b.yml dataset_type=grain",
+    "swept.yml",
+]
 
 
 def test_mistakes(configs, told):
@@ -95,8 +108,11 @@ def test_unintended_differences(configs):
     compared = variants("a.yml", "c.yml")
     lines = dict(line.split(": ", 1) for line in confounding_keys(compared, {}))
     assert list(lines) == [
-        "steps", "vocab_size", "learning_rate", "learning_rate_schedule_steps",
-    ]  # fmt: skip
+        "steps",
+        "vocab_size",
+        "learning_rate",
+        "learning_rate_schedule_steps",
+    ]
     assert lines["learning_rate"] == "0.01 (a); 0.02 (c)"
     # Losses over other vocabularies are not of the same thing.
     assert lines["vocab_size"].startswith("64 (a); 128 (c): ")

@@ -24,9 +24,12 @@ from tests.checkpointing.small_state import start as start_run
 from tests.small_models import random_batch, tiny_config
 
 SMALL = {
-    "base_num_kv_heads": 4, "slot_num": 6, "logits_via_embedding": True,
-    "base_num_decoder_layers": 2, "max_target_length": 8,
-}  # fmt: skip
+    "base_num_kv_heads": 4,
+    "slot_num": 6,
+    "logits_via_embedding": True,
+    "base_num_decoder_layers": 2,
+    "max_target_length": 8,
+}
 
 
 def config_of(**keys: Any) -> Config:

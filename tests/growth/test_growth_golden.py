@@ -18,8 +18,12 @@ def grown(folder, case, *keys):
     for golden, name in ((small, "small"), (large, "fresh")):
         path = golden.store(folder / f"their_{name}", golden.parameters)
         run(*golden.arguments, f"from={golden.source}:{path}", f"to={folder / name}")
-    more = ("scan_layers=true", "remat_policy=none", "dataset_type=synthetic",
-            f"load_parameters_path={folder / 'small'}")  # fmt: skip
+    more = (
+        "scan_layers=true",
+        "remat_policy=none",
+        "dataset_type=synthetic",
+        f"load_parameters_path={folder / 'small'}",
+    )
     config = load([f"{folder / 'fresh'}/config.yml", *EXACT, *more, *keys]).config
     state = program(config).random_state(steps=0)
     fresh = TrainState(state.step, parameters_in_run(folder / "fresh"), state.opt_state)

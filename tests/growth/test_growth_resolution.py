@@ -109,9 +109,10 @@ REFUSED = {
     "depth": ({}, {"base_num_decoder_layers": 3}),
     "depth of dense connections": (DENSE, {"base_num_decoder_layers": 4}),
     "other sizes": (
-        {}, {"slot_num": 8, "base_emb_dim": 64, "head_dim": 16, "normalization_bias": False}
+        {},
+        {"slot_num": 8, "base_emb_dim": 64, "head_dim": 16, "normalization_bias": False},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -132,12 +133,18 @@ FEED_FORWARD = {"decoder_block": "llama2", "feed_forward_type": "pattention", "s
     ("keys", "places", "right"),
     [
         (FEED_FORWARD, "24 (feed-forward)", [6, -1]),
-        ({"proj_slot_num": 7, "ffn_slot_num": 20},
-         "6 (query, key, value), 7 (output projection), 20 (feed-forward)", [6]),
-        ({"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 7, "slot_num": -1},
-         "5 (query, key, value), 7 (output projection, feed-forward)", [5, 7]),
+        (
+            {"proj_slot_num": 7, "ffn_slot_num": 20},
+            "6 (query, key, value), 7 (output projection), 20 (feed-forward)",
+            [6],
+        ),
+        (
+            {"qkv_slot_num": 5, "proj_slot_num": 7, "ffn_slot_num": 7, "slot_num": -1},
+            "5 (query, key, value), 7 (output projection, feed-forward)",
+            [5, 7],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_number_of_stored_slots_is_compared(keys, places, right):
     def resolve_with(number):
         path = {"load_parameters_path": "x", "load_parameters_path_slot_number": number}

@@ -190,8 +190,11 @@ def test_one_array_at_a_time(tmp_path, monkeypatch):
         return sum(array.nbytes for array in arrays if not array.is_deleted())
 
     sizes = {"base_emb_dim": 64, "head_dim": 16}
-    run = save(tmp_path / "small", config_of(slot_num=60, **sizes),
-               trained(config_of(slot_num=60, **sizes)))  # fmt: skip
+    run = save(
+        tmp_path / "small",
+        config_of(slot_num=60, **sizes),
+        trained(config_of(slot_num=60, **sizes)),
+    )
     peaks, original, before = [], initialize.grow_shard, nbytes(jax.live_arrays())
 
     def watched(leaf, stored, *arguments):

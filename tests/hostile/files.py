@@ -18,10 +18,14 @@ def torch_file(ids: np.ndarray) -> bytes:
     pickled = (
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(("
         b"X\x07\x00\x00\x00storagectorch\nLongStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
-        + b"J" + count.to_bytes(4, "little") + b"tQK\x00"
-        + b"J" + count.to_bytes(4, "little") + b"\x85K\x01\x85\x89"
+        + b"J"
+        + count.to_bytes(4, "little")
+        + b"tQK\x00"
+        + b"J"
+        + count.to_bytes(4, "little")
+        + b"\x85K\x01\x85\x89"
         + b"ccollections\nOrderedDict\n)RtR."
-    )  # fmt: skip
+    )
     return torch_archive(pickled, {"data/0": ids.tobytes()})
 
 
@@ -82,11 +86,12 @@ def _damage(
     at, length = rng.randrange(len(content)), rng.randrange(1, 300)
     before, after, end = content[:at], content[at:], content[at + length :]
     changed = {
-        "cut": before, "removed": before + end,
+        "cut": before,
+        "removed": before + end,
         "flipped": before + bytes([content[at] ^ 1 << rng.randrange(8)]) + after[1:],
         "zeroed": before + bytes(len(after) - len(end)) + end,
         "repeated": before + content[max(0, at - length) :],
-    }  # fmt: skip
+    }
     if kind == "inserted":
         return before + rng.choice(inserted) + after, at
     return changed[kind], at

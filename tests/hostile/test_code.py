@@ -45,13 +45,16 @@ def test_pickles_in_archives_of_tokens(tmp_path, marker, protocol):
 @pytest.mark.parametrize(
     "program",
     [
-        b"cos\nsystem\n(S'exit 1'\ntR.", b"(S'exit 1'\nios\nsystem\n.",
-        b"(cos\nsystem\nS'exit 1'\no.", b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
+        b"cos\nsystem\n(S'exit 1'\ntR.",
+        b"(S'exit 1'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'exit 1'\no.",
+        b"\x80\x02cbuiltins\neval\nX\x01\x00\x00\x001\x85R.",
         b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01a\x85R.",
         b"\x80\x02ctorch._utils\n_rebuild_tensor_v2.__globals__\n.",
-        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00a\x85R.", b"\x80\x02\x82\x01.",
+        b"\x80\x02ctorch\nload\nX\x01\x00\x00\x00a\x85R.",
+        b"\x80\x02\x82\x01.",
     ],
-)  # fmt: skip
+)
 def test_other_names_in_pickles(program):
     with pytest.raises(TorchFileError):
         read_tensor(torch_archive(program))
@@ -97,11 +100,16 @@ def test_tokenizers_that_name_code(tmp_path, marker):
 @pytest.mark.parametrize(
     "tagged",
     [
-        "!!python/object/apply:os.mkdir ['{marker}']", "!!python/object/new:os.mkdir ['{marker}']",
-        "!!python/name:os.mkdir '{marker}'", "!!python/module:os ''", "!!python/object:os.x {{}}",
-        "[[!!python/object/apply:os.mkdir ['{marker}']]]", "!!binary YQ==", "!local x",
+        "!!python/object/apply:os.mkdir ['{marker}']",
+        "!!python/object/new:os.mkdir ['{marker}']",
+        "!!python/name:os.mkdir '{marker}'",
+        "!!python/module:os ''",
+        "!!python/object:os.x {{}}",
+        "[[!!python/object/apply:os.mkdir ['{marker}']]]",
+        "!!binary YQ==",
+        "!local x",
     ],
-)  # fmt: skip
+)
 def test_tags_in_configurations(tmp_path, marker, tagged):
     path, text = tmp_path / "config.yml", tagged.format(marker=marker)
     for key in ("steps", "prompt", "adamw_mask", "base_config", "sweep"):

@@ -21,9 +21,12 @@ from tests.inference.small_models import llama_folder
 from tests.input_pipeline import small_data
 
 _SETTINGS = settings(
-    deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],  # what fails is short enough
-)  # fmt: skip
+)
 
 
 class _Reached(Exception):
@@ -66,12 +69,17 @@ def place(tmp_path_factory) -> Iterator[Path]:
     assert run("convert.py", ["from=hf:hf", "to=run"]) == 0
     small_data.write_data_set(folder / "data", {"train": [np.arange(40), np.arange(7)]})
     for name, content in {
-        "cut": b'{"model_type": "lla', "deep": b"[" * 100_000, "list": b"[]", "empty": b"",
-        "latin": b'{"model_type": "\xff"}', "nul": b"\0\0",
+        "cut": b'{"model_type": "lla',
+        "deep": b"[" * 100_000,
+        "list": b"[]",
+        "empty": b"",
+        "latin": b'{"model_type": "\xff"}',
+        "nul": b"\0\0",
         "huge": b'{"vocab_size": 9' + b"9" * 5000,
-        "other": b'{"model_type": "other"}', "sizes": b'{"model_type": "llama", "vocab_size": -1}',
+        "other": b'{"model_type": "other"}',
+        "sizes": b'{"model_type": "llama", "vocab_size": -1}',
         "words": b'{"model_type": "llama", "hidden_size": "many"}',
-    }.items():  # fmt: skip
+    }.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_bytes(content)
     (folder / "file.txt").write_text("text\n")
@@ -89,15 +97,68 @@ def place(tmp_path_factory) -> Iterator[Path]:
 
 
 _EDGES = st.sampled_from(
-    ["", " ", ".", "..", "/", "~", "~no_such_user_here", "nowhere", "nowhere/a", "a/b/c",
-     "file.txt", "file.txt/a", "run", "run/", "run/checkpoints", "run/checkpoints/0",
-     "run/checkpoints/0/items",     "run/checkpoints/1", "hf",
-     "damaged", "undescribed", "data", "own.yml", "rows.jsonl", "a" * 300,
-     "a\nb", "é", "\udcff", "-", "--", "0", "-1", "1", "3", "9" * 400, "1e400", "nan", "true",
-     "null", "[", "[]", "{a: b}", "=", "file:///x",
-     "cut", "deep", "list", "empty", "latin", "nul",
-     "huge", "other", "sizes", "words", "bad.jsonl", "/proc/self/x", "5GB", "0B", "1.5KB"]
-)  # fmt: skip
+    [
+        "",
+        " ",
+        ".",
+        "..",
+        "/",
+        "~",
+        "~no_such_user_here",
+        "nowhere",
+        "nowhere/a",
+        "a/b/c",
+        "file.txt",
+        "file.txt/a",
+        "run",
+        "run/",
+        "run/checkpoints",
+        "run/checkpoints/0",
+        "run/checkpoints/0/items",
+        "run/checkpoints/1",
+        "hf",
+        "damaged",
+        "undescribed",
+        "data",
+        "own.yml",
+        "rows.jsonl",
+        "a" * 300,
+        "a\nb",
+        "é",
+        "\udcff",
+        "-",
+        "--",
+        "0",
+        "-1",
+        "1",
+        "3",
+        "9" * 400,
+        "1e400",
+        "nan",
+        "true",
+        "null",
+        "[",
+        "[]",
+        "{a: b}",
+        "=",
+        "file:///x",
+        "cut",
+        "deep",
+        "list",
+        "empty",
+        "latin",
+        "nul",
+        "huge",
+        "other",
+        "sizes",
+        "words",
+        "bad.jsonl",
+        "/proc/self/x",
+        "5GB",
+        "0B",
+        "1.5KB",
+    ]
+)
 _PREFIXES = st.sampled_from(["hf:", "maxtext:", "fattorib:", "hf:hf:"])
 _PLACES = st.one_of(_EDGES, st.tuples(_PREFIXES, _EDGES).map("".join))
 _VALUES = st.one_of(
@@ -132,27 +193,64 @@ def _typed(often: list, more: st.SearchStrategy[str], most: int) -> st.SearchStr
 _SOURCES = st.one_of(st.sampled_from(["hf:hf", "run", "hf:hf", "damaged", "maxtext:run"]), _PLACES)
 _TARGETS = st.one_of(st.sampled_from(["out/a", "hf:out/a", "out/a", "hf:out/b"]), _PLACES)
 _CONVERSIONS = st.one_of(
-    _edits(["export", "family", "dtype", "max_shard_size", "query_scaling", "length", "tokenizer",
-            "form"]),
+    _edits(
+        [
+            "export",
+            "family",
+            "dtype",
+            "max_shard_size",
+            "query_scaling",
+            "length",
+            "tokenizer",
+            "form",
+        ]
+    ),
     _KEY_EDITS,
     st.sampled_from(
-        ["grow", "own.yml", "bad.yml", "nowhere.yml", "--help", "-h", "--verfy", "--verify",
-         "slot_num=8",
-         "base_num_decoder_layers=4", "export=stablehlo", "dtype=bfloat16", "max_shard_size=1KB"]
+        [
+            "grow",
+            "own.yml",
+            "bad.yml",
+            "nowhere.yml",
+            "--help",
+            "-h",
+            "--verfy",
+            "--verify",
+            "slot_num=8",
+            "base_num_decoder_layers=4",
+            "export=stablehlo",
+            "dtype=bfloat16",
+            "max_shard_size=1KB",
+        ]
     ),
     _EDGES,
-)  # fmt: skip
+)
 _WEIGHTS = _edits(
     ["load_parameters_path"],
     st.sampled_from(["run", "hf:hf", "run/checkpoints/0", "damaged", "undescribed"]) | _PLACES,
 )
 _TASKS = st.sampled_from(["[lambada]", "[wikitext]", "[lambada,nothing]"])
-_DECODING = ["prompt", "prompt_file", "decode_output_path", "max_new_tokens",
-             "tokenizer_path", "decode_stop_strings", "decode_num_return_sequences",
-             "per_device_batch_size"]  # fmt: skip
-_EVALUATION = ["eval_tasks", "task_files.lambada", "task_files.wikitext", "eval_output",
-               "eval_stride", "harness.tasks", "tokenizer_path", "dataset_path",
-               "grain_eval_files"]  # fmt: skip
+_DECODING = [
+    "prompt",
+    "prompt_file",
+    "decode_output_path",
+    "max_new_tokens",
+    "tokenizer_path",
+    "decode_stop_strings",
+    "decode_num_return_sequences",
+    "per_device_batch_size",
+]
+_EVALUATION = [
+    "eval_tasks",
+    "task_files.lambada",
+    "task_files.wikitext",
+    "eval_output",
+    "eval_stride",
+    "harness.tasks",
+    "tokenizer_path",
+    "dataset_path",
+    "grain_eval_files",
+]
 _INSPECTION = ["step", "num_devices", "sample", "max_target_length"]
 # All files below "/" would be looked at, which takes minutes.
 _DATA = [st.sampled_from(["data", "dataset_path=data"]) | _EDGES.filter(lambda word: word != "/")]
@@ -160,14 +258,18 @@ _DATA += [st.just("vocab_size=512"), st.just("max_target_length=16")]
 # What is typed, and how many lines by default and in the slow suite.
 _COMMAND_LINES = {
     "convert.py": (
-        _typed([_edits(["from"], _SOURCES), _edits(["to"], _TARGETS)], _CONVERSIONS, 2), 40, 200,
+        _typed([_edits(["from"], _SOURCES), _edits(["to"], _TARGETS)], _CONVERSIONS, 2),
+        40,
+        200,
     ),
     "decode.py": (_typed([_WEIGHTS], _edits(_DECODING) | _KEY_EDITS | _EDGES, 3), 20, 60),
     "eval.py": (
-        _typed([_WEIGHTS], _edits(_EVALUATION, _VALUES | _TASKS) | _KEY_EDITS | _EDGES, 3), 20, 60,
+        _typed([_WEIGHTS], _edits(_EVALUATION, _VALUES | _TASKS) | _KEY_EDITS | _EDGES, 3),
+        20,
+        60,
     ),
     "inspect_data.py": (_typed(_DATA, _edits(_INSPECTION) | _KEY_EDITS, 2), 30, 90),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", _COMMAND_LINES)

@@ -42,17 +42,22 @@ def _prepared(path: Path, documents: list[np.ndarray]) -> None:
 _CHECKED = {
     "a.tfrecord": token_files.write_tfrecord,
     "a.tfrecord.gz": token_files.write_compressed_tfrecord,
-    "a.array_record": token_files.write_array_record, "a.idx": _megatron,
-    "train/tokens-00000.array_record": _prepared, "train/tokens-00000.bin": _prepared,
-    "manifest.json": _prepared, "train/document_offsets.npy": _prepared,
-    "a.parquet": token_files.write_parquet, "torch.tar": token_files.write_torch_tar,
-}  # fmt: skip
+    "a.array_record": token_files.write_array_record,
+    "a.idx": _megatron,
+    "train/tokens-00000.array_record": _prepared,
+    "train/tokens-00000.bin": _prepared,
+    "manifest.json": _prepared,
+    "train/document_offsets.npy": _prepared,
+    "a.parquet": token_files.write_parquet,
+    "torch.tar": token_files.write_torch_tar,
+}
 # Ids that were changed into other ids cannot be told from those that were written.
 _UNCHECKED = {
-    "a.bin": _megatron, "stream.arrow": token_files.write_arrow,
+    "a.bin": _megatron,
+    "stream.arrow": token_files.write_arrow,
     "file.arrow": lambda path, documents: token_files.write_arrow(path, documents, False),
     "a.tar": token_files.write_tar,
-}  # fmt: skip
+}
 
 
 def _read(folder: Path, cache: Path, skip: bool) -> tuple[list[np.ndarray | None], str]:
@@ -120,10 +125,14 @@ def _use_all(folder: Path, cache: Path) -> None:
 
 
 _FILES = (
-    "manifest.json", "tokenizer_config.json", "train/document_offsets.npy",
-    "train/document_rows.npy", "train/source_files.json", "train/tokens-000000.bin",
+    "manifest.json",
+    "tokenizer_config.json",
+    "train/document_offsets.npy",
+    "train/document_rows.npy",
+    "train/source_files.json",
+    "train/tokens-000000.bin",
     "train/tokens_running_crc32c.npy",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("name", _FILES)

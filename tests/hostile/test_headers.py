@@ -7,7 +7,7 @@ import re
 import struct
 
 import pyarrow
-import pyarrow.parquet
+import pyarrow.parquet  # noqa: F401
 import pytest
 
 from MaxText.config.loading import load_config
@@ -65,9 +65,12 @@ def test_weights_whose_header_lies(tmp_path, content):
         "{'descr': '<i8', 'fortran_order': False, 'shape': (-1,), }",
         "{'descr': '|O', 'fortran_order': False, 'shape': (2,), }",
         "{'descr': '<V99999999999', 'fortran_order': False, 'shape': (1,), }",
-        "{'descr': __import__('os').system('exit 1')}", "(" * 110, "{'descr': (", None,
+        "{'descr': __import__('os').system('exit 1')}",
+        "(" * 110,
+        "{'descr': (",
+        None,
     ],
-)  # fmt: skip
+)
 def test_arrays_whose_header_lies(tmp_path, header):
     text = (header or "").encode().ljust(118)
     content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
@@ -123,14 +126,19 @@ def test_lists_that_lead_out_of_an_arrow_file(tmp_path):
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("list.json", read_texts), ("rows.jsonl", read_texts),
+        ("list.json", read_texts),
+        ("rows.jsonl", read_texts),
         ("lambada.jsonl", lambda path: tasks.read_passages(str(path))),
         ("config.json", read_json),
-        ("config.json", lambda path: checkpoint_config.load([
-            f"load_parameters_path=hf:{path.parent}"], "decode.py")),
+        (
+            "config.json",
+            lambda path: checkpoint_config.load(
+                [f"load_parameters_path=hf:{path.parent}"], "decode.py"
+            ),
+        ),
         ("model.safetensors.index.json", lambda path: TensorFiles(path.parent)),
     ],
-)  # fmt: skip
+)
 def test_texts_nested_without_end(tmp_path, name, read):
     for text in (DEEP, '{"text": ' + DEEP):
         (tmp_path / name).write_text(text)
@@ -149,20 +157,48 @@ def test_tokenizers_that_are_none(tmp_path, content):
 
 
 _WRONG = (
-    None, True, -1, 0, 1.5, 1e308, float("inf"), float("nan"), 10**30, 10**400, "", "x", "9" * 5000,
-    [], [[]], ["x"], {}, {"a": {"b": []}}, {"type": []}, {"rope_type": {}},
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    1e308,
+    float("inf"),
+    float("nan"),
+    10**30,
+    10**400,
+    "",
+    "x",
+    "9" * 5000,
+    [],
+    [[]],
+    ["x"],
+    {},
+    {"a": {"b": []}},
+    {"type": []},
+    {"rope_type": {}},
+)
 _SIZES = {
-    "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-    "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
-    "max_position_embeddings": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-}  # fmt: skip
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+}
 # Names of the keys of config.json where they are others.
 _FAMILIES = {
-    "llama": {}, "mistral": {}, "gemma": {}, "gpt_neox": {},
+    "llama": {},
+    "mistral": {},
+    "gemma": {},
+    "gpt_neox": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 64, "n_positions": 16},
     "gpt_neo": {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("model_type", _FAMILIES)

@@ -172,16 +172,28 @@ def trained(tmp_path_factory, compilation_cache):
         *SIZES["tiny"].split(),
     ]
     for program, *arguments in (
-        ["prepare_data.py", "prepare_source=corpus/", "dataset_path=data/corpus",
-         "tokenizer_vocab_size=512"],
+        [
+            "prepare_data.py",
+            "prepare_source=corpus/",
+            "dataset_path=data/corpus",
+            "tokenizer_vocab_size=512",
+        ],
         ["train.py", "configs/quickstart.yml", *SIZES["short"].split()],
         ["train.py", *gpt2],
-        ["train.py", "examples/moving_average.yml", *SIZES["short"].split(),
-         "base_num_decoder_layers=4"],
+        [
+            "train.py",
+            "examples/moving_average.yml",
+            *SIZES["short"].split(),
+            "base_num_decoder_layers=4",
+        ],
         ["convert.py", "from=maxtext_output/first", "to=hf:models/gpt2"],
-        ["prepare_data.py", "prepare_source=domain/", "dataset_path=data/domain",
-         "tokenizer_path=maxtext_output/quickstart/tokenizer"],
-    ):  # fmt: skip
+        [
+            "prepare_data.py",
+            "prepare_source=domain/",
+            "dataset_path=data/domain",
+            "tokenizer_path=maxtext_output/quickstart/tokenizer",
+        ],
+    ):
         run(folder, program, arguments, environment)
     return folder
 

@@ -46,6 +46,23 @@ def test_every_file_says_what_it_is_for():
     assert not [shown(path) for path in with_code if not ast.get_docstring(parsed(path))]
 
 
+# Functions that exceed the limits of pyproject.toml for arguments or branches.
+MAX_LONG_SIGNATURES = 17
+MAX_COMPLEX_FUNCTIONS = 2
+
+
+def test_exceptions_to_the_limits_of_functions_only_fall():
+    texts = [
+        line
+        for folder in ("MaxText", "benchmarks", "examples")
+        for path in python_files(folder)
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "# noqa:" in line
+    ]
+    assert sum("PLR09" in text for text in texts) <= MAX_LONG_SIGNATURES
+    assert sum("C901" in text for text in texts) <= MAX_COMPLEX_FUNCTIONS
+
+
 def test_only_programs_print():
     # Everything else reports through what it is given: a logger, an event stream, `log=print`.
     training = PACKAGE / "run" / "training.py"  # the body of the program train.py
@@ -102,9 +119,10 @@ def test_any_python_can_read_what_says_that_it_is_the_wrong_one():
         imported = [one for one in imported_modules(path) if one.startswith("MaxText")]
         assert imported[:2] == ["MaxText", "MaxText.program_start"], shown(path)
     annotated = [
-        node for node in ast.walk(parsed(PACKAGE / "installation.py"))
+        node
+        for node in ast.walk(parsed(PACKAGE / "installation.py"))
         if isinstance(node, ast.FunctionDef) and (node.returns or node.args.args)
-    ]  # fmt: skip
+    ]
     assert not annotated
 
 

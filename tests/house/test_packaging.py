@@ -65,12 +65,25 @@ def test_pins_satisfy_the_declared_ranges(python):
 
 # A release of these removes functions that are used here: the first one that is refused.
 NEXT_RELEASES = {
-    "filelock": "5.0", "flax": "0.13.0", "grain": "0.3.0", "huggingface-hub": "3.0",
-    "jax": "0.13.0", "lm-eval": "0.5.0", "numpy": "3.0.0", "optax": "0.3.0",
-    "orbax-checkpoint": "1.0.0", "plotly": "8.0", "protobuf": "8.30.0", "pydantic": "3.0",
-    "qwix": "0.2.0", "safetensors": "1.0",
-    "tensorflow": "3.0", "tokenizers": "1.0", "torch": "3.0", "transformers": "6.0.0",
-}  # fmt: skip
+    "filelock": "5.0",
+    "flax": "0.13.0",
+    "grain": "0.3.0",
+    "huggingface-hub": "3.0",
+    "jax": "0.13.0",
+    "lm-eval": "0.5.0",
+    "numpy": "3.0.0",
+    "optax": "0.3.0",
+    "orbax-checkpoint": "1.0.0",
+    "plotly": "8.0",
+    "protobuf": "8.30.0",
+    "pydantic": "3.0",
+    "qwix": "0.2.0",
+    "safetensors": "1.0",
+    "tensorflow": "3.0",
+    "tokenizers": "1.0",
+    "torch": "3.0",
+    "transformers": "6.0.0",
+}
 
 
 @pytest.mark.parametrize("name", NEXT_RELEASES)

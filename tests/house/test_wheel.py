@@ -37,9 +37,17 @@ def test_every_program_has_a_command():
 def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     """Builds with pip, which fetches the build backend as setup.sh does."""
     run(
-        sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, REPOSITORY,
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "-w",
+        tmp_path,
+        REPOSITORY,
         folder=tmp_path,
-    )  # fmt: skip
+    )
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -52,17 +60,33 @@ def test_a_wheel_trains_from_an_empty_folder(tmp_path):
     python = environment / "bin" / "python"
     (packages,) = environment.glob("lib/python*/site-packages")
     run(
-        sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel,
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--quiet",
+        "--no-deps",
+        wheel,
         folder=tmp_path,
-    )  # fmt: skip
+    )
     # Only the folder itself: its own .pth files, which name the clone, are not read.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
 
     empty = tmp_path / "empty"
     empty.mkdir()
-    keys = ("dataset_type=synthetic", "steps=3", "run_name=wheel", "eval_interval=-1",
-            "prepare_source=", "dataset_path=", "hardware=cpu", "base_num_decoder_layers=1",
-            "per_device_batch_size=2")  # fmt: skip
+    keys = (
+        "dataset_type=synthetic",
+        "steps=3",
+        "run_name=wheel",
+        "eval_interval=-1",
+        "prepare_source=",
+        "dataset_path=",
+        "hardware=cpu",
+        "base_num_decoder_layers=1",
+        "per_device_batch_size=2",
+    )
     shown = run(
         environment / "bin" / "maxtext-train", "configs/quickstart.yml", *keys, folder=empty
     )

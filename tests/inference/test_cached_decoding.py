@@ -12,10 +12,16 @@ from MaxText.parallelism.mesh import make_sharding_plan
 from tests.small_models import noisy_params, tiny_config
 
 ALL_KINDS = {
-    "attention_types": [[["none", "global", "local", "linear"], 1]], "base_num_decoder_layers": 4,
-    "scan_layers": False, "sliding_window_size": 6, "num_mem_kv": 2, "static_sgu": True,
-    "static_sgu_kernel": 5, "head_qk": True, "head_qk_dim": 8,
-}  # fmt: skip
+    "attention_types": [[["none", "global", "local", "linear"], 1]],
+    "base_num_decoder_layers": 4,
+    "scan_layers": False,
+    "sliding_window_size": 6,
+    "num_mem_kv": 2,
+    "static_sgu": True,
+    "static_sgu_kernel": 5,
+    "head_qk": True,
+    "head_qk_dim": 8,
+}
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,21 @@ def kinds(*names):
 @pytest.mark.parametrize(
     ("block", "keys"),
     [
-        ("gpt_neo", kinds("global", "local") | {"num_mem_kv": 3, "sliding_window_size": 4}
-         | {"position_embedding": "alibi", "base_num_kv_heads": 4}),
-        ("llama2", kinds("local", "global") | {"attn_logits_soft_cap": 2.0, "rotary_pct": 0.5}
-         | {"use_qk_norm": True, "sliding_window_size": 3, "num_mem_kv": 2}),
+        (
+            "gpt_neo",
+            kinds("global", "local")
+            | {"num_mem_kv": 3, "sliding_window_size": 4}
+            | {"position_embedding": "alibi", "base_num_kv_heads": 4},
+        ),
+        (
+            "llama2",
+            kinds("local", "global")
+            | {"attn_logits_soft_cap": 2.0, "rotary_pct": 0.5}
+            | {"use_qk_norm": True, "sliding_window_size": 3, "num_mem_kv": 2},
+        ),
     ],
     ids=["memories, ALiBi", "soft cap, part rotary, memories"],
-)  # fmt: skip
+)
 def test_each_token_has_the_logits_of_the_whole_sequence(block, keys):
     """Prompts of several lengths; what stands in the padding must not matter."""
     config = tiny_config(block, scan_layers=False, matmul_precision="highest", **keys)

@@ -51,8 +51,11 @@ def test_prompts_of_a_file_to_json_lines(folder, tmp_path):
     shown = run(folder, *arguments, "decode_num_return_sequences=2", "decode_ignore_eos=true")
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert sorted((row["index"], row["sample"], row["id"]) for row in rows) == [
-        (0, 0, "x"), (0, 1, "x"), (1, 0, "y"), (1, 1, "y"),
-    ]  # fmt: skip
+        (0, 0, "x"),
+        (0, 1, "x"),
+        (1, 0, "y"),
+        (1, 1, "y"),
+    ]
     assert rows[0]["completion"] != rows[1]["completion"]
     for row in rows:
         assert len(row["tokens"]) == len(row["log_probabilities"]) == 6
@@ -117,17 +120,27 @@ def test_a_long_prompt_says_what_was_not_read(folder):
     assert "truncated to the last 30 of 100 tokens; max_target_length is 32" in shown
 
 
-EVERY = {"temperature": 0.7, "top_k": 40, "nucleus_p": 0.9, "min_p": 0.1, "typical_p": 0.8,
-         "eta": 0.2, "entmax_alpha": 1.5}  # fmt: skip
+EVERY = {
+    "temperature": 0.7,
+    "top_k": 40,
+    "nucleus_p": 0.9,
+    "min_p": 0.1,
+    "typical_p": 0.8,
+    "eta": 0.2,
+    "entmax_alpha": 1.5,
+}
 
 
 @pytest.mark.parametrize(
     ("strategy", "used"),
     [
-        ("weighted", ["temperature"]), ("topk", ["temperature", "top_k"]),
-        ("nucleus", ["temperature", "nucleus_p"]), ("composite", EVERY), ("greedy", []),
+        ("weighted", ["temperature"]),
+        ("topk", ["temperature", "top_k"]),
+        ("nucleus", ["temperature", "nucleus_p"]),
+        ("composite", EVERY),
+        ("greedy", []),
     ],
-)  # fmt: skip
+)
 def test_settings_of_other_strategies_have_no_effect(strategy, used):
     of_maxtext = ("temperature", "top_k", "nucleus_p")
     keys = {

@@ -169,10 +169,15 @@ def test_nothing_sorts_the_vocabulary():
 
 def test_settings_without_meaning_are_refused():
     for name, values in {
-        "temperature": [-0.1, math.nan, math.inf], "top_k": [-1], "nucleus_p": [0.0, 1.1],
-        "min_p": [-0.1, 1.5], "typical_p": [0.0, math.nan], "eta": [1.0],
-        "entmax_alpha": [0.9, 2.1], "repetition_penalty": [0.0, math.inf],
-    }.items():  # fmt: skip
+        "temperature": [-0.1, math.nan, math.inf],
+        "top_k": [-1],
+        "nucleus_p": [0.0, 1.1],
+        "min_p": [-0.1, 1.5],
+        "typical_p": [0.0, math.nan],
+        "eta": [1.0],
+        "entmax_alpha": [0.9, 2.1],
+        "repetition_penalty": [0.0, math.inf],
+    }.items():
         for value in values:
             with pytest.raises(UserError, match=f"{name} is {value}; it must be .*"):
                 Params(**{name: value})
@@ -181,20 +186,27 @@ def test_settings_without_meaning_are_refused():
 @pytest.mark.parametrize(
     "options",
     [
-        {"top_k": 20}, {"nucleus_p": 0.9}, {"min_p": 0.1}, {"typical_p": 0.7}, {"eta": 0.02},
+        {"top_k": 20},
+        {"nucleus_p": 0.9},
+        {"min_p": 0.1},
+        {"typical_p": 0.7},
+        {"eta": 0.02},
         {"temperature": 0.7, "repetition_penalty": 1.3},
         {"temperature": 1.4, "repetition_penalty": 0.8, **ALL_FILTERS},
     ],
-)  # fmt: skip
+)
 def test_distributions_are_those_of_transformers(options):
     torch = pytest.importorskip("torch")
     processors = pytest.importorskip("transformers.generation.logits_process")
     made_by = {
         "repetition_penalty": "RepetitionPenaltyLogitsProcessor",
-        "temperature": "TemperatureLogitsWarper", "top_k": "TopKLogitsWarper",
-        "nucleus_p": "TopPLogitsWarper", "min_p": "MinPLogitsWarper",
-        "typical_p": "TypicalLogitsWarper", "eta": "EtaLogitsWarper",
-    }  # fmt: skip
+        "temperature": "TemperatureLogitsWarper",
+        "top_k": "TopKLogitsWarper",
+        "nucleus_p": "TopPLogitsWarper",
+        "min_p": "MinPLogitsWarper",
+        "typical_p": "TypicalLogitsWarper",
+        "eta": "EtaLogitsWarper",
+    }
     steps = [
         getattr(processors, made_by[name])(options[name]) for name in made_by if name in options
     ]

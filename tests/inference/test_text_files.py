@@ -31,12 +31,13 @@ def test_prompts_of_files(tmp_path, name, content, texts):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\n \n", "is empty"), ("a.txt", b"\xff\xfe", "not UTF-8"),
+        ("a.txt", b"\n \n", "is empty"),
+        ("a.txt", b"\xff\xfe", "not UTF-8"),
         ("a.jsonl", b'{"prompt": 1}', 'a.jsonl:1 has no text in field "prompt"'),
         ("a.jsonl", b'{"prompt": "a"}\n[', "a.jsonl:2 is not JSON"),
         ("missing/a.txt", None, "cannot be read: No such file"),
     ],
-)  # fmt: skip
+)
 def test_unusable_files(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)

@@ -104,12 +104,15 @@ def _write_split(folder, documents, vocab_size, chunk_length, records_per_file, 
     np.save(folder / "document_rows.npy", np.arange(len(documents), dtype=np.int32))
     (folder / "source_files.json").write_text(json.dumps([[0, "numbers.txt"]]))
     return Split(
-        files=tuple(files), num_tokens=ids.size, num_documents=len(documents),
-        num_text_bytes=3 * ids.size, max_token_id=int(ids.max()),
+        files=tuple(files),
+        num_tokens=ids.size,
+        num_documents=len(documents),
+        num_text_bytes=3 * ids.size,
+        max_token_id=int(ids.max()),
         unigram_entropy_nats=round(unigram_entropy(np.bincount(ids)), 6),
         tokens_sha256=hashlib.sha256(ids).hexdigest(),
         offsets_sha256=hashlib.sha256(offsets.astype("<i8")).hexdigest(),
-    )  # fmt: skip
+    )
 
 
 def data_keys(folder: Path | str, **keys) -> DataConfig:

@@ -62,7 +62,7 @@ CASES = {
     "gpt_neox_order": ("m", {"megatron.order": "gpt_neox"}, {"steps": 6}),
     "tfrecord": ("t", {"token_records.eos_id": 0}, {}),
     "groups_of_files": ("t", {"iter_file_nums": 2}, {}),
-}  # fmt: skip
+}
 STEPS = 5
 
 

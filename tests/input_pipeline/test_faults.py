@@ -137,8 +137,12 @@ class Storage:
         self.calls, self.failing, self.number = 0, range(0), errno.EIO
         self._folder = str(folder)
         for place, name in (
-            (os, "stat"), (os, "open"), (os, "scandir"), (os, "listdir"), (builtins, "open"),
-        ):  # fmt: skip
+            (os, "stat"),
+            (os, "open"),
+            (os, "scandir"),
+            (os, "listdir"),
+            (builtins, "open"),
+        ):
             monkeypatch.setattr(place, name, self._counted(getattr(place, name)))
 
     def fail(self, calls, number=errno.EIO):

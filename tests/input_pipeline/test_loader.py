@@ -118,13 +118,15 @@ CLS = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3, "mlm.cls_token_id": 
     ("keys", "options", "named"),
     [
         ({"data_shuffle_seed": 5}, {}, "data_shuffle_seed was 0 and is 5"),
-        ({"packing": False}, {}, "packing"), ({"iter_file_nums": 1}, {}, "iter_file_nums"),
+        ({"packing": False}, {}, "packing"),
+        ({"iter_file_nums": 1}, {}, "iter_file_nums"),
         ({"enable_data_shuffling": False}, {}, "enable_data_shuffling"),
         ({"train_split": "validation"}, {}, "train_split was 'train' and is 'validation'"),
         ({}, {"schedule": BatchSchedule.constant(8, 8)}, "max_target_length was 16 and is 8"),
-        ({}, {"masking": CLS}, "mlm_"), ({"mix": True}, {}, "data_mixture_weights"),
+        ({}, {"masking": CLS}, "mlm_"),
+        ({"mix": True}, {}, "data_mixture_weights"),
     ],
-)  # fmt: skip
+)
 def test_resume_of_other_data_is_refused(folder, keys, options, named):
     if "mix" in keys:
         keys = {"data_mixture_weights": ((str(folder), 1.0), (str(folder), 0.25))}
@@ -209,10 +211,12 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     ("sizes", "packing", "said"),
     [
         # Records of one length are sequences only where they fill rows of this length.
-        ([9, 9, 9], True, ""), ([9, 9, 9], False, "50.0% .*packing=true"),
-        ([17, 17, 17], True, ""), ([9, 30, 5], True, ""),
+        ([9, 9, 9], True, ""),
+        ([9, 9, 9], False, "50.0% .*packing=true"),
+        ([17, 17, 17], True, ""),
+        ([9, 30, 5], True, ""),
     ],
-)  # fmt: skip
+)
 def test_padding_is_reported(sizes, packing, said, tmp_path):
     path = tmp_path / "train.tfrecord"
     token_files.write_tfrecord(path, numbered_documents(sizes))
@@ -313,11 +317,12 @@ def test_mistakes(folder, tmp_path, told):
         lambda: open_eval(data_keys(folder, eval_split="other")),
         lambda: open_train(data, hosts=3),
         lambda: open_train(data_keys(tmp_path / "single")),
-        lambda: open_train(data_keys("")), lambda: open_train(data_keys(tmp_path / "absent")),
+        lambda: open_train(data_keys("")),
+        lambda: open_train(data_keys(tmp_path / "absent")),
         lambda: open_train(data_keys(tmp_path / "empty")),
         lambda: open_train(data_keys("", grain_train_files="a,0")),
         lambda: open_train(data_keys(folder, excluded_samples=((5, 5),))),
-    ]  # fmt: skip
+    ]
     messages = []
     for mistake in mistakes:
         with pytest.raises(UserError) as caught:

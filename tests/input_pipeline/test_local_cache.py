@@ -45,10 +45,13 @@ def test_entries_unused_for_long_are_deleted(tmp_path, adds):
     assert len(made) == 10
     own = (f"wiki-{key}.tar", f"model-{key}{0:08x}", f"text/{key}.txt", f"prepared/my_{key}_set")
     left = (  # by processes that were killed
-        f"prepared/{short}", f"imported/.{short}.lock", f"text/.{key}.preparing",
-        f"text/..{key}.lock.unused", f"text_digests/{key}.{0:016x}.writing",
+        f"prepared/{short}",
+        f"imported/.{short}.lock",
+        f"text/.{key}.preparing",
+        f"text/..{key}.lock.unused",
+        f"text_digests/{key}.{0:016x}.writing",
         f".packing2-{short}.ab_c1234",
-    )  # fmt: skip
+    )
     (cache / "prepared").mkdir()
     for entry in (*made, *(cache / name for name in own + left)):
         entry.touch()

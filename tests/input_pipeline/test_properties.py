@@ -25,9 +25,12 @@ from tests.input_pipeline.small_data import (
 from tests.input_pipeline.token_store import token_files
 
 PACKING = (
-    {}, {"packing": False}, {"packing": False, "use_truncation": True},
-    {"grain_packing_type": "first_fit"}, {"grain_packing_type": "best_fit"},
-)  # fmt: skip
+    {},
+    {"packing": False},
+    {"packing": False, "use_truncation": True},
+    {"grain_packing_type": "first_fit"},
+    {"grain_packing_type": "best_fit"},
+)
 SAMPLING = ("chunks", "documents_random", "documents_fixed")
 
 
@@ -131,9 +134,12 @@ def test_resume_with_another_batch_size_reads_the_next_samples(
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=8),
     st.sampled_from([keys for keys in PACKING if "use_truncation" not in keys]),
-    st.sampled_from([2, 4, 8]), st.integers(1, 4), st.booleans(),
-    st.sampled_from((True, False, False)), st.booleans(),
-)  # fmt: skip
+    st.sampled_from([2, 4, 8]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from((True, False, False)),
+    st.booleans(),
+)
 def test_each_target_counts_once_per_epoch_after_its_predecessor(
     tmp_path_factory, cache, sizes, packing, length, batch, staged, shuffle, attend
 ):

@@ -44,13 +44,26 @@ def test_local_processes(launch, tmp_path):
 
 def test_gcloud(launch):
     result = launch(
-        "gcloud", "queue", "copy", "setup", "run", "--name=pod", "--zone=z",
-        "--accelerator-type=v5p-32", "--version=v", "--spot", *RUN,
-    )  # fmt: skip
+        "gcloud",
+        "queue",
+        "copy",
+        "setup",
+        "run",
+        "--name=pod",
+        "--zone=z",
+        "--accelerator-type=v5p-32",
+        "--version=v",
+        "--spot",
+        *RUN,
+    )
     assert [command[3:5] for command in commands(result)] == [
-        ["queued-resources", "create"], ["queued-resources", "describe"], ["tpu-vm", "scp"],
-        ["tpu-vm", "ssh"], ["tpu-vm", "ssh"], ["tpu-vm", "ssh"],
-    ]  # fmt: skip
+        ["queued-resources", "create"],
+        ["queued-resources", "describe"],
+        ["tpu-vm", "scp"],
+        ["tpu-vm", "ssh"],
+        ["tpu-vm", "ssh"],
+        ["tpu-vm", "ssh"],
+    ]
 
 
 def test_slurm(launch, tmp_path):
@@ -63,14 +76,17 @@ def test_slurm(launch, tmp_path):
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("local 2 -- quickstart.yml stepss=3", "stepss"), ("local 0 -- quickstart.yml", "not 0"),
-        ("local two -- quickstart.yml", "not two"), ("local 2 configs/quickstart.yml", "follow --"),
+        ("local 2 -- quickstart.yml stepss=3", "stepss"),
+        ("local 0 -- quickstart.yml", "not 0"),
+        ("local two -- quickstart.yml", "not two"),
+        ("local 2 configs/quickstart.yml", "follow --"),
         ("gcloud run --name=p --zone=z", "after --"),
         ("gcloud stop --name=p --zone=z -- quickstart.yml", "action run"),
         ("gcloud create --name=p --zone=z", "--accelerator-type and --version"),
-        ("slurm stop", "--job-id=NUMBER"), ("nowhere", "nowhere"),
+        ("slurm stop", "--job-id=NUMBER"),
+        ("nowhere", "nowhere"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(line, named, launch):
     code, _, errors = launch(*line.split())
     assert code == 2
@@ -81,10 +97,19 @@ def test_a_run(launch, tmp_path, monkeypatch):
     """It gets as far as jax, and exits with the code of a mistake that only train.py can find."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     code, output, errors = launch(
-        "local", "1", "--devices-per-process=2", "--log-dir=logs", "--", "quickstart.yml",
-        "run_name=first", "dataset_type=synthetic", "dataset_path=", "prepare_source=",
-        "ici_fsdp_parallelism=3", dry_run=False,
-    )  # fmt: skip
+        "local",
+        "1",
+        "--devices-per-process=2",
+        "--log-dir=logs",
+        "--",
+        "quickstart.yml",
+        "run_name=first",
+        "dataset_type=synthetic",
+        "dataset_path=",
+        "prepare_source=",
+        "ici_fsdp_parallelism=3",
+        dry_run=False,
+    )
     assert (code, errors) == (2, "")
     for shown in ((tmp_path / "logs" / "0.log").read_text(), output):
         assert "ici_fsdp_parallelism=3" in shown

@@ -21,16 +21,28 @@ def programs(stand_in):
 @pytest.fixture
 def job(tmp_path):
     return SlurmOptions(
-        name="first", nodes=2, processes_per_node=4, gpus_per_node=4, max_restarts=3,
-        sbatch=("--partition=long",), log_dir=str(tmp_path / "logs here"),
-    )  # fmt: skip
+        name="first",
+        nodes=2,
+        processes_per_node=4,
+        gpus_per_node=4,
+        max_restarts=3,
+        sbatch=("--partition=long",),
+        log_dir=str(tmp_path / "logs here"),
+    )
 
 
 def test_what_is_asked_of_slurm(job):
     lines = render_batch_script(job, ["configs/a.yml", "prompt=it's"]).splitlines()
     asked = {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
-    assert {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--partition=long",
-            "--requeue", "--job-name=first", "--signal=TERM@180"} <= asked  # fmt: skip
+    assert {
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=4",
+        "--partition=long",
+        "--requeue",
+        "--job-name=first",
+        "--signal=TERM@180",
+    } <= asked
     assert "export MAXTEXT_NUM_DEVICES=8" in lines
 
 

@@ -47,9 +47,12 @@ def run(tmp_path):
     def run(*ends, number=2, max_restarts=3, grace=0.3):
         command = ["bash", "-c", WORKER, str(tmp_path), *ends]
         options = LocalOptions(
-            supervise=True, max_restarts=max_restarts, backoff=0.01, grace_period=grace,
+            supervise=True,
+            max_restarts=max_restarts,
+            backoff=0.01,
+            grace_period=grace,
             log_dir=str(tmp_path / "logs"),
-        )  # fmt: skip
+        )
         folder = str(tmp_path / "run")
         return supervision.supervise(command, number, options, folder, lines.append)
 
@@ -147,6 +150,10 @@ def test_signals_are_passed_on_and_end_it(number, tmp_path, ctrl_c_counts):
 def test_the_environment_of_a_process():
     assert process_env({"A": "b"}, 1, 0, 5, None) == {"A": "b"}
     assert process_env({}, 2, 1, 5, 4) == {
-        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
-        "JAX_NUM_CPU_DEVICES": "4", "JAX_LOCAL_DEVICE_IDS": "4,5,6,7", "MAXTEXT_NUM_DEVICES": "8",
-    }  # fmt: skip
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:5",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_LOCAL_DEVICE_IDS": "4,5,6,7",
+        "MAXTEXT_NUM_DEVICES": "8",
+    }

@@ -43,8 +43,17 @@ def launch(shown):
 def test_creating_waits_for_capacity(gcloud, launch, shown):
     gcloud.will_answer(FULL, FULL, (0, "", ""))
     launch().create()
-    call = ["compute", "tpus", "tpu-vm", "create", "pod", *ZONE, "--accelerator-type=v5p-32",
-            "--version=v2", "--spot"]  # fmt: skip
+    call = [
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "create",
+        "pod",
+        *ZONE,
+        "--accelerator-type=v5p-32",
+        "--version=v2",
+        "--spot",
+    ]
     assert gcloud.calls == [call] * 3
     assert any("Attempt 2/3" in line for line in shown)
 
@@ -81,16 +90,29 @@ def test_only_transient_failures_are_waited_for(gcloud, launch, shown, errors, c
 
 def test_a_queued_resource_is_waited_for_and_asked_for_again(gcloud, launch):
     gcloud.will_answer(
-        (0, "", ""), (0, "WAITING_FOR_RESOURCES\n", ""), (0, "FAILED\n", ""), (0, "", ""),
-        (0, "", ""), (0, "PROVISIONING\n", ""), (0, "ACTIVE\n", ""),
-    )  # fmt: skip
+        (0, "", ""),
+        (0, "WAITING_FOR_RESOURCES\n", ""),
+        (0, "FAILED\n", ""),
+        (0, "", ""),
+        (0, "", ""),
+        (0, "PROVISIONING\n", ""),
+        (0, "ACTIVE\n", ""),
+    )
     launch().queue()
     actions = [call[3] for call in gcloud.calls]
     assert actions == ["create", "describe", "describe", "delete", "create", "describe", "describe"]
     assert gcloud.calls[0] == [
-        "compute", "tpus", "queued-resources", "create", "pod", *ZONE, "--node-id=pod",
-        "--accelerator-type=v5p-32", "--runtime-version=v2", "--spot",
-    ]  # fmt: skip
+        "compute",
+        "tpus",
+        "queued-resources",
+        "create",
+        "pod",
+        *ZONE,
+        "--node-id=pod",
+        "--accelerator-type=v5p-32",
+        "--runtime-version=v2",
+        "--spot",
+    ]
     assert gcloud.calls[3][-2:] == ["--force", "--quiet"]
     # One that is refused for good.
     gcloud.will_answer(*[(0, "", ""), (0, "SUSPENDED", ""), (0, "", "")] * 2)
@@ -184,15 +206,26 @@ def dry_run(capsys, action, *flags):
         ("queue", ["--best-effort"], ["gcloud", "alpha", "compute"], ["--best-effort"]),
         ("queue", ["--best_effort=true"], ["gcloud", "alpha", "compute"], ["--best-effort"]),
         ("queue", ["--spot"], ["gcloud", "compute"], ["--spot"]),
-        ("create", [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"], ["gcloud", "compute"],
-         [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"]),
-        ("queue", ["--service-account", ACCOUNT, "--scopes", SCOPES, "--gcloud=--network=n"],
-         ["gcloud", "compute"],
-         [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}", "--network=n"]),
-        ("queue", ["--gcloud=--guaranteed", "--gcloud=--reserved"], ["gcloud", "compute"],
-         ["--guaranteed", "--reserved"]),
+        (
+            "create",
+            [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"],
+            ["gcloud", "compute"],
+            [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}"],
+        ),
+        (
+            "queue",
+            ["--service-account", ACCOUNT, "--scopes", SCOPES, "--gcloud=--network=n"],
+            ["gcloud", "compute"],
+            [f"--service-account={ACCOUNT}", f"--scopes={SCOPES}", "--network=n"],
+        ),
+        (
+            "queue",
+            ["--gcloud=--guaranteed", "--gcloud=--reserved"],
+            ["gcloud", "compute"],
+            ["--guaranteed", "--reserved"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_flags_of_muddformers_commands(capsys, action, flags, start, end):
     code, command, errors = dry_run(capsys, action, *flags)
     assert (code, errors) == (0, "")
@@ -216,8 +249,11 @@ def test_flags_of_muddformers_commands(capsys, action, flags, start, end):
         ("create", ["--preemptible", "--gcloud=--preemptible"], "--preemptible is given both"),
         ("queue", ["--best-effort", "--gcloud=--best-effort"], "--best-effort is given both"),
         ("create", ["--scopes=a", "--gcloud=--scopes=b"], "--scopes is given both"),
-        ("create", ["--service-account=a", "--gcloud=--service-account", "--gcloud=b"],
-         "--service-account is given both"),
+        (
+            "create",
+            ["--service-account=a", "--gcloud=--service-account", "--gcloud=b"],
+            "--service-account is given both",
+        ),
         ("create", ["--gcloud=--scopes=a", "--gcloud=--scopes=b"], "--scopes is given twice"),
         ("create", ["--gcloud=--zone=b"], "--zone is given both"),
         ("queue", ["--gcloud=--runtime-version=b"], "--runtime-version is given both"),
@@ -225,7 +261,7 @@ def test_flags_of_muddformers_commands(capsys, action, flags, start, end):
         ("create", ["--gcloud=--best-effort"], "--best-effort is a flag of the action queue"),
         ("queue", ["--preemptible"], "--preemptible is a flag of the action create"),
     ],
-)  # fmt: skip
+)
 def test_contradictory_flags_are_refused(capsys, action, flags, problem):
     code, command, errors = dry_run(capsys, action, *flags)
     assert (code, command) == (2, [])

@@ -64,10 +64,14 @@ def test_outputs_and_gradients(length, block_size, num_memories, packed, spec):
 
     def attention(q, k, v, *memories):
         return dot_product_attention(
-            q, k, v, spec,
+            q,
+            k,
+            v,
+            spec,
             segments_BT=jnp.asarray(segments) if packed else None,
-            persistent_kv=memories if num_memories else None, block_size=block_size,
-        )  # fmt: skip
+            persistent_kv=memories if num_memories else None,
+            block_size=block_size,
+        )
 
     expected_segments = segments if packed else np.ones_like(segments)
     definition = functools.partial(by_definition, spec=spec, segments=expected_segments)

@@ -30,9 +30,12 @@ def test_the_fused_kernel_gets_documents_windows_and_scores(keys, monkeypatch):
     logits = []
     for form in ("flash", "dot_product"):
         config = tiny_config(
-            base_num_decoder_layers=1, max_target_length=128, attention=form, scan_layers=False,
+            base_num_decoder_layers=1,
+            max_target_length=128,
+            attention=form,
+            scan_layers=False,
             **keys,
-        )  # fmt: skip
+        )
         model = Model(config.model)
         batch = random_batch(config, rows=2, documents=True)
         run = jax.jit(lambda params, model=model, batch=batch: model.merge(params)(batch))

@@ -22,32 +22,41 @@ MODELS = {
     "linear": ({"mixer": "linear_attention"}, NO_SOFTMAX, ("mlpwo",)),
     "static SGU": ({"static_sgu": True}, (*ATTENTION, "static_sgu"), ("mlpwo",)),
     "pattention": (
-        {"decoder_block": "tokenformer"}, ("slot_scores", "context", "out_proj"), ("mlpwi", "mlpwo")
+        {"decoder_block": "tokenformer"},
+        ("slot_scores", "context", "out_proj"),
+        ("mlpwi", "mlpwo"),
     ),
     "experts": (EXPERTS, ATTENTION, ("router_probabilities", "mlpwi", "mlpwo")),
     "experts without capacity": (
-        EXPERTS | {"eval_capacity_factor": -1.0}, ATTENTION, ("router_probabilities", "mlpwo")
+        EXPERTS | {"eval_capacity_factor": -1.0},
+        ATTENTION,
+        ("router_probabilities", "mlpwo"),
     ),
     "dense connections": (
-        {"decoder_block": "muddformer", "mlp_dim_multiple": 8}, ATTENTION, ("mlpwo",)
+        {"decoder_block": "muddformer", "mlp_dim_multiple": 8},
+        ATTENTION,
+        ("mlpwo",),
     ),
     "value residual": (VALUE_RESIDUAL, ATTENTION, ("mlpwo",)),
     "gated DeltaNet": (
         {"import_modules": ["examples/gated_deltanet.py"], "mixer": "gated_deltanet"},
-        (*NO_SOFTMAX, "write_strength", "decay"), ("mlpwo",),
+        (*NO_SOFTMAX, "write_strength", "decay"),
+        ("mlpwo",),
     ),
     "differential attention": (
         {
             "import_modules": ["examples/differential_attention.py"],
             "mixer": "differential_attention",
         },
-        ATTENTION, ("mlpwo",),
+        ATTENTION,
+        ("mlpwo",),
     ),
     "moving average": (
         {"import_modules": ["examples/moving_average.py"], "mixer": "moving_average"},
-        ("value_proj", "average", "out_proj"), ("mlpwo",),
+        ("value_proj", "average", "out_proj"),
+        ("mlpwo",),
     ),
-}  # fmt: skip
+}
 
 
 def captured_values(patterns=("*",), **keys):

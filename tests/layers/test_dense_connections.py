@@ -31,7 +31,8 @@ DENSE = {"dense_conn": True, "dense_aggregation_impl": "sum"}
 WIDTHS = {"dynamic_mlp_dim": True, "mlp_dim_multiple": 16}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "norms before, and after on all ways": (
-        "gpt_neox", {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sparsity": "window"}
+        "gpt_neox",
+        {"mudd_prenorm": True, "mudd_postnorm": "all", "dense_sparsity": "window"}
         | {"dense_selection.window": 1},
     ),
     "one norm first, widths": ("llama2", WIDTHS | {"dense_first_layer_norms": "one"}),
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"dense_sparsity": "list", "dense_selection.outputs": (0, 2), "dense_target_layers": (2,)}
         | {"base_num_decoder_layers": 3},
     ),
-}  # fmt: skip
+}
 
 
 def built(block, keys):
@@ -142,10 +143,15 @@ def test_sources_by_definition(keys):
 def test_a_model_has_the_sums_that_its_keys_name():
     """2 x 2 of six layers: three sums, each of its own output and of every second one before."""
     config = tiny_config(
-        "denseformer", base_num_decoder_layers=6, scan_layers=False, dense_streams=["q", "r"],
-        dense_sparsity="dilated", dense_selection={"dilation": 2}, dense_period=2,
+        "denseformer",
+        base_num_decoder_layers=6,
+        scan_layers=False,
+        dense_streams=["q", "r"],
+        dense_sparsity="dilated",
+        dense_selection={"dilation": 2},
+        dense_period=2,
         dense_aggregation_impl="sum",
-    )  # fmt: skip
+    )
     parameters = Model(config.model).parameters.items()
     assert {name: info.shape for name, info in parameters if "connections/" in name} == {
         "connections/after/2/static": (2, 2),
@@ -171,9 +177,11 @@ def operations(jaxpr, name):
 def test_sums_that_are_made_again(kept, again):
     """Of three sums, that after the last layer is read outside of layers."""
     config = dense_config(
-        base_num_decoder_layers=3, remat_policy="full", dense_aggregation_impl="kernel",
+        base_num_decoder_layers=3,
+        remat_policy="full",
+        dense_aggregation_impl="kernel",
         dense_saved_aggregates=kept,
-    )  # fmt: skip
+    )
     model, batch = Model(config.model), random_batch(config, rows=2)
 
     def loss(parameters):
@@ -233,9 +241,11 @@ def test_the_product_that_weights_come_from_is_not_made_again(policy):
 def test_optimizers_do_not_divide_by_gradients_of_zero(opt_type):
     """Those of the first step; every part moves at the second one."""
     config = dense_config(
-        adam_weight_decay=0.0, lr_schedule_type="constant", gradient_clipping_threshold=0.5,
+        adam_weight_decay=0.0,
+        lr_schedule_type="constant",
+        gradient_clipping_threshold=0.5,
         opt_type=opt_type,
-    )  # fmt: skip
+    )
     _, state, step = trainer(config)
     batch = random_batch(config, rows=4)
     first, _ = step(state, batch)

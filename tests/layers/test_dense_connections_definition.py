@@ -86,9 +86,15 @@ class Definition:
 def test_inputs_of_every_layer(keys):
     keys = {"dynamic_dense_act_cls": "gelu_erf", "dense_streams": ("q", "k", "v", "r")} | keys
     config = tiny_config(
-        "llama2", dense_conn=True, base_emb_dim=8, base_num_decoder_layers=LAYERS,
-        scan_layers=False, normalization_layer_epsilon=EPSILON, matmul_precision="highest", **keys,
-    )  # fmt: skip
+        "llama2",
+        dense_conn=True,
+        base_emb_dim=8,
+        base_num_decoder_layers=LAYERS,
+        scan_layers=False,
+        normalization_layer_epsilon=EPSILON,
+        matmul_precision="highest",
+        **keys,
+    )
     model = Model(config.model)
     params = random_params(model, 0.5)
     draw = np.random.default_rng(1).normal

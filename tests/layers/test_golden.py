@@ -36,8 +36,12 @@ from tests.small_models import made_for_training, some_quick
 # How the same numbers are computed.
 SCANNED = ("scan_layers=true", "remat_policy=full", "attention_block_size=8")
 UNROLLED = ("scan_layers=false", "remat_policy=none", "num_vocab_tiling=4")
-IN_BLOCKS = ("scan_layers=false", "remat_policy=minimal", "attention=blocked",
-             "attention_block_size=5")  # fmt: skip
+IN_BLOCKS = (
+    "scan_layers=false",
+    "remat_policy=minimal",
+    "attention=blocked",
+    "attention_block_size=5",
+)
 DENSE = ("scan_layers=false", "remat_policy=none", "dense_aggregation_impl=sum")
 TILED = ("scan_layers=true", "num_vocab_tiling=4")
 BFLOAT16_TABLE = "logits_embedding_dtype=bfloat16"

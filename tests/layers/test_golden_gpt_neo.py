@@ -96,9 +96,15 @@ def test_mesh_tensorflow(case):
         arrays = dict(file)
     options = json.loads(path.with_suffix(".json").read_text())["params"]
     config = load_config(
-        decoder_block="gpt_neo", dtype="float32", matmul_precision="highest", scan_layers=True,
-        remat_policy="full", dataset_type="synthetic", z_loss_multiplier=1e-4, **keys_of(options),
-    )  # fmt: skip
+        decoder_block="gpt_neo",
+        dtype="float32",
+        matmul_precision="highest",
+        scan_layers=True,
+        remat_policy="full",
+        dataset_type="synthetic",
+        z_loss_multiplier=1e-4,
+        **keys_of(options),
+    )
     model = Model(config.model)
     table = TensorMap(GPT_NEO, model, ROWS)
     given = below(arrays, "param/gpt2/")

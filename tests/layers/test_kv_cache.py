@@ -67,12 +67,17 @@ class Sequences:
         return np.stack(
             [
                 by_definition(
-                    self.q[row, positions], positions, self.k[row], self.v[row], self.memories,
-                    window, slopes_N,
+                    self.q[row, positions],
+                    positions,
+                    self.k[row],
+                    self.v[row],
+                    self.memories,
+                    window,
+                    slopes_N,
                 )
                 for row, positions in enumerate(np.asarray(positions_BT))
             ]
-        )  # fmt: skip
+        )
 
 
 @functools.partial(jax.jit, static_argnames="spec")

@@ -103,9 +103,12 @@ def test_scored_tokens_do_not_depend_on_padding():
 
 def test_losses_of_a_batch_are_the_sums_of_those_of_microbatches():
     config = tiny_config(
-        num_experts=4, num_experts_per_tok=2, base_num_decoder_layers=1, capacity_factor=1.0,
+        num_experts=4,
+        num_experts_per_tok=2,
+        base_num_decoder_layers=1,
+        capacity_factor=1.0,
         router_z_loss_weight=0.01,
-    )  # fmt: skip
+    )
     model, batch = Model(config.model), random_batch(config, 4, documents=True)
 
     @jax.jit

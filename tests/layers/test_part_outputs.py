@@ -19,9 +19,12 @@ from MaxText.layers.part import (
 """
 # kind -> [(the body of a part, what is wrong with it)]. Its class is derived from BASES.
 BASES = {
-    "mixer": "Mixer", "feed_forward": "FeedForward", "position": "Position",
-    "connection": "ResidualStream", "head": "Head",
-}  # fmt: skip
+    "mixer": "Mixer",
+    "feed_forward": "FeedForward",
+    "position": "Position",
+    "connection": "ResidualStream",
+    "head": "Head",
+}
 CALL = "    def __call__(self, x_BTD, context): return "
 WRONG = [
     ("mixer", CALL + "x_BTD, None", r"__call__ returned \(float32\[1, 16, 32\], None\)"),
@@ -42,30 +45,35 @@ WRONG = [
     ("connection", "    def end(self, x): return x[..., 1:]", r"end returned float32\[1, 16, 31\]"),
     ("connection", "    def write(self, i, x, y, shared): return y[..., 1:]", "write returned"),
     (
-        "head", "    def __call__(self, h, *rest): return h",
+        "head",
+        "    def __call__(self, h, *rest): return h",
         r"__call__ returned float32\[1, 16, 32\], and has to return float32\[1, 16, 64\]",
     ),
     ("norm", "return None", "returned None, and has to return an nnx.Module"),
     (
-        "norm", "return type('Half', (Mixer,), {'__call__': lambda self, x: x[..., 1:]})("
-        "None, init, rngs)", r"its module returned .*\[1, 2, 31\], .*\[1, 2, 32\]",
+        "norm",
+        "return type('Half', (Mixer,), {'__call__': lambda self, x: x[..., 1:]})(None, init, rngs)",
+        r"its module returned .*\[1, 2, 31\], .*\[1, 2, 32\]",
     ),
     ("optimizer", "return None", "returned None, and has to return an optax.Gradient"),
     ("optimizer", "return optax.stateless(lambda u, p: jnp.zeros(3))", "update returned .*updates"),
     (
-        "optimizer", "return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: u)",
+        "optimizer",
+        "return optax.GradientTransformation(lambda p: p, lambda u, s, p=None: u)",
         "update returned .*updates, state",
     ),
     (
-        "optimizer", "return optax.GradientTransformation(lambda p: {}, lambda u, s, p: (u, u))",
+        "optimizer",
+        "return optax.GradientTransformation(lambda p: {}, lambda u, s, p: (u, u))",
         "update returned .* a state like that of init",
     ),
     ("objective", "return logits", r"returned float32\[1, 16, 64\], and has to return \({name"),
-]  # fmt: skip
+]
 SIGNATURES = {
-    "norm": "config, init, rngs, *, parametric", "optimizer": "config, parameters",
+    "norm": "config, init, rngs, *, parametric",
+    "optimizer": "config, parameters",
     "objective": "config, logits, targets",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kind", "body", "words"), WRONG)

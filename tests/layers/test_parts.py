@@ -156,9 +156,14 @@ def test_gradients_of_the_head(tied):
 
 
 WIDE = {
-    "base_emb_dim": 128, "base_num_kv_heads": 4, "head_dim": 32, "base_mlp_dim": 256,
-    "base_num_decoder_layers": 2, "vocab_size": 512, "max_target_length": 256,
-}  # fmt: skip
+    "base_emb_dim": 128,
+    "base_num_kv_heads": 4,
+    "head_dim": 32,
+    "base_mlp_dim": 256,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 512,
+    "max_target_length": 256,
+}
 XAVIER, SMALL = (2 / (128 + 256)) ** 0.5, (2 / (5 * 128)) ** 0.5
 NEO = {
     **dict.fromkeys(("key/kernel", "value/kernel", "out/kernel"), 128**-0.5),

@@ -95,10 +95,14 @@ def test_rules_choose_by_path_and_the_first_match_wins():
         if (dot := getattr(module, "dot_general", None))
     }
     assert kinds == {
-        "self_attention/query": "int8", "self_attention/key": "int8",
-        "self_attention/value": "", "self_attention/out": "fp8",
-        "mlp/experts": "", "mlp/gate": "", "head/logits_dense": "",
-    }  # fmt: skip
+        "self_attention/query": "int8",
+        "self_attention/key": "int8",
+        "self_attention/value": "",
+        "self_attention/out": "fp8",
+        "mlp/experts": "",
+        "mlp/gate": "",
+        "head/logits_dense": "",
+    }
 
 
 def test_a_rule_without_a_module_is_refused():

@@ -135,8 +135,16 @@ def test_what_is_done_again_is_recorded_as_lost(tmp_path):
     assert second.lost == {"steps": 2, "seconds": {"train": 1.0, "evaluation": 2.0}}
     second.close()
     assert [row["event"] for row in events(tmp_path)] == [
-        "start", "step", "step", "step", "step", "checkpoint", "resume", "step", "step",
-    ]  # fmt: skip
+        "start",
+        "step",
+        "step",
+        "step",
+        "step",
+        "checkpoint",
+        "resume",
+        "step",
+        "step",
+    ]
     assert [row["restart"] for row in events(tmp_path, "step")] == [0, 0, 0, 0, 1, 1]
     third = record(tmp_path, [], first_step=6)
     assert third.lost == {"steps": 0, "seconds": {}}
@@ -166,8 +174,12 @@ def test_a_shared_metrics_file_keeps_the_rows_of_other_runs(tmp_path):
     emit_step(first, 2)  # goes on
     first.close()
     assert [(row["run_name"], row["step"]) for row in read_rows(shared)] == [
-        ("tiny", 0), ("tiny", 1), ("other", 0), ("other", 0), ("tiny", 2),
-    ]  # fmt: skip
+        ("tiny", 0),
+        ("tiny", 1),
+        ("other", 0),
+        ("other", 0),
+        ("tiny", 2),
+    ]
 
 
 def test_metrics_have_the_time_and_the_validation_loss(tmp_path):

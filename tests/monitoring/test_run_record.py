@@ -49,10 +49,13 @@ def test_a_step_that_stands_twice_counts_as_the_later_one_and_half_a_line_not_at
 @pytest.mark.parametrize(
     ("old", "reason", "state"),
     [
-        (False, None, "running"), (True, None, "killed"), (False, "interrupted", "interrupted"),
-        (True, "completed", "completed"), (True, "something new", "error"),
+        (False, None, "running"),
+        (True, None, "killed"),
+        (False, "interrupted", "interrupted"),
+        (True, "completed", "completed"),
+        (True, "something new", "error"),
     ],
-)  # fmt: skip
+)
 def test_the_state(run, old, reason, state):
     run.steps(0, 3)
     if reason:

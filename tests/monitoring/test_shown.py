@@ -61,10 +61,14 @@ def test_lines_and_rows_of_other_reports(told):
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [
-        (0.00603, "6.03 ms"), (5.922, "5.92 seconds"), (610, "10.2 minutes"),
-        (9.8 * 86400, "9.8 days"), (3.42e3 * 86400, "9.36 years"), (4e12, "126,752 years"),
+        (0.00603, "6.03 ms"),
+        (5.922, "5.92 seconds"),
+        (610, "10.2 minutes"),
+        (9.8 * 86400, "9.8 days"),
+        (3.42e3 * 86400, "9.36 years"),
+        (4e12, "126,752 years"),
     ],
-)  # fmt: skip
+)
 def test_times_have_units_that_people_use(seconds, shown):
     assert short_time(seconds) == shown
 
@@ -116,10 +120,12 @@ def test_no_share_above_the_peak():
 @pytest.mark.parametrize(
     ("choice", "is_terminal", "compact"),
     [
-        ("auto", False, False), ("auto", True, True), ("full", True, False),
+        ("auto", False, False),
+        ("auto", True, True),
+        ("full", True, False),
         ("compact", False, True),
     ],
-)  # fmt: skip
+)
 def test_the_line_of_a_step_is_short_on_a_terminal(monkeypatch, choice, is_terminal, compact):
     monkeypatch.setattr(sys, "stdout", Tty() if is_terminal else io.StringIO())
     lines = []

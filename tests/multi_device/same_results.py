@@ -74,9 +74,12 @@ def planned(devices, family="llama2", num_microbatches=1, **keys) -> Planned:
     )
     schedule, optimizer, initialize = made_for_training(config, model)
     step = make_train_step(
-        model, optimizer, schedule, num_microbatches=num_microbatches,
+        model,
+        optimizer,
+        schedule,
+        num_microbatches=num_microbatches,
         offloads_opt_state=config.mesh.optimizer_memory_host_offload,
-    )  # fmt: skip
+    )
     state = sharding.abstract_state(initialize, model.parameters)
     return Planned(config, sharding, step, initialize, state)
 

@@ -30,14 +30,15 @@ RING = {"context_parallel_strategy": "ring"}
 # Sequences split in 4, for parts that move along them.
 SPLIT = {"ici_data_parallelism": 2, "ici_context_parallelism": 4}
 EXPERT = {"ici_data_parallelism": 2, "ici_expert_parallelism": 4}
-EXPERT_MIXED = {
-    "ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2
-}  # fmt: skip
+EXPERT_MIXED = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 2, "ici_tensor_parallelism": 2}
 # Connections with large noise nearly cancel states (rounding shows).
 DENSE = {
-    "scan_layers": False, "mlp_dim_multiple": 16, "weight_init": "fan_in",
-    "dense_aggregation_impl": "sum", "noise": 0.02,
-}  # fmt: skip
+    "scan_layers": False,
+    "mlp_dim_multiple": 16,
+    "weight_init": "fan_in",
+    "dense_aggregation_impl": "sum",
+    "noise": 0.02,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01}
 PLACES = EXPERTS | {"capacity_factor": 1.0, "eval_capacity_factor": 2.0}
 GROUPED = {"base_num_kv_heads": 2}
@@ -59,10 +60,12 @@ CASES = {
     "tensor": (GROUPED, {"ici_tensor_parallelism": 4}),
     "tensor, slots": (TOKENFORMER, {"ici_tensor_parallelism": 8}),
     "mixed, slices": (
-        GROUPED, {"dcn_data_parallelism": 2, "dcn_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+        GROUPED,
+        {"dcn_data_parallelism": 2, "dcn_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
     ),
     "mixed, slots": (
-        {"family": "tokenformer_pytorch", "slot_num": 24, "scan_layers": False}, MIXED
+        {"family": "tokenformer_pytorch", "slot_num": 24, "scan_layers": False},
+        MIXED,
     ),
     "mixed, norms before and after": (
         DENSE | {"family": "muddformer_prepost", "dynamic_mlp_dim": False, "remat_policy": "full"},
@@ -70,8 +73,11 @@ CASES = {
     ),
     "hidden states divided": (
         MUDD | {"family": "muddpythia"},
-        {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2,
-         "logical_axis_rules": [["activation_embed", ["tensor"]]]},
+        {
+            "ici_fsdp_parallelism": 4,
+            "ici_tensor_parallelism": 2,
+            "logical_axis_rules": [["activation_embed", ["tensor"]]],
+        },
     ),
     "kernel of connections": (
         DENSE | {"dense_conn": True, "dense_aggregation_impl": "kernel"},
@@ -81,33 +87,48 @@ CASES = {
     "experts, mixed": (PLACES | {"moe_group_size": 8}, EXPERT_MIXED),
     "experts of an odd width without places": (EXPERTS | {"base_mlp_dim": 65}, MIXED),
     "windows, linear attention, loss in chunks": (
-        {"attention_types": [[["local", "linear"], 1]], "sliding_window_size": 5,
-         "linear_attention.chunk": 6, "num_vocab_tiling": 2},
+        {
+            "attention_types": [[["local", "linear"], 1]],
+            "sliding_window_size": 5,
+            "linear_attention.chunk": 6,
+            "num_vocab_tiling": 2,
+        },
         SPLIT | RING,
     ),
     "memories, static SGU, Head-QK": (
-        {"num_mem_kv": 3, "static_sgu": True, "static_sgu_kernel": 4, "head_qk": True,
-         "head_qk_dim": 8},
+        {
+            "num_mem_kv": 3,
+            "static_sgu": True,
+            "static_sgu_kernel": 4,
+            "head_qk": True,
+            "head_qk_dim": 8,
+        },
         SPLIT,
     ),
     "ALiBi, remat, capped scores": (
-        {"position_embedding": "alibi", "remat_policy": "full", "attn_logits_soft_cap": 5.0,
-         "attention_block_size": 2},
+        {
+            "position_embedding": "alibi",
+            "remat_policy": "full",
+            "attn_logits_soft_cap": 5.0,
+            "attention_block_size": 2,
+        },
         SPLIT | RING,
     ),
     "both directions, learned positions": (
-        {"mlm_training": True, "mlm.mask_id": 3, "position_embedding": "learned"}, SPLIT
+        {"mlm_training": True, "mlm.mask_id": 3, "position_embedding": "learned"},
+        SPLIT,
     ),
     "parallel blocks": ({"family": "gpt_neox", "scan_layers": False}, SPLIT | RING),
     "rezero, macaron, shared parameters": (
-        {"use_rezero": True, "use_macaron": True, "share_layer_params": True}, MIXED
-    ),
-    "many blocks of a window": (
-        GROUPED | {"attention_types": [[["local"], 2]], "sliding_window_size": 3,
-                   "max_target_length": 50},
+        {"use_rezero": True, "use_macaron": True, "share_layer_params": True},
         MIXED,
     ),
-}  # fmt: skip
+    "many blocks of a window": (
+        GROUPED
+        | {"attention_types": [[["local"], 2]], "sliding_window_size": 3, "max_target_length": 50},
+        MIXED,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)

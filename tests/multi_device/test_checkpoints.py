@@ -27,10 +27,11 @@ def shardings(state, shape, names, spec):
     """Splits arrays of two dimensions and more by `spec`, the rest stays whole everywhere."""
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
     return jax.tree.map(
-        lambda x: NamedSharding(mesh, PartitionSpec(*spec[-x.ndim :]) if x.ndim > 1 else
-                                PartitionSpec()),
+        lambda x: NamedSharding(
+            mesh, PartitionSpec(*spec[-x.ndim :]) if x.ndim > 1 else PartitionSpec()
+        ),
         state,
-    )  # fmt: skip
+    )
 
 
 MESHES = {
@@ -83,9 +84,11 @@ def test_parameters_on_another_mesh(saved, tmp_path):
     sharding = shardings(state, *MESHES["fsdp 4 tensor 2"])
     section = CheckpointingConfig(load_parameters_path=str(folder))
     start, _ = start_run(
-        tmp_path, section, placed(state, sharding),
+        tmp_path,
+        section,
+        placed(state, sharding),
         initialize=lambda: jax.device_put(state, sharding),
-    )  # fmt: skip
+    )
     table = start.state.params["token_embedder"]
     assert table.sharding == sharding.params["token_embedder"]
     np.testing.assert_array_equal(table, wanted.params["token_embedder"])
@@ -119,8 +122,12 @@ def test_growth_gives_every_device_its_part_of_the_same_numbers(tmp_path):
     config = config_of()
     run = save(tmp_path / "small", config, trained(config))
     # 40 slots in the feed-forward: 8 devices divide these, and not the other.
-    keys = {"load_parameters_path": str(run), "slot_num": 10, "growth.mode": "random",
-            "growth.opt_state": "warmed"}  # fmt: skip
+    keys = {
+        "load_parameters_path": str(run),
+        "slot_num": 10,
+        "growth.mode": "random",
+        "growth.opt_state": "warmed",
+    }
     resolved = resolve_growth(config_of(**keys, **MIXED), [])
     config = resolved.config
     sharding = make_sharding_plan(config.mesh, jax.devices())

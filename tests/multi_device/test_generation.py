@@ -27,19 +27,27 @@ MESHES = {
     "tensor": {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": 8},
     "context": {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 1, "ici_context_parallelism": 4},
     "context, ring": {
-        "ici_fsdp_parallelism": 4, "ici_context_parallelism": 2,
+        "ici_fsdp_parallelism": 4,
+        "ici_context_parallelism": 2,
         "context_parallel_strategy": "ring",
     },
     "mixed": MIXED,
-}  # fmt: skip
+}
 KEYS = TINY | {
-    "decoder_block": "llama2", "base_num_query_heads": 8, "base_num_kv_heads": 8,
-    "max_target_length": 64, "weight_init": "normal", "init_std": 0.5,
-}  # fmt: skip
+    "decoder_block": "llama2",
+    "base_num_query_heads": 8,
+    "base_num_kv_heads": 8,
+    "max_target_length": 64,
+    "weight_init": "normal",
+    "init_std": 0.5,
+}
 EXPERTS_AND_KINDS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "sliding_window_size": 6, "head_qk": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window_size": 6,
+    "head_qk": True,
     "attention_types": [[["local", "linear", "global"], 1]],
-}  # fmt: skip
+}
 
 
 def texts(devices, **keys):
@@ -88,9 +96,12 @@ def score(folder, devices, stride, per_device, **mesh):
     keys = {"vocab_size": 256, "max_target_length": 16, **mesh}
     trained = tiny_trained(devices=devices, base_num_kv_heads=4, **keys)
     config = load_config(
-        **keys, dataset_path=str(folder), eval_split="train", eval_stride=stride,
+        **keys,
+        dataset_path=str(folder),
+        eval_split="train",
+        eval_stride=stride,
         per_device_batch_size=per_device,
-    )  # fmt: skip
+    )
     (found,) = score_data_set(trained, open_eval_sources(config), BytesOfIds(), config, print)
     return found
 

@@ -25,48 +25,81 @@ TWO = {"ici_pipeline_parallelism": 2}
 ALL = TWO | {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 RING = {"context_parallel_strategy": "ring"}
 PLACES = {
-    "num_experts": 4, "num_experts_per_tok": 2, "router_z_loss_weight": 0.01,
-    "capacity_factor": 1.0, "eval_capacity_factor": 2.0,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "router_z_loss_weight": 0.01,
+    "capacity_factor": 1.0,
+    "eval_capacity_factor": 2.0,
+}
 FLASH = {"attention": "flash", "max_target_length": 256}
 KINDS = {"attention_types": [[["local", "global"], 2]], "sliding_window_size": 5}
 
 # name -> (family, keys of the model, keys of mesh and pipeline)
 CASES = {
     "four stages, idle for half of the time": (
-        "llama2", {}, FOUR | {"num_pipeline_microbatches": 1, "remat_policy": "full"},
+        "llama2",
+        {},
+        FOUR | {"num_pipeline_microbatches": 1, "remat_policy": "full"},
     ),
     "two repeats, all axes": (
-        "llama2", {}, ALL | {"num_pipeline_microbatches": 3, "remat_policy": "minimal"},
+        "llama2",
+        {},
+        ALL | {"num_pipeline_microbatches": 3, "remat_policy": "minimal"},
     ),
     "four stages of two layers, twice": (
-        "llama2", {"base_num_decoder_layers": 16},
+        "llama2",
+        {"base_num_decoder_layers": 16},
         FOUR | {"num_layers_per_pipeline_stage": 2, "ici_tensor_parallelism": 2},
     ),
-    "stages across slices": ("llama2", {}, {
-        "dcn_pipeline_parallelism": 2, "dcn_data_parallelism": 1, "ici_fsdp_parallelism": 4,
-    }),
+    "stages across slices": (
+        "llama2",
+        {},
+        {
+            "dcn_pipeline_parallelism": 2,
+            "dcn_data_parallelism": 1,
+            "ici_fsdp_parallelism": 4,
+        },
+    ),
     "kinds of attention": ("gpt_neox", KINDS, TWO | {"ici_data_parallelism": 2}),
     "TokenFormer": ("tokenformer", {}, ALL | {"num_pipeline_repeats": 2}),
-    "experts with places": ("llama2", PLACES, TWO | {
-        "ici_expert_parallelism": 2, "dcn_fsdp_parallelism": 2, "dcn_data_parallelism": 1,
-        "num_pipeline_repeats": 1,
-    }),
+    "experts with places": (
+        "llama2",
+        PLACES,
+        TWO
+        | {
+            "ici_expert_parallelism": 2,
+            "dcn_fsdp_parallelism": 2,
+            "dcn_data_parallelism": 1,
+            "num_pipeline_repeats": 1,
+        },
+    ),
     "a pattern of unlike layers, two repeats": (
         "llama2",
-        {"base_num_decoder_layers": 12, "layer_pattern": "LLA", "layer_kinds": {
-            "L": {"mixer": "linear_attention"},
-            "A": {"base_mlp_dim": 48, "rope_max_timescale": 9.0}}},
+        {
+            "base_num_decoder_layers": 12,
+            "layer_pattern": "LLA",
+            "layer_kinds": {
+                "L": {"mixer": "linear_attention"},
+                "A": {"base_mlp_dim": 48, "rope_max_timescale": 9.0},
+            },
+        },
         TWO | {"num_pipeline_repeats": 2, "num_layers_per_pipeline_stage": 3},
     ),
     "values and the embedding carried along": (
-        "llama2", VALUE_RESIDUAL,
+        "llama2",
+        VALUE_RESIDUAL,
         TWO | {"ici_tensor_parallelism": 2, "ici_fsdp_parallelism": 2},
     ),
-    "kernel of attention, sequences split": ("llama2", FLASH, TWO | {
-        "ici_data_parallelism": 2, "ici_context_parallelism": 2,
-    }),
-}  # fmt: skip
+    "kernel of attention, sequences split": (
+        "llama2",
+        FLASH,
+        TWO
+        | {
+            "ici_data_parallelism": 2,
+            "ici_context_parallelism": 2,
+        },
+    ),
+}
 
 
 def results(family, num_devices, **keys):
@@ -123,8 +156,13 @@ def test_accumulation_dropout_and_another_number_of_stages(tmp_path):
 
 
 def test_rows_that_cannot_be_cut():
-    config = tiny_config(base_num_decoder_layers=4, ici_data_parallelism=2, ici_fsdp_parallelism=1,
-                         **FOUR, num_pipeline_microbatches=6)  # fmt: skip
+    config = tiny_config(
+        base_num_decoder_layers=4,
+        ici_data_parallelism=2,
+        ici_fsdp_parallelism=1,
+        **FOUR,
+        num_pipeline_microbatches=6,
+    )
     sharding = make_sharding_plan(config.mesh, jax.devices(), config.model.pipeline)
     assert sharding.batch_divisor == 2 * 12
     with pytest.raises(UserError, match=r"(?s) 16 sequences.* 24 .*stages.*size=3\."):

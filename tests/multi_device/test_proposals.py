@@ -21,29 +21,37 @@ EIGHT = find_hardware("8xH100")
 TWO_SLICES = dataclasses.replace(EIGHT, num_slices=2)
 KEYS = {"base_num_kv_heads": 4, "base_num_decoder_layers": 4, "per_device_batch_size": 2}
 MOE = {
-    "num_experts": 4, "num_experts_per_tok": 2, "capacity_factor": 2.0, "eval_capacity_factor": 2.0,
-}  # fmt: skip
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "capacity_factor": 2.0,
+    "eval_capacity_factor": 2.0,
+}
 TOKENFORMER = {"decoder_block": "tokenformer", "base_mlp_dim": None}
 MUDD = {"decoder_block": "muddformer", "mlp_dim_multiple": 8, "scan_layers": False}
 # name -> (hardware, keys of the model, sizes that the mesh must have; none for what is proposed)
 CASES = {
     "llama": (EIGHT, {}, {}),
     "mudd, parts of sequences": (
-        EIGHT, MUDD | {"per_device_batch_size": 0.5, "sharding_tolerance": 0.2},
+        EIGHT,
+        MUDD | {"per_device_batch_size": 0.5, "sharding_tolerance": 0.2},
         {"ici_context_parallelism": 2},
     ),
     "gpt2, a width that fsdp does not divide": (
-        EIGHT, {"decoder_block": "gpt2", "base_emb_dim": 36, "sharding_tolerance": 0.2},
+        EIGHT,
+        {"decoder_block": "gpt2", "base_emb_dim": 36, "sharding_tolerance": 0.2},
         {"ici_fsdp_parallelism": 4, "ici_fsdp_transpose_parallelism": 2},
     ),
     "tokenformer, stages and parts of sequences": (
-        TWO_SLICES, TOKENFORMER | {"per_device_batch_size": 0.5},
+        TWO_SLICES,
+        TOKENFORMER | {"per_device_batch_size": 0.5},
         {"dcn_pipeline_parallelism": 2, "ici_context_parallelism": 2},
     ),
     "moe, stages and experts": (
-        TWO_SLICES, MOE, {"dcn_pipeline_parallelism": 2, "ici_expert_parallelism": 2},
+        TWO_SLICES,
+        MOE,
+        {"dcn_pipeline_parallelism": 2, "ici_expert_parallelism": 2},
     ),
-}  # fmt: skip
+}
 
 
 def proposed(words, hardware, sizes, monkeypatch):

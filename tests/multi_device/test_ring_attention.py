@@ -21,18 +21,21 @@ SLOPES = jnp.asarray([0.5, 0.25, 0.1, 0.05], jnp.float32)
 CASES = {
     "causal, not balanced": (2, {}, {"balanced": False}),
     "causal, documents, ALiBi, cap, blocks": (
-        2, {"slopes_N": SLOPES, "soft_cap": 3.0}, {"documents": True, "block_size": 2}
+        2,
+        {"slopes_N": SLOPES, "soft_cap": 3.0},
+        {"documents": True, "block_size": 2},
     ),
     "causal, memories, one key head, blocks": (1, {}, {"memories": 3, "block_size": 4}),
     "bidirectional, documents, ALiBi, memories": (
-        2, {"slopes_N": SLOPES, "scale": 1.0},
+        2,
+        {"slopes_N": SLOPES, "scale": 1.0},
         {"causal": False, "documents": True, "memories": 2, "block_size": 4},
     ),
     "a window of less than a part": (2, {"window": 5}, {}),
     "a window of some parts": (2, {"window": 11}, {"documents": True}),
     "a window of more than all parts": (2, {"window": 40}, {"block_size": 4}),
     "a wide window to both sides": (2, {"window": 15}, {"causal": False}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -25,25 +25,30 @@ pytestmark = pytest.mark.multi_device
 
 DATA = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 1}
 RING = {
-    "ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_context_parallelism": 2,
+    "ici_fsdp_parallelism": 2,
+    "ici_fsdp_transpose_parallelism": 2,
+    "ici_context_parallelism": 2,
     "context_parallel_strategy": "ring",
-}  # fmt: skip
+}
 # (keys of the model, keys that may change no numbers, tolerance)
 CASES = {
     "llama2, data": ({}, DATA, 1e-5),
     "llama2, accumulation": ({}, MIXED | {"num_microbatches": 2}, 1e-5),
     "llama2, ring, accumulation": ({}, RING | {"num_microbatches": 2}, 1e-5),
     "gpt2, tensor": (
-        {"family": "gpt2"}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4}, 1e-5
+        {"family": "gpt2"},
+        {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 4},
+        1e-5,
     ),
     "gpt_neox, fsdp": ({"family": "gpt_neox", "scan_layers": False}, {}, 1e-5),
     "muon": ({"opt_type": "muon"}, MIXED, 2e-5),
     "adafactor": ({"opt_type": "adafactor"}, MIXED, 2e-5),
     "factored, split over data": (
         {"opt_type": "adafactor", "adafactor.min_dim_size_to_factor": 8},
-        DATA | {"shard_optimizer_over_data": True}, 1e-5,
+        DATA | {"shard_optimizer_over_data": True},
+        1e-5,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

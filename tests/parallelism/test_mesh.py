@@ -46,9 +46,11 @@ def test_axes_inside_slices_and_across_them():
     found = lies(MeshConfig(), slices(2, 4), "data", "fsdp")
     assert [[device.slice_index for device in row] for row in found] == [[0] * 4, [1] * 4]
     section = MeshConfig(
-        ici_data_parallelism=2, ici_fsdp_parallelism=2, dcn_data_parallelism=1,
+        ici_data_parallelism=2,
+        ici_fsdp_parallelism=2,
+        dcn_data_parallelism=1,
         dcn_fsdp_parallelism=-1,
-    )  # fmt: skip
+    )
     found = lies(section, slices(3, 4), "data", "fsdp")
     # Places inside of a slice lie together.
     assert [[device.slice_index for device in row] for row in found] == [[0, 0, 1, 1, 2, 2]] * 2

@@ -46,16 +46,29 @@ class RunFiles:
     def start(self, step: int = 0, *, kind: str = "start", num_steps: int = 400, **facts) -> None:
         """Starts, or resumes, and compiles."""
         default_facts = {
-            "run_name": self.folder.name, "num_steps": num_steps, "num_parameters": 10_300_000,
-            "num_devices": 4, "num_processes": 1, "device_kind": "TPU v5 lite", "platform": "tpu",
-            "jax": "0.10.2", "unigram_entropy_nats": 7.31, "lineage": [], "cost": COST,
+            "run_name": self.folder.name,
+            "num_steps": num_steps,
+            "num_parameters": 10_300_000,
+            "num_devices": 4,
+            "num_processes": 1,
+            "device_kind": "TPU v5 lite",
+            "platform": "tpu",
+            "jax": "0.10.2",
+            "unigram_entropy_nats": 7.31,
+            "lineage": [],
+            "cost": COST,
             "source": "scratch" if kind == "start" else f"checkpoint of step {step - 1}",
             "tokens_of_run": num_steps * TOKENS_PER_UPDATE,
             "flops_of_run": num_steps * TOKENS_PER_UPDATE * FLOPS_PER_TOKEN,
-            "peak_tflops": 197.0, "peak_source": "data sheet",
-            "data": {"train": "wikitext, 120,000,000 tokens", "identity": "9f2b77aa01c3",
-                     "tokenizer": "5c1e00aa42", "vocab_size": 8192},
-        }  # fmt: skip
+            "peak_tflops": 197.0,
+            "peak_source": "data sheet",
+            "data": {
+                "train": "wikitext, 120,000,000 tokens",
+                "identity": "9f2b77aa01c3",
+                "tokenizer": "5c1e00aa42",
+                "vocab_size": 8192,
+            },
+        }
         self.add(kind, 6.0, step, **(default_facts | facts))
         memory = {"arguments": 130e6, "outputs": 126e6, "temporaries": 900e6, "aliased": 126e6}
         memory["peak"] = 1.03e9
@@ -72,11 +85,13 @@ class RunFiles:
                 "learning/loss": None if step == nan_at else shown,
                 "learning/lm_loss": None if step == nan_at else shown,
                 "learning/grad_norm": 0.4 + 3 * math.exp(-step / 30) * self.noise.random(),
-                "learning/current_learning_rate": rate, "learning/total_weights": TOKENS_PER_UPDATE,
+                "learning/current_learning_rate": rate,
+                "learning/total_weights": TOKENS_PER_UPDATE,
                 "perf/step_time_seconds": seconds,
                 "perf/per_device_tokens_per_sec": TOKENS_PER_UPDATE / 4 / seconds,
-                "perf/mfu": 0.41 * 0.5 / seconds, **progress(step),
-            }  # fmt: skip
+                "perf/mfu": 0.41 * 0.5 / seconds,
+                **progress(step),
+            }
             self.add("step", seconds, step, updates=1, data_seconds=0.01, **numbers | tags)
             if every and (step + 1) % every == 0:
                 self.add("checkpoint", 0.8, step)

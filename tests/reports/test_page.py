@@ -56,9 +56,14 @@ def many(tmp_path_factory):
     wide = PageSection("Wide", ["x" * 300], PageTable(["a" * 90] * 9, [["1"] * 9]))
     section = PageSection(EVIL, [EVIL], PageTable([EVIL], [[EVIL]]), [Verbatim(EVIL, EVIL)])
     return page_of(
-        folder / "page", *seeds, evil.write(config=keys), title=EVIL, warnings=[EVIL],
-        groups={EVIL: [str(seed) for seed in seeds]}, sections=[wide, section],
-    )  # fmt: skip
+        folder / "page",
+        *seeds,
+        evil.write(config=keys),
+        title=EVIL,
+        warnings=[EVIL],
+        groups={EVIL: [str(seed) for seed in seeds]},
+        sections=[wide, section],
+    )
 
 
 def test_all_files_of_a_run(one):
@@ -154,8 +159,11 @@ def opened(program, page, folder, width, *switches):
             *("--hide-scrollbars", "--enable-logging=stderr", f"--window-size={width},900"),
             *(f"--user-data-dir={folder}", *switches, "--dump-dom", page.resolve().as_uri()),
         ],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

@@ -56,9 +56,11 @@ def test_all_tables(completed_run, eventful_run, told):
         PageSection("Time", table=run_tables.goodput_table(two_runs)),
         *run_tables.event_table(one_run),
         *run_tables.provenance(two_runs),
-        *run_tables.configuration(one_run, {}), *run_tables.cost(two_runs),
-        *run_tables.configuration(two_runs, differing_keys(two_runs)), *run_tables.memory(one_run),
-    ]  # fmt: skip
+        *run_tables.configuration(one_run, {}),
+        *run_tables.cost(two_runs),
+        *run_tables.configuration(two_runs, differing_keys(two_runs)),
+        *run_tables.memory(one_run),
+    ]
     assert run_tables.lineage(one_run) == run_tables.configuration(two_runs, {}) == []
     told(as_text(sections))
 
@@ -76,8 +78,10 @@ def test_runs_show_the_keys_they_share_once_and_what_replaced_auto(tmp_path):
         folders.append(run.write(config={"run_name": name, "head_dim": 8, **other_keys, **config}))
     (section,) = run_tables.configuration(entries_of(folders[0]), {})
     shared = {
-        "steps": "5 (default)", "attention": "flash (autoselected, default)", "mlp_dim": "8",
-    }  # fmt: skip
+        "steps": "5 (default)",
+        "attention": "flash (autoselected, default)",
+        "mlp_dim": "8",
+    }
     assert section.facts == shared | {"dtype": "float32 (auto, default)", "run_name": "a"}
     entries = entries_of(*folders)
     differences = differing_keys(entries)

@@ -23,11 +23,17 @@ def guard_after(skipped, window=8):
 @pytest.mark.parametrize(
     ("skipped", "expected"),
     [
-        ([False], 0), ([True], 1), ([True, True], 2), ([True, False], 0), ([False, True], 1),
-        ([False] * 20 + [True] * 3, 3), ([True] * 20, 8), ([True] * 20 + [False], 0),
+        ([False], 0),
+        ([True], 1),
+        ([True, True], 2),
+        ([True, False], 0),
+        ([False, True], 1),
+        ([False] * 20 + [True] * 3, 3),
+        ([True] * 20, 8),
+        ([True] * 20 + [False], 0),
         ([True] * 9 + [False] + [True] * 5, 5),
     ],
-)  # fmt: skip
+)
 def test_skipped_steps_at_the_end(skipped, expected):
     assert skipped_at_end(guard_after(skipped), len(skipped) - 1) == expected
 

@@ -46,9 +46,15 @@ def checks_of(first_step=0, last_step=99, **keys):
 
 def metrics(**changes):
     return {
-        "loss": 3.0, "total_weights": 64.0, "grad_norm": 1.0, "update_norm": 0.1,
-        "param_norm": 10.0, "learning_rate": 1e-2, "num_skipped": 0, "skipped": 0,
-    } | changes  # fmt: skip
+        "loss": 3.0,
+        "total_weights": 64.0,
+        "grad_norm": 1.0,
+        "update_norm": 0.1,
+        "param_norm": 10.0,
+        "learning_rate": 1e-2,
+        "num_skipped": 0,
+        "skipped": 0,
+    } | changes
 
 
 def state_of(seen=()):
@@ -192,9 +198,12 @@ def test_the_first_batch():
 @pytest.mark.parametrize(("length", "warmup"), [(10, 0), (10, 3), (5, 1)])
 def test_steps_with_learning_rate_0_are_those_of_the_schedule(kind, after, length, warmup):
     config = ScheduleConfig(
-        learning_rate=1.0, lr_schedule_type=kind, learning_rate_schedule_steps=length,
-        warmup_steps=warmup, **{"learning_rate_decay.after": after},
-    )  # fmt: skip
+        learning_rate=1.0,
+        lr_schedule_type=kind,
+        learning_rate_schedule_steps=length,
+        warmup_steps=warmup,
+        **{"learning_rate_decay.after": after},
+    )
     schedule = learning_rate_schedule(config)
     rates = [float(schedule(step)) for step in range(16)]
     for first in range(1, 16):

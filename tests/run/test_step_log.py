@@ -216,10 +216,17 @@ def test_parts_of_a_loss_are_means_like_their_sum(start):
     parts = np.random.default_rng(0).normal(3.0, 1.0, (9, 3)).astype(np.float32)
     for step, (focal, smoothing, router) in enumerate(parts):
         numbers = {
-            "loss": focal + smoothing + router, "focal": focal, "smoothing": smoothing,
-            "moe_lb_loss": router, "lm_loss": 2 * focal, "log_z": focal, "grad_norm": smoothing,
-            "learning_rate": router, "total_weights": 8.0, "grad_norm/layer_0": focal,
-        }  # fmt: skip
+            "loss": focal + smoothing + router,
+            "focal": focal,
+            "smoothing": smoothing,
+            "moe_lb_loss": router,
+            "lm_loss": 2 * focal,
+            "log_z": focal,
+            "grad_norm": smoothing,
+            "learning_rate": router,
+            "total_weights": 8.0,
+            "grad_norm/layer_0": focal,
+        }
         log.add(step, {name: jnp.float32(number) for name, number in numbers.items()})
     log.flush()
     for event, rows in zip(events, (parts[:1], parts[1:5], parts[5:]), strict=True):

@@ -59,10 +59,17 @@ def test_the_printed_formula_gives_the_printed_number(mlm_training):
 def test_data_sheets():
     """Of names that begin alike, too."""
     for kind, tflops in [
-        ("TPU v5 lite", 197), ("TPU v5e", 197), ("TPU v5", 459), ("TPU v5p", 459),
-        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA L4", 121),
-        ("NVIDIA L40S", 362), ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65),
-    ]:  # fmt: skip
+        ("TPU v5 lite", 197),
+        ("TPU v5e", 197),
+        ("TPU v5", 459),
+        ("TPU v5p", 459),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("Tesla T4", 65),
+    ]:
         peak = datasheet_peak(kind)
         assert peak is not None
         assert (kind, peak.tflops) == (kind, tflops)

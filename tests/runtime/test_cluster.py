@@ -6,9 +6,13 @@ from MaxText.runtime.start_up import Cluster, find_cluster
 from tests.refusals import refused
 
 SLURM = {
-    "SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3", "SLURM_NTASKS": "8",
-    "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
-}  # fmt: skip
+    "SLURM_JOB_ID": "4242",
+    "SLURM_STEP_NODELIST": "gpu[007-010,12],cpu3",
+    "SLURM_NTASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x4)",
+}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
 OPEN_MPI |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 JAX = {"JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -69,9 +73,12 @@ def test_addresses(environment, address):
 
 @pytest.mark.parametrize(
     "environment",
-    [{"TPU_WORKER_HOSTNAMES": "a,b"}, {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
-     {"MEGASCALE_NUM_SLICES": "2"}],
-)  # fmt: skip
+    [
+        {"TPU_WORKER_HOSTNAMES": "a,b"},
+        {"TPU_PROCESS_ADDRESSES": "a:1,b:1"},
+        {"MEGASCALE_NUM_SLICES": "2"},
+    ],
+)
 def test_tpus_that_name_others(environment):
     (name,) = environment
     assert find_cluster(environment, "auto") == Cluster(name)

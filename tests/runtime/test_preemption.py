@@ -157,9 +157,13 @@ def test_a_terminal_that_closes(tmp_path):
     )
     ours, theirs = pty.openpty()
     with subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, start_new_session=True,
-        stdin=theirs, stdout=theirs, stderr=theirs,
-    ) as process:  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        start_new_session=True,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    ) as process:
         os.close(theirs)
         while b"step 0" not in os.read(ours, 1 << 16):
             pass

@@ -29,9 +29,15 @@ STUCK_IN_DATA = """
 
 def row(process, step, phase, since=90.0, written=100.0, state="running"):
     return {
-        "process": process, "host": f"host{process}", "pid": 1, "state": state, "phase": phase,
-        "step": step, "since": since, "written": written,
-    }  # fmt: skip
+        "process": process,
+        "host": f"host{process}",
+        "pid": 1,
+        "state": state,
+        "phase": phase,
+        "step": step,
+        "since": since,
+        "written": written,
+    }
 
 
 def left_by(folder, process=0):

@@ -55,8 +55,11 @@ def copy_of_repository(folder: pathlib.Path) -> pathlib.Path:
     """Copies what git tracks, as it is now."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     root = folder / "repository"
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():

@@ -61,14 +61,25 @@ class Launcher:
     def start(self, number: int, *arguments: str, options: Sequence[str] = ()):
         """A run that goes on behind the test's back, and the file of its output."""
         path = self.folder / f"{len(self._started)}.out"
-        launching = ["local", str(number), f"--devices-per-process={4 // number}",
-                     "--grace-period=40", f"--log-dir={self.folder}/logs", *options, "--",
-                     *arguments]  # fmt: skip
+        launching = [
+            "local",
+            str(number),
+            f"--devices-per-process={4 // number}",
+            "--grace-period=40",
+            f"--log-dir={self.folder}/logs",
+            *options,
+            "--",
+            *arguments,
+        ]
         with path.open("w") as log:
             process = programs.start(
-                "launch.py", launching, self.folder, self.environment,
-                stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                "launch.py",
+                launching,
+                self.folder,
+                self.environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         self._started.append(process)
         return process, path
 
@@ -125,10 +136,14 @@ def variables(launcher: str, number: int, process: int, port: int) -> dict[str, 
         "jax": {"JAX_NUM_PROCESSES": number, "JAX_PROCESS_ID": process},
         "nodes": {"NNODES": number, "NODE_RANK": process},
         "slurm": {
-            "SLURM_JOB_ID": 1, "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": number,
-            "SLURM_PROCID": process, "SLURM_LOCALID": process, "SLURM_STEP_TASKS_PER_NODE": number,
+            "SLURM_JOB_ID": 1,
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": number,
+            "SLURM_PROCID": process,
+            "SLURM_LOCALID": process,
+            "SLURM_STEP_TASKS_PER_NODE": number,
         },
-    }[launcher]  # fmt: skip
+    }[launcher]
     told["JAX_COORDINATOR_PORT"] = port
     if launcher != "slurm":
         told["JAX_COORDINATOR_IP"] = "127.0.0.1"
@@ -146,10 +161,13 @@ def started(command: Sequence[str], folder: Path, launcher: str = "jax") -> Iter
                 environment = as_users_do() | variables(launcher, 2, process, port)
                 processes.append(
                     programs.popen(
-                        [sys.executable, *command], cwd=REPOSITORY, env=environment,
-                        stdout=log, stderr=subprocess.STDOUT,
+                        [sys.executable, *command],
+                        cwd=REPOSITORY,
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
                     )
-                )  # fmt: skip
+                )
         yield Group(processes, outputs)
     finally:
         for process in processes:

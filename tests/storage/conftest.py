@@ -94,9 +94,12 @@ def _parts(url: str) -> tuple[str, str]:
 @pytest.fixture(scope="session")
 def emulator() -> Iterator[Emulator]:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.storage.emulator"], cwd=REPOSITORY, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
+        [sys.executable, "-m", "tests.storage.emulator"],
+        cwd=REPOSITORY,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
         yield Emulator(process.stdout.readline().strip())
         process.stdin.close()
 

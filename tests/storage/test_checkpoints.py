@@ -172,8 +172,11 @@ def test_requests_of_a_resume_and_of_its_saves(opened, emulator):
     assert all(f"/{steps[-1]}/" in name for name in reads)
     state, _ = save_steps(checkpoints, start.state, [200])
     # Orbax lists and opens each step when its manager is made; no other caller asks about them.
-    marks = [n for name, n in asked().items() if name.endswith("/commit_success.txt")
-             and any(f"/{step}/" in name for step in steps)]  # fmt: skip
+    marks = [
+        n
+        for name, n in asked().items()
+        if name.endswith("/commit_success.txt") and any(f"/{step}/" in name for step in steps)
+    ]
     assert len(marks) == len(steps)
     assert max(marks) <= 2
     save_steps(checkpoints, state, [201])

@@ -28,16 +28,34 @@ WALKS = pytest.mark.skipif(
 )
 
 MODEL = [
-    "decoder_block=llama2", "vocab_size=512", "base_emb_dim=16", "base_num_query_heads=2",
-    "base_num_kv_heads=1", "head_dim=8", "base_mlp_dim=32", "base_num_decoder_layers=1",
-    "max_target_length=16", "per_device_batch_size=2", "learning_rate=1e-3", "remat_policy=none",
-]  # fmt: skip
+    "decoder_block=llama2",
+    "vocab_size=512",
+    "base_emb_dim=16",
+    "base_num_query_heads=2",
+    "base_num_kv_heads=1",
+    "head_dim=8",
+    "base_mlp_dim=32",
+    "base_num_decoder_layers=1",
+    "max_target_length=16",
+    "per_device_batch_size=2",
+    "learning_rate=1e-3",
+    "remat_policy=none",
+]
 PREPARE = ["prepare_source=text.jsonl", "tokenizer_path=bytes", "validation_fraction=0.3"]
 TRAIN = [
-    "train.py", *MODEL, *PREPARE, "dataset_path=out/data", "base_output_directory=out",
-    "run_name=run", f"steps={LAST_STEP + 1}", "checkpoint_period=2", "eval_interval=3",
-    "eval_steps=1", "sample_tokens=4", "jax_cache_dir=cache",
-]  # fmt: skip
+    "train.py",
+    *MODEL,
+    *PREPARE,
+    "dataset_path=out/data",
+    "base_output_directory=out",
+    "run_name=run",
+    f"steps={LAST_STEP + 1}",
+    "checkpoint_period=2",
+    "eval_interval=3",
+    "eval_steps=1",
+    "sample_tokens=4",
+    "jax_cache_dir=cache",
+]
 
 
 @dataclasses.dataclass
@@ -54,9 +72,12 @@ class Commands:
         words = [self.folder / folder, number, times, calls, program, *arguments]
         process = programs.popen(
             [sys.executable, "-m", "tests.storage.failing_calls", *map(str, words)],
-            cwd=self.folder, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            cwd=self.folder,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         with process:
             output, _ = process.communicate(timeout=SECONDS)
         made = calls.read_text().splitlines() if calls.exists() else []
@@ -194,12 +215,15 @@ def test_every_operation_of_a_run(commands, undisturbed, times):
 OTHERS = {
     "prepare": ["prepare_data.py", *PREPARE, "dataset_path=out/prepared"],
     "records": [
-        "prepare_data.py", *PREPARE, "dataset_path=out/records", "prepare_output_format=tfrecord",
+        "prepare_data.py",
+        *PREPARE,
+        "dataset_path=out/records",
+        "prepare_output_format=tfrecord",
     ],
     "export": ["convert.py", "from=finished", "to=hf:out/exported"],
     "import": ["convert.py", "from=hf:exported", "to=out/imported"],
     "report": ["report.py", "finished", "output=out/report"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -75,14 +75,19 @@ def test_list_files_keep_their_order(root, tmp_path):
 @pytest.mark.parametrize(
     ("location", "message"),
     [
-        ("", "dataset_path"), ("/no/such/file", "dataset_path=/no/such/file"),
+        ("", "dataset_path"),
+        ("/no/such/file", "dataset_path=/no/such/file"),
         ("/no/such/*.tar", r"/\*\.tar: no such file"),
-        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"), ("@/no/such/list", "@/no/such/list"),
-        ("@empty", "@empty"), ("@wrong", "/nowhere/a.tar"), ("@binary", "@binary"),
-        ("memory://no-such-folder", "no such file"), ("nonsense://bucket/x", "nonsense://"),
+        ("/no/such/{a,b}", r"no such file \(/no/such/a\)"),
+        ("@/no/such/list", "@/no/such/list"),
+        ("@empty", "@empty"),
+        ("@wrong", "/nowhere/a.tar"),
+        ("@binary", "@binary"),
+        ("memory://no-such-folder", "no such file"),
+        ("nonsense://bucket/x", "nonsense://"),
         (".", "folder without files"),
     ],
-)  # fmt: skip
+)
 def test_nothing_found(tmp_path, monkeypatch, location, message):
     monkeypatch.chdir(tmp_path)
     if location.startswith("@"):
@@ -101,8 +106,11 @@ def test_ranges_of_several_files(root):
     ten, two = f"{root}/shard-10.tar", f"{root}/shard-2.tar"
     assert file_access.file_info(ten).size == len("shard-10.tar")
     assert read((ten, 6, 2), (two, 0, 7), (ten, 11, 1), (two, 3, 0)) == [
-        b"10", b"shard-2", b"r", b"",
-    ]  # fmt: skip
+        b"10",
+        b"shard-2",
+        b"r",
+        b"",
+    ]
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda at: read((ten, at % 12, 1))[0], range(200)))
     assert b"".join(found[:12]) == b"shard-10.tar"

@@ -53,9 +53,15 @@ def test_a_bucket_that_does_not_answer_is_not_an_empty_one(bucket, emulator, no_
     file.write_text("one")
     with emulator.failing(Fault(503)):
         for ask in (
-            file.exists, file.is_file, file.is_dir, file.parent.exists, file.parent.is_dir,
-            lambda: [*file.parent.iterdir()], file.read_text, lambda: file.write_text("two"),
-        ):  # fmt: skip
+            file.exists,
+            file.is_file,
+            file.is_dir,
+            file.parent.exists,
+            file.parent.is_dir,
+            lambda: [*file.parent.iterdir()],
+            file.read_text,
+            lambda: file.write_text("two"),
+        ):
             with pytest.raises(ObjectStoreError, match="503") as caught:
                 ask()
             assert caught.value.errno == errno.EIO

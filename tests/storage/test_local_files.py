@@ -76,16 +76,20 @@ def caused(error, cause):
 @pytest.mark.parametrize(
     ("error", "local", "remote"),
     [
-        (OSError(errno.EIO, ""), True, True), (OSError(errno.ENOSPC, ""), False, False),
+        (OSError(errno.EIO, ""), True, True),
+        (OSError(errno.ENOSPC, ""), False, False),
         (OSError("no number: damaged contents, or a library behind a URL"), False, True),
         (FileNotFoundError(errno.ENOENT, ""), False, False),
-        (ConnectionResetError(errno.ECONNRESET, ""), True, True), (OfALibrary(), False, True),
-        (OfALibrary(503), False, True), (OfALibrary(403), False, False),
-        (KeyError("a bug"), False, False), (UserError("a mistake"), False, False),
+        (ConnectionResetError(errno.ECONNRESET, ""), True, True),
+        (OfALibrary(), False, True),
+        (OfALibrary(503), False, True),
+        (OfALibrary(403), False, False),
+        (KeyError("a bug"), False, False),
+        (UserError("a mistake"), False, False),
         (caused(UserError("cannot be read"), OSError(errno.ESTALE, "")), True, True),
         (caused(ObjectStoreError(errno.EINVAL, "refused"), OSError("no number")), False, False),
         (caused(BadRecordError("f", 0, "damaged"), ValueError("no number")), False, False),
     ],
-)  # fmt: skip
+)
 def test_transient_errors(error, local, remote):
     assert (is_transient(error, remote=False), is_transient(error, remote=True)) == (local, remote)

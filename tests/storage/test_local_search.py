@@ -140,14 +140,16 @@ def test_any_character_in_a_folder_and_in_a_file(tmp_path, name):
     root = tmp_path / name
     write(root, f"{name}.txt", "deep/other.txt")
     assert listed(root) == ["deep/other.txt", f"{name}.txt"] or listed(root) == [
-        f"{name}.txt", "deep/other.txt",
-    ]  # fmt: skip
+        f"{name}.txt",
+        "deep/other.txt",
+    ]
     assert listed(root, f"{name}.txt") == [f"{name}.txt"]
     assert listed(root, "**/*.txt") == listed(root)
     assert listed(root, "*/*.txt") == ["deep/other.txt"]
     assert listed(root, "{deep/other,deep/other}.txt") == [
-        "deep/other.txt", "deep/other.txt",
-    ]  # fmt: skip
+        "deep/other.txt",
+        "deep/other.txt",
+    ]
     for separator in ",;":
         for entry in (f"{root}", f"{root}/*.txt", f"{root}/{name}.txt", f"{root}/**/[o]*"):
             text = separator.join([entry, str(tmp_path), entry])

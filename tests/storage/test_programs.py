@@ -46,9 +46,13 @@ class Workplace:
 
     def arguments(self, place, *keys):
         return [
-            "tiny.yml", f"base_output_directory={place}/runs", f"dataset_path={place}/data",
-            "prepare_source=text", f"data_cache_dir={self.folder}/cache", *keys,
-        ]  # fmt: skip
+            "tiny.yml",
+            f"base_output_directory={place}/runs",
+            f"dataset_path={place}/data",
+            "prepare_source=text",
+            f"data_cache_dir={self.folder}/cache",
+            *keys,
+        ]
 
     def run(self, program, *arguments, code=0):
         """What a program says until it ends with a code."""
@@ -65,9 +69,13 @@ class Workplace:
 
     def begin(self, log, *keys):
         return programs.start(
-            "train.py", self.arguments(self.bucket, *keys), self.folder, self.environment,
-            stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            "train.py",
+            self.arguments(self.bucket, *keys),
+            self.folder,
+            self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
 
     def losses(self, run):
         return losses(self.emulator.read(f"{self.bucket}/runs/{run}/metrics.jsonl"))
@@ -100,9 +108,15 @@ def test_a_run_in_a_bucket(place):
     place.train(place.bucket, "run_name=a", "steps=7")
     assert place.steps("a") == ({3, 6}, {3, 6})
     names = place.emulator.names(place.bucket)
-    for part in ("data/manifest.json", "runs/a/config.yml", "runs/a/tokenizer/",
-                 "runs/a/events.jsonl", "runs/a/tensorboard/events.out", "runs/jax_cache/",
-                 "runs/a/checkpoints/healthy.json"):  # fmt: skip
+    for part in (
+        "data/manifest.json",
+        "runs/a/config.yml",
+        "runs/a/tokenizer/",
+        "runs/a/events.jsonl",
+        "runs/a/tensorboard/events.out",
+        "runs/jax_cache/",
+        "runs/a/checkpoints/healthy.json",
+    ):
         assert any(name.startswith(part) for name in names), part
     assert sorted(place.losses("a")) == [*range(7)]
 

@@ -12,9 +12,10 @@ from tests.small_models import tiny_config
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_few_layers_are_unrolled_on_one_gpu(beyond):
     config = tiny_config(
-        base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond, scan_layers="auto",
+        base_num_decoder_layers=GPU_UNROLLED_LAYERS + beyond,
+        scan_layers="auto",
         attention="blocked",
-    )  # fmt: skip
+    )
     sharding = make_sharding_plan(config.mesh, jax.devices()[:1])
     section, _ = resolve_auto(config.model, "gpu", sharding)
     assert section.memory.scan_layers is bool(beyond)

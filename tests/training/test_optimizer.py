@@ -184,7 +184,7 @@ WO, NORM, HEAD = "layers/mlp/wo/kernel", "decoder_norm/scale", "logits_dense/ker
         (adam, MUON, NORM, ()),
         (functools.partial(adam, nesterov=True), MUON | {"nesterov": True}, HEAD, ()),
     ],
-)  # fmt: skip
+)
 def test_updates_are_those_of_the_papers(rule, keys, name, clipping):
     """Gradients that differ by element and step, clipped before the moments see them."""
     shape = parameters_of(tiny_config("llama2", **PLAIN).model)[name].shape
@@ -335,7 +335,7 @@ def updates_of_layers(layers, gradients, *, stacked, **keys):
         )
         for prefix in prefixes
         for name, spec in LAYER_SPECS.items()
-    }  # fmt: skip
+    }
 
     def stored(arrays):
         if stacked:

@@ -71,9 +71,13 @@ def focal(config, logits_BTV, targets_BT):
     return {"focal_loss": (1 - jnp.exp(-losses_BT)) ** config.focal_gamma * losses_BT}, log_z_BT
 """
 KEYS = {
-    "import_modules": ["mine.py"], "head_type": "low_rank", "loss_type": "focal", "head_rank": 3,
-    "focal_gamma": 1.0, "num_vocab_tiling": 2,
-}  # fmt: skip
+    "import_modules": ["mine.py"],
+    "head_type": "low_rank",
+    "loss_type": "focal",
+    "head_rank": 3,
+    "focal_gamma": 1.0,
+    "num_vocab_tiling": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +97,11 @@ def test_they_conform_and_decode():
             assert check.problem(subject) is None, check.name
     weights = {name: info.size for name, info in model.parameters.items() if "layers" not in name}
     assert weights == {
-        "decoder_norm/scale": 16, "head/down/kernel": 16 * 3, "head/up/kernel": 3 * 32,
+        "decoder_norm/scale": 16,
+        "head/down/kernel": 16 * 3,
+        "head/up/kernel": 3 * 32,
         "token_embedder/embedding": 32 * 16,
-    }  # fmt: skip
+    }
     rows = {part.name: part for part in count_flops(model, LENGTH).parts}
     assert (rows["head"].parameters, rows["head"].flops) == (16 * 3 + 3 * 32, 2 * (16 * 3 + 3 * 32))
 
@@ -106,8 +112,9 @@ def test_they_conform_and_decode():
     ids = [1, 2, 3, int(first.tokens_B[0])]
     batch = random_batch(subject.config, 1)
     tokens_BT = batch.tokens_BT.at[0, :4].set(np.array(ids))
-    logits_TV = np.asarray(model.merge(subject.params)(
-        type(batch)(tokens_BT, tokens_BT, batch.loss_mask_BT)))[0]  # fmt: skip
+    logits_TV = np.asarray(
+        model.merge(subject.params)(type(batch)(tokens_BT, tokens_BT, batch.loss_mask_BT))
+    )[0]
     assert logits_TV[2:4].argmax(-1).tolist() == [ids[3], int(second.tokens_B[0])]
 
 

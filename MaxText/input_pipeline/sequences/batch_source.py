@@ -101,7 +101,7 @@ class BatchSource:
       exclusions: Excluded order indices; those before `first_order_index` do not apply.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         sequences: SequenceDataset | SyntheticSequences,
         schedule: BatchSchedule,

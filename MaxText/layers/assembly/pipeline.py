@@ -34,7 +34,7 @@ from MaxText.parallelism.logical_sharding import (
 )
 
 
-def pipeline_apply(
+def pipeline_apply(  # noqa: PLR0917
     layers: Any,  # from `stack`, all of them repeats of one cycle
     blueprint: Blueprint,
     inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]

@@ -79,7 +79,7 @@ class AttentionSharding(NamedTuple):
         return split_axes(self.query, 1)
 
 
-def dot_product_attention(
+def dot_product_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,

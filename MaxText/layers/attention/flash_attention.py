@@ -361,7 +361,7 @@ def _by_diagonal(kind: type) -> Any:
     return ByDiagonal
 
 
-def _splash(
+def _splash(  # noqa: PLR0917
     kernel: Any,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -395,7 +395,7 @@ def _splash(
     return jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments).transpose(0, 2, 1, 3)
 
 
-def _cudnn(
+def _cudnn(  # noqa: PLR0917
     first_1: jax.Array | None,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,

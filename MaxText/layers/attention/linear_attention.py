@@ -41,7 +41,7 @@ class LinearAttentionState:
     segment_B: jax.Array  # segment of the newest token; the sums cover only this one
 
 
-def causal_linear_attention(
+def causal_linear_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,

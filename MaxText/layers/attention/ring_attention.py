@@ -37,7 +37,7 @@ Axes = tuple[str, ...]
 _LOWEST = -1e30  # below every score; finite, so that differences are not NaN
 
 
-def ring_attention(
+def ring_attention(  # noqa: PLR0913
     q_BTNH: jax.Array,
     k_BTKH: jax.Array,
     v_BTKH: jax.Array,

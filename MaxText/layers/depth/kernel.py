@@ -267,7 +267,7 @@ def _forward_body(
     tile.for_tokens(at_tokens)
 
 
-def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> None:
+def _norm_vjp(tile: Tile, norms: Norms, operands, results, normed, token) -> None:  # noqa: PLR0917
     """Writes gradients before norms to `normed`; adds those of factors.
 
     With r = 1 / sqrt(mean(y^2) + eps), n = y r f and h = f dn: dy = r h - y r^3 mean(h y).

@@ -189,7 +189,7 @@ def _sharded_slots(layer: LayerConfig, role: SlotPlace) -> dict[str, tuple[str, 
 class PattentionProjection(Pattention):
     """Pattention as an attention projection; h of head n is n * H + h."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         model: ModelConfig,
         init: Init,

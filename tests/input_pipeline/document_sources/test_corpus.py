@@ -39,25 +39,36 @@ def test_files_folders_and_patterns(tmp_path):
     row = b'{"body": "row 1"}\n\n{"body": "row 2", "text": 3}\n{"body": "  "}\n{"body": null}\n'
     packed = b'{"body": "row \\ud83d 3"}\n{"body": ["one", "two"]}\n"bare"\n'
     files = {
-        "a.txt": b"text a", "below/b.md": b"text b", ".hidden.txt": b"never",
-        ".git/c.txt": b"never", "c.py": b"not taken from a folder", "d.jsonl": row,
-        "e.jsonl.gz": gzip.compress(packed), "f.txt.gz": gzip.compress("\ufefftext f".encode()),
-        "g/part-10.txt": b"10", "g/part-2.txt": b"2",
-    }  # fmt: skip
+        "a.txt": b"text a",
+        "below/b.md": b"text b",
+        ".hidden.txt": b"never",
+        ".git/c.txt": b"never",
+        "c.py": b"not taken from a folder",
+        "d.jsonl": row,
+        "e.jsonl.gz": gzip.compress(packed),
+        "f.txt.gz": gzip.compress("\ufefftext f".encode()),
+        "g/part-10.txt": b"10",
+        "g/part-2.txt": b"2",
+    }
     write(folder, files)
     if sys.platform == "linux":  # other systems refuse such names
         (folder / os.fsdecode(b"h\xff.txt")).write_bytes(b"bytes in a name")
     source = f"{folder}, {folder}/*.py, {folder}/a.txt, {folder}/**/*.md"
     documents, skipped = read_documents(source, "body")
     assert documents == [
-        Document("text a", "a.txt", 0), Document("text b", "below/b.md", 0),
-        Document("row 1", "d.jsonl", 0), Document("row 2", "d.jsonl", 2),
-        Document("row \ufffd 3", "e.jsonl.gz", 0), Document("one\n\ntwo", "e.jsonl.gz", 1),
-        Document("bare", "e.jsonl.gz", 2), Document("text f", "f.txt.gz", 0),
-        Document("2", "g/part-2.txt", 0), Document("10", "g/part-10.txt", 0),
+        Document("text a", "a.txt", 0),
+        Document("text b", "below/b.md", 0),
+        Document("row 1", "d.jsonl", 0),
+        Document("row 2", "d.jsonl", 2),
+        Document("row \ufffd 3", "e.jsonl.gz", 0),
+        Document("one\n\ntwo", "e.jsonl.gz", 1),
+        Document("bare", "e.jsonl.gz", 2),
+        Document("text f", "f.txt.gz", 0),
+        Document("2", "g/part-2.txt", 0),
+        Document("10", "g/part-10.txt", 0),
         *([Document("bytes in a name", "h\ufffd.txt", 0)] if sys.platform == "linux" else []),
         Document("not taken from a folder", "c.py", 0),
-    ]  # fmt: skip
+    ]
     assert skipped == {"empty": 2}
     corpus = open_corpus(source, "body")
     assert corpus.num_files == 8 + (sys.platform == "linux")
@@ -82,11 +93,15 @@ def test_units_follow_names_and_sizes(tmp_path):
 
 def test_standard_library(tmp_path, monkeypatch):
     files = {
-        "b.py": b"import a\n", "a/__init__.py": b"", "a/c.py": "x = 'ä'\n".encode(),
-        "latin.py": b"# -*- coding: latin-1 -*- \xe4\n", "readme.txt": b"never\n",
-        "site-packages/other.py": b"never\n", "config-3.11/here.py": b"never\n",
+        "b.py": b"import a\n",
+        "a/__init__.py": b"",
+        "a/c.py": "x = 'ä'\n".encode(),
+        "latin.py": b"# -*- coding: latin-1 -*- \xe4\n",
+        "readme.txt": b"never\n",
+        "site-packages/other.py": b"never\n",
+        "config-3.11/here.py": b"never\n",
         "_sysconfigdata_linux.py": b"never\n",
-    }  # fmt: skip
+    }
     write(tmp_path / "lib", files)
     monkeypatch.setattr(source_files, "stdlib_root", lambda: tmp_path / "lib")
     documents, skipped = read_documents("python_stdlib")
@@ -100,11 +115,14 @@ def test_saved_datasets(tmp_path):
     saved = {
         "train/data-0.arrow": arrow_stream(["1", "2", "3"]),
         "train/data-1.arrow": parquet_file(["4"]),
-        "train/cache-1.arrow": arrow_stream(["never"]), "train/state.json": state,
-        "train/data-2.arrow": arrow_stream(["left by an older result"]), "test/state.json": b"{}",
-        "test/data-00000-of-00001.arrow": arrow_stream(["0"]), "README.md": b"about",
+        "train/cache-1.arrow": arrow_stream(["never"]),
+        "train/state.json": state,
+        "train/data-2.arrow": arrow_stream(["left by an older result"]),
+        "test/state.json": b"{}",
+        "test/data-00000-of-00001.arrow": arrow_stream(["0"]),
+        "README.md": b"about",
         "dataset_dict.json": b'{"splits": ["train", "test"]}',
-    }  # fmt: skip
+    }
     write(tmp_path, saved)
     assert read_texts(tmp_path) == ["0", "1", "2", "3", "4"]
     (tmp_path / "train/data-1.arrow").unlink()
@@ -115,11 +133,16 @@ def test_remote_files(tmp_path):
     system = fsspec.filesystem("memory")
     write_records(tmp_path / "v", [b"k"])
     contents = {
-        "2.jsonl": rows(["b"]), "10.jsonl.gz": gzip.compress(rows(["c", "d"])), "1.txt": b"a",
-        "t.parquet": parquet_file(["e", "f", "g"]), "u.arrow": arrow_stream(["h", "i", "j"]),
-        "v.array_record": (tmp_path / "v").read_bytes(), "cache-1.arrow": arrow_stream(["never"]),
-        "dataset_info.json": b"{}", "figure.png": b"\x89",
-    }  # fmt: skip
+        "2.jsonl": rows(["b"]),
+        "10.jsonl.gz": gzip.compress(rows(["c", "d"])),
+        "1.txt": b"a",
+        "t.parquet": parquet_file(["e", "f", "g"]),
+        "u.arrow": arrow_stream(["h", "i", "j"]),
+        "v.array_record": (tmp_path / "v").read_bytes(),
+        "cache-1.arrow": arrow_stream(["never"]),
+        "dataset_info.json": b"{}",
+        "figure.png": b"\x89",
+    }
     for name, content in contents.items():
         system.pipe(f"/corpus/{name}", content)
     try:

@@ -111,25 +111,32 @@ def test_surrogates_and_byte_order_marks(tmp_path):
     (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf\r\n"text"')
     documents, _ = read_documents(tmp_path)
     assert [(document.text, document.row) for document in documents] == [
-        ("a\ufffd", 0), ("\U0001f642", 1), ("\ufffdb", 0), ("text", 1),
-    ]  # fmt: skip
+        ("a\ufffd", 0),
+        ("\U0001f642", 1),
+        ("\ufffdb", 0),
+        ("text", 1),
+    ]
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        pyarrow.large_string(), pyarrow.binary(), pyarrow.string_view(),
+        pyarrow.large_string(),
+        pyarrow.binary(),
+        pyarrow.string_view(),
         pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
     ],
-)  # fmt: skip
+)
 def test_columns_of_other_types(tmp_path, kind):
     texts = ["a", None, "ä", "", "漢"]
     column = [text.encode() if text and pyarrow.types.is_binary(kind) else text for text in texts]
     (tmp_path / "a.arrow").write_bytes(arrow_stream(column, kind))
     documents, skipped = read_documents(tmp_path / "a.arrow")
     assert [(document.text, document.row) for document in documents] == [
-        ("a", 0), ("ä", 2), ("漢", 4),
-    ]  # fmt: skip
+        ("a", 0),
+        ("ä", 2),
+        ("漢", 4),
+    ]
     assert skipped == {"empty": 2}
 
 

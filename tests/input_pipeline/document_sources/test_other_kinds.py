@@ -90,10 +90,14 @@ def write_array_record(path: Path, column: str, count: int) -> None:
 
 
 KINDS = {
-    ".parquet": write_table, ".arrow": write_arrow_file, "-stream.arrow": write_arrow_stream,
-    ".jsonl": write_json_lines, ".json": write_json_list, ".tfrecord": write_tfrecord,
+    ".parquet": write_table,
+    ".arrow": write_arrow_file,
+    "-stream.arrow": write_arrow_stream,
+    ".jsonl": write_json_lines,
+    ".json": write_json_list,
+    ".tfrecord": write_tfrecord,
     ".array_record": write_array_record,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ending", KINDS)
@@ -113,9 +117,19 @@ def test_rows_of_another_column_are_counted_one_by_one(tmp_path, ending):
 
 @pytest.mark.parametrize(
     "name",
-    ["p.jsonl", "p.txt", "p.json", "p.jsonl.zst", "p.txt.gz", "p.parquet", "p.arrow", "p.tar",
-     "p.tfrecord", "p.array_record"],
-)  # fmt: skip
+    [
+        "p.jsonl",
+        "p.txt",
+        "p.json",
+        "p.jsonl.zst",
+        "p.txt.gz",
+        "p.parquet",
+        "p.arrow",
+        "p.tar",
+        "p.tfrecord",
+        "p.array_record",
+    ],
+)
 def test_pointers_are_named_and_no_text(tmp_path, name):
     source = tmp_path / "source"
     source.mkdir()
@@ -193,7 +207,7 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path):
         (["a.jsonl", "b.csv", "c.pdf"], ["a.jsonl"], ["2 files with other endings.*b.csv, c.pdf"]),
         (["a.jsonl", "b.json"], ["a.jsonl", "b.json"], []),
     ],
-)  # fmt: skip
+)
 def test_files_that_are_not_read_are_named(tmp_path, names, read, notes):
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -176,10 +176,15 @@ def test_text_or_ids_in_tables(tmp_path):
 def test_fields_of_archives(tmp_path):
     path = tmp_path / "a.tar"
     members = {
-        "x/readme.txt": b"", "x/0.json": b"{}", "x/0.mask.npy": npy([0]), "x/0.ids.npy": npy([1]),
-        "x/1.ids.npy": npy([2]), "x/2.ids.npy": npy([[3]]), "x/3.ids.pth": b"damaged",
+        "x/readme.txt": b"",
+        "x/0.json": b"{}",
+        "x/0.mask.npy": npy([0]),
+        "x/0.ids.npy": npy([1]),
+        "x/1.ids.npy": npy([2]),
+        "x/2.ids.npy": npy([[3]]),
+        "x/3.ids.pth": b"damaged",
         "y/3.ids.npy": npy([1.5]),
-    }  # fmt: skip
+    }
     path.write_bytes(tar_archive(members))
     refused(r"a usual field .*: ids, mask\).*records\.field", read, path, "webdataset")
     refused("without other .*ids, mask", read, path, "webdataset", "other")
@@ -245,9 +250,11 @@ def test_rows_of_tables_with_mistakes(tmp_path):
     documents = [*read_ids(str(tmp_path / "b"), "parquet")]
     errors = [document for document in documents if isinstance(document, BadRecordError)]
     assert [str(document).partition(": ")[2] for document in errors] == [
-        "the row lacks a value", "the row lacks a value", "the row has 2 labels for 1 ids",
         "the row lacks a value",
-    ]  # fmt: skip
+        "the row lacks a value",
+        "the row has 2 labels for 1 ids",
+        "the row lacks a value",
+    ]
     fixed = pyarrow.array([[1, 2], [3, 4]], pyarrow.list_(pyarrow.int64(), 2))
     parquet.write_table(pyarrow.table({"tokens": fixed}), tmp_path / "c")
     assert read(tmp_path / "c", "parquet") == [[1, 2], [3, 4]]

@@ -54,12 +54,15 @@ def test_a_small_data_set_is_read_as_the_command_says(tmp_path, num_tokens, num_
 @pytest.mark.parametrize(
     ("num_tokens", "model", "learning_rate", "steps"),
     [
-        (20_000, "default", 6e-3, 100), (300_000, "default", 6e-3, 585),
-        (20_000_000, "default", 6e-3, 2000), (60_000_000, "pythia-70m", 1e-3, 3662),
-        (900_000_000, "pythia-70m", 1e-3, 20_000), (1_000_000_000, "gpt2-124m", 6e-4, 40_690),
+        (20_000, "default", 6e-3, 100),
+        (300_000, "default", 6e-3, 585),
+        (20_000_000, "default", 6e-3, 2000),
+        (60_000_000, "pythia-70m", 1e-3, 3662),
+        (900_000_000, "pythia-70m", 1e-3, 20_000),
+        (1_000_000_000, "gpt2-124m", 6e-4, 40_690),
         (10**12, "gpt2-124m", 6e-4, 50_000),
     ],
-)  # fmt: skip
+)
 def test_the_model_and_the_steps_follow_the_size_of_the_data(
     tmp_path, num_tokens, model, learning_rate, steps
 ):

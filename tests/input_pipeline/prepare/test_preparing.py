@@ -97,11 +97,14 @@ def test_documents_and_manifest(tmp_path, monkeypatch):
     fraction=st.sampled_from([0.0, 1e-9, 0.3]),
     keys=st.sampled_from(
         [
-            {}, {"add_bos": True}, {"add_eos": False, "prepare_minimum_tokens": 5},
-            {"prepare_separator_id": 7}, {"prepare_minimum_tokens": 30},
+            {},
+            {"add_bos": True},
+            {"add_eos": False, "prepare_minimum_tokens": 5},
+            {"prepare_separator_id": 7},
+            {"prepare_minimum_tokens": 30},
         ]
     ),
-)  # fmt: skip
+)
 def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fraction, keys):
     folder = tmp_path_factory.mktemp("corpus")
     for number, rows in enumerate(texts):
@@ -138,9 +141,11 @@ def test_nothing_is_lost_or_repeated(tmp_path_factory, texts, shard_bytes, fract
 
 @pytest.mark.parametrize(
     "keys",
-    [{"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"},
-     pytest.param({"prepare_output_format": "text_array_record"}, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [
+        {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"},
+        pytest.param({"prepare_output_format": "text_array_record"}, marks=pytest.mark.slow),
+    ],
+)
 def test_same_bytes_with_two_processes(corpus, tmp_path, monkeypatch, keys):
     split_small(monkeypatch, 1500)
     monkeypatch.setattr(process_pool, "_BYTES_PER_PROCESS", 1)
@@ -370,9 +375,12 @@ def test_two_processes_prepare_one_folder(corpus, tmp_path):
     """One of them prepares it, the other waits and finds it; both have the same result."""
     program = Path(prepare_module.__file__).parents[2] / "prepare_data.py"
     command = [
-        sys.executable, str(program), f"prepare_source={corpus}",
-        f"dataset_path={tmp_path / 'd'}", "tokenizer_path=bytes",
-    ]  # fmt: skip
+        sys.executable,
+        str(program),
+        f"prepare_source={corpus}",
+        f"dataset_path={tmp_path / 'd'}",
+        "tokenizer_path=bytes",
+    ]
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for _ in range(2)

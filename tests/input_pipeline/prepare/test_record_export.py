@@ -63,8 +63,12 @@ def ids_of(path: Path, field: str) -> list[list[int]]:
 def test_no_token_is_lost_or_repeated(sizes, num_shards, chunk_length, output_format):
     documents = numbered_documents(sizes)
     stream = np.concatenate(documents).tolist()
-    keys = {"prepare_output_format": output_format, "records.num_shards": num_shards,
-            "records.chunk_length": chunk_length, "records.name": "text8"}  # fmt: skip
+    keys = {
+        "prepare_output_format": output_format,
+        "records.num_shards": num_shards,
+        "records.chunk_length": chunk_length,
+        "records.name": "text8",
+    }
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # most of the time
         monkeypatch.setattr(record_export, "_BATCH_TOKENS", 50)
@@ -120,9 +124,12 @@ def test_splits_field_and_ledger(tmp_path):
 
 
 STRIDED = {
-    "prepare_output_format": "parquet", "records.content": "strided",
-    "records.min_length": 2, "records.max_length": 4, "records.stride": 3,
-}  # fmt: skip
+    "prepare_output_format": "parquet",
+    "records.content": "strided",
+    "records.min_length": 2,
+    "records.max_length": 4,
+    "records.stride": 3,
+}
 
 
 def test_strided_windows_with_mask_and_labels(tmp_path):

@@ -56,8 +56,11 @@ def start(folder, program, *arguments, **keywords):
     (folder / "program.py").write_text(program)
     return programs.popen(
         [sys.executable, str(folder / "program.py"), *map(str, arguments)],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, text=True, **keywords,
-    )  # fmt: skip
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        text=True,
+        **keywords,
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,16 +68,20 @@ def start(folder, program, *arguments, **keywords):
     [
         ({"tokenizer_path": "bytes"}, 1, 5),
         pytest.param(
-            {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"}, 40, 5,
+            {"tokenizer_path": "bytes", "prepare_output_format": "tfrecord"},
+            40,
+            5,
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3}, 1, 4,
+            {"prepare_output_format": "text_tfrecord", "validation_fraction": 0.3},
+            1,
+            4,
             marks=pytest.mark.slow,
         ),
     ],
     ids=["tokens", "token records", "text_tfrecord"],
-)  # fmt: skip
+)
 def test_killed_at_any_moment(tmp_path, keys, first, stride):
     write_texts(tmp_path / "text", count=6)
     (tmp_path / "made").mkdir()

@@ -49,10 +49,13 @@ def test_text_becomes_a_dataset_once(files, tmp_path):
 
 def test_whatever_decides_about_ids_has_its_own_folder(files, tmp_path):
     folders = {
-        opened(files, tmp_path), opened(files[::-1], tmp_path), opened(files[:1], tmp_path),
-        opened(files, tmp_path, add_bos=True), opened(files, tmp_path, add_eos=False),
+        opened(files, tmp_path),
+        opened(files[::-1], tmp_path),
+        opened(files[:1], tmp_path),
+        opened(files, tmp_path, add_bos=True),
+        opened(files, tmp_path, add_eos=False),
         opened(files, tmp_path, text_field="body"),
-    }  # fmt: skip
+    }
     os.utime(files[0], (1, 1))
     folders.add(opened(files, tmp_path))
     assert len(folders) == 7

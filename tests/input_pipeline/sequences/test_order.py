@@ -94,9 +94,12 @@ def test_first_window_of_each_document():
 
 def test_ramp_up_reads_its_samples_in_equal_shares():
     section = BatchConfig(
-        per_device_batch_size=8, enable_rampup_batch_size=True, per_device_batch_size_start=2,
-        per_device_batch_size_increment=2, global_rampup_samples=300,
-    )  # fmt: skip
+        per_device_batch_size=8,
+        enable_rampup_batch_size=True,
+        per_device_batch_size_start=2,
+        per_device_batch_size_increment=2,
+        global_rampup_samples=300,
+    )
     plan = schedule_batches(section, 64, lambda size: int(size * 2))
     # 100 samples each by 4, 8 and 12: 25, 13 and 9 steps.
     assert plan.stages == (

@@ -203,9 +203,11 @@ def test_a_plan_in_blocks_is_that_of_all_documents(sizes, best_fit):
 
 def test_segments_of_rows_that_are_one_sequence_show_padding_only(tmp_path):
     slicer = FirstFitPacking(
-        as_data(numbered_documents([5, 6, 4])), SequenceOptions(10, True), best_fit=False,
+        as_data(numbered_documents([5, 6, 4])),
+        SequenceOptions(10, True),
+        best_fit=False,
         cache_dir=tmp_path,
-    )  # fmt: skip
+    )
     slicer.has_documents = True
     rows = read(slicer)
     assert rows["segments"].tolist() == [[1] * 9 + [0], [1] * 3 + [0] * 7]

@@ -49,9 +49,11 @@ def test_any_piece_equals_the_documents_end_to_end(tmp_path, kind):
         copy = pickle.loads(pickle.dumps(store))
         # Long pieces, many short ones next to each other, rows of one length, none.
         for starts, stops in (
-            places, (places[0], np.minimum(places[0] + 3, places[1])), (rows, rows + 16),
+            places,
+            (places[0], np.minimum(places[0] + 3, places[1])),
+            (rows, rows + 16),
             (rows[:0], rows[:0]),
-        ):  # fmt: skip
+        ):
             expected = [whole[start:stop] for start, stop in zip(starts, stops, strict=True)]
             read = store.read(starts, stops)
             assert read.dtype == np.int32

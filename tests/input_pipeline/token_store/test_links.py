@@ -8,10 +8,12 @@ from tests.input_pipeline.token_store import token_files
 
 DOCUMENTS = token_files.documents(0, (40, 7, 19, 33), 200)
 WRITERS = {
-    "a.parquet": token_files.write_parquet, "a.arrow": token_files.write_arrow,
-    "a.tfrecord": token_files.write_tfrecord, "a.array_record": token_files.write_array_record,
+    "a.parquet": token_files.write_parquet,
+    "a.arrow": token_files.write_arrow,
+    "a.tfrecord": token_files.write_tfrecord,
+    "a.array_record": token_files.write_array_record,
     "a.tar": token_files.write_tar,
-}  # fmt: skip
+}
 
 
 def all_tokens(location, cache) -> list[int]:

@@ -166,11 +166,16 @@ def test_sequences_are_documents_where_nothing_joins_them(tmp_path, sizes, docum
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"TNTIDX\0\0\0", "not an index"), (9, b"\2", "version 2"), (17, b"\6", "code 6"),
-        (17, b"\x20", "code 32"), (18, b"\4", "94"), (34, b"\xff\xff\xff\xff", "-1"),
-        (54, b"\x09", "sequence 1 .*byte 9.* 6"), (78, b"\x05", "order"),
+        (0, b"TNTIDX\0\0\0", "not an index"),
+        (9, b"\2", "version 2"),
+        (17, b"\6", "code 6"),
+        (17, b"\x20", "code 32"),
+        (18, b"\4", "94"),
+        (34, b"\xff\xff\xff\xff", "-1"),
+        (54, b"\x09", "sequence 1 .*byte 9.* 6"),
+        (78, b"\x05", "order"),
     ],
-)  # fmt: skip
+)
 def test_damaged_index(tmp_path, at, value, message):
     path = tmp_path / "x.idx"
     write_index(path, np.dtype("u2"), [3, 0, 5], [0, 2, 3])

@@ -27,13 +27,13 @@ def opened(tmp_path):
 
 NAMES = {
     token_files.write_tfrecord: "a.tfrecord pile.tfrecord.b500 owt_3_100.tfrecords"
-                                " c4-train.tfrecord-00000-of-00001",
+    " c4-train.tfrecord-00000-of-00001",
     token_files.write_compressed_tfrecord: "b.tfrecord.gz",
     token_files.write_array_record: "a.array_record c4.arrayrecord-00000-of-00001",
     token_files.write_parquet: "a.parquet wikitext.parquet-00000-of-00001",
     token_files.write_arrow: "data-00000-of-00001.arrow",
     token_files.write_tar: "shard-000000.tar shard-000000.tar.gz shard.tgz",
-}  # fmt: skip
+}
 WRITERS = {name: write for write, names in NAMES.items() for name in names.split()}
 
 
@@ -156,15 +156,17 @@ def test_text_is_tokenized(tmp_path, opened, name):
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"x.pt": b"abc"}, r"x\.pt"), ({"x.tfrecord": b""}, "1 tfrecord"),
+        ({"x.pt": b"abc"}, r"x\.pt"),
+        ({"x.tfrecord": b""}, "1 tfrecord"),
         ({"x.tfrecord": b"", "y.parquet": b""}, "1 tfrecord .*, 1 parquet .* grain_file_type"),
         ({"x.tfrecord": b"hello world, no CRC"}, r"x\.tfrecord.*TFRecord"),
         ({"x.array_record": b"hello world"}, r"x\.array_record.*ArrayRecord"),
         ({"x.parquet": b"PAR1PAR1"}, r"x\.parquet cannot be read"),
         ({"x.arrow": b""}, r"x\.arrow cannot be read"),
-        ({"x.tar": b""}, r"x\.tar.*empty"), ({"x.tar.gz": b""}, r"x\.tar\.gz.*empty"),
+        ({"x.tar": b""}, r"x\.tar.*empty"),
+        ({"x.tar.gz": b""}, r"x\.tar\.gz.*empty"),
     ],
-)  # fmt: skip
+)
 def test_files_without_tokens_are_refused(tmp_path, opened, files, named):
     (tmp_path / "d").mkdir()
     for name, content in files.items():

@@ -67,7 +67,11 @@ def test_documents_are_named_by_file_and_row(prepared):
     store = store_of(manifest, split)
     names = [store.document_name(document) for document in range(5)]
     assert names == [
-        "a.jsonl, row 0", "a.jsonl, row 2", "a.jsonl, row 3", "b.jsonl, row 0", "b.jsonl, row 7",
-    ]  # fmt: skip
+        "a.jsonl, row 0",
+        "a.jsonl, row 2",
+        "a.jsonl, row 3",
+        "b.jsonl, row 0",
+        "b.jsonl, row 7",
+    ]
     assert store.file_of_document is not None
     assert store.file_of_document.tolist() == [0, 3, 5]

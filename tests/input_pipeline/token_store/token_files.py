@@ -89,9 +89,12 @@ def write_megatron(prefix: Path, ids: Documents, dtype: str = "<u2") -> None:
 
 
 RECORDS = {
-    "tfrecord": write_tfrecord, "array_record": write_array_record, "tar": write_tar,
-    "parquet": write_parquet, "arrow": write_arrow,
-}  # fmt: skip
+    "tfrecord": write_tfrecord,
+    "array_record": write_array_record,
+    "tar": write_tar,
+    "parquet": write_parquet,
+    "arrow": write_arrow,
+}
 FORMATS = (*RECORDS, "prepared_array_record", "prepared_bin", "prepared_bin_u4", "megatron")
 
 

@@ -117,9 +117,12 @@ def test_trained_special_tokens():
     assert min(ids) >= 4
     assert tokenizer.decode([0, *ids.tolist(), 3]) == f"<end>{text}<unused>"
     for wrong, message in (
-        ((), "no token"), (("<a>", ""), "empty"), (("<a>", "<b>", "<a>"), "twice"),
-        (tuple(f"<{i}>" for i in range(45)), "301"), (("a",), "'a'"),
-    ):  # fmt: skip
+        ((), "no token"),
+        (("<a>", ""), "empty"),
+        (("<a>", "<b>", "<a>"), "twice"),
+        (tuple(f"<{i}>" for i in range(45)), "301"),
+        (("a",), "'a'"),
+    ):
         refused(message, train_tokenizer, SAMPLE, 300, "a test", wrong)
 
 
@@ -172,8 +175,13 @@ def test_control_ids_by_name_or_by_settings(tmp_path):
     by_name = load_tokenizer(str(write(tokenizer, tmp_path / "names")))
     assert control_ids(by_name) == (3, 4, 5, 7)
     assert by_name.entry.vocab_size == 9
-    settings = {"eos_token": {"content": "<|im_end|>"}, "bos_token": None, "pad_token": "</s>",
-                "mask_token": "<hide>", "other": 1}  # fmt: skip
+    settings = {
+        "eos_token": {"content": "<|im_end|>"},
+        "bos_token": None,
+        "pad_token": "</s>",
+        "mask_token": "<hide>",
+        "other": 1,
+    }
     by_settings = load_tokenizer(str(write(tokenizer, tmp_path / "settings", settings)))
     assert control_ids(by_settings) == (3, 6, 4, 8)
     without = load_tokenizer(str(write(word_tokenizer(), tmp_path / "none")))

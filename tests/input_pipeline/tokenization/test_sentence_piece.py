@@ -29,8 +29,13 @@ def model(tmp_path_factory):
 
 
 TEXTS = [
-    "the quick fox", "  two  spaces\n", "漢字 🙂 é\x00", "", "</s><s><unk>[MASK]<0x41>", "a" * 5000,
-]  # fmt: skip
+    "the quick fox",
+    "  two  spaces\n",
+    "漢字 🙂 é\x00",
+    "",
+    "</s><s><unk>[MASK]<0x41>",
+    "a" * 5000,
+]
 
 
 def test_ids_are_the_librarys(model):

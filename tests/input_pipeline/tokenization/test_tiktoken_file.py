@@ -64,9 +64,11 @@ def test_llama_3(tmp_path):
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.bos_id, entry.eos_id) == (128_256, 128_000, 128_001)
     library = tiktoken.Encoding(
-        "x", pat_str=LLAMA3_WORDS, mergeable_ranks={b: i for i, b in enumerate(BYTES)},
+        "x",
+        pat_str=LLAMA3_WORDS,
+        mergeable_ranks={b: i for i, b in enumerate(BYTES)},
         special_tokens={},
-    )  # fmt: skip
+    )
     for text in SAMPLE:
         assert tokenizer.encode([text])[0].tolist() == library.encode_ordinary(text)
 
@@ -74,9 +76,11 @@ def test_llama_3(tmp_path):
 def test_words_and_control_tokens_by_settings(tmp_path):
     special = {"<|endoftext|>": 2000, "[MASK]": 2005, "<stop>": 2001}
     path = write(
-        tmp_path / "own.tiktoken", word_pattern="cl100k_base", special_tokens=special,
+        tmp_path / "own.tiktoken",
+        word_pattern="cl100k_base",
+        special_tokens=special,
         eos_token="<stop>",
-    )  # fmt: skip
+    )
     tokenizer = load_tokenizer(str(path))
     entry = tokenizer.entry
     assert (entry.vocab_size, entry.eos_id, entry.bos_id, entry.pad_id) == (2006, 2001, 2000, None)
@@ -101,10 +105,12 @@ def test_long_run_of_white_space(tmp_path):
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (b"YQ== 0\nYQ==\n", "base64"), (b"YQ== 0\n!!== 1\n", "base64"),
-        (b"YQ== 0\nYQ== 1\n", "twice"), (b"YQ== 0\nYg== 0\n", "twice"),
+        (b"YQ== 0\nYQ==\n", "base64"),
+        (b"YQ== 0\n!!== 1\n", "base64"),
+        (b"YQ== 0\nYQ== 1\n", "twice"),
+        (b"YQ== 0\nYg== 0\n", "twice"),
     ],
-)  # fmt: skip
+)
 def test_damaged_files(tmp_path, contents, message):
     path = tmp_path / "gpt2.tiktoken"
     path.write_bytes(contents)
