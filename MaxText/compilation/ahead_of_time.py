@@ -15,8 +15,8 @@ from MaxText.cost.auto_layout import choose_layout_for_devices
 from MaxText.cost.device_memory import GPU_FRACTION, bytes_on_device
 from MaxText.cost.flops import count_flops
 from MaxText.errors import UserError
+from MaxText.formatting import format_table, share
 from MaxText.hardware.peak_flops import datasheet_peak
-from MaxText.monitoring.tables import format_table, share
 
 _GIB = 2**30
 _MIB = 2**20

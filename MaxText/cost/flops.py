@@ -45,12 +45,12 @@ import jax.numpy as jnp
 
 from MaxText.config.model_sections import LayerConfig, ModelConfig
 from MaxText.config.registry import lookup
+from MaxText.formatting import WIDTH, byte_count, derived_quantities, format_table, share
 from MaxText.layers.assembly.block_variants import block_class, mixer_class
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.feed_forward.moe import expert_capacity
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.part import Flops, Part
-from MaxText.monitoring.tables import WIDTH, byte_count, derived_quantities, format_table, share
 from MaxText.parallelism.logical_sharding import ParamSpec
 
 _TOKEN_TABLE = "token_embedder/embedding"

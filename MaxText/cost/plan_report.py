@@ -11,7 +11,7 @@ from MaxText.cost.device_memory import GPU_FRACTION
 from MaxText.cost.flops import MFU_RULE
 from MaxText.cost.job_plan import USABLE_SHARE, JobPlan, command_with_plan
 from MaxText.cost.step_time import StepTime
-from MaxText.monitoring.tables import ABSENT, format_table, short_count, short_time
+from MaxText.formatting import ABSENT, format_table, short_count, short_time
 
 _GB = 1e9
 _WIDTH = 100  # columns of a usual terminal's screen

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from MaxText.formatting import format_table
 from MaxText.monitoring.step_line import perplexity, shown_perplexity
-from MaxText.monitoring.tables import format_table
 
 Progress = Callable[[int, int], None]  # (done, total)
 

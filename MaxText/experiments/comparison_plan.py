@@ -20,8 +20,7 @@ from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
 from MaxText.experiments.compare_args import UNITS, Match
 from MaxText.experiments.variants import KEPT_AT_THE_END, SOURCE, Variant, stage_names
-from MaxText.monitoring.tables import format_table, short_count
-from MaxText.pluralize import pluralize
+from MaxText.formatting import format_table, pluralize, short_count
 from MaxText.storage.atomic import atomic_write_text
 
 FILE = "comparison.json"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from MaxText import formatting
 from MaxText.config.schema import flatten
 from MaxText.config.values import to_yaml
 from MaxText.errors import UserError
@@ -33,7 +34,6 @@ from MaxText.experiments.seed_statistics import (
     paired_difference,
 )
 from MaxText.experiments.variants import Variant
-from MaxText.monitoring import tables
 from MaxText.monitoring.run_record import RunHistory, read_run
 from MaxText.monitoring.step_line import perplexity
 from MaxText.reports.page import PageSection, PageTable
@@ -237,7 +237,7 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
         groups = sorted(groups, key=_loss_order)
     rows = []
     for group in groups:
-        loss = tables.format_loss(group.loss.mean)
+        loss = formatting.format_loss(group.loss.mean)
         if differ:
             loss += f" ({group.loss_kind})"
         runs = str(group.loss.count)
@@ -246,12 +246,12 @@ def table_rows(groups: Sequence[ConfigResults]) -> list[list[str]]:
         cells = [
             group.label,
             loss,
-            tables.format_loss(group.loss.std),
+            formatting.format_loss(group.loss.std),
             runs,
             _optional(group.perplexity, "{:.2f}".format),
-            _optional(group.mean("parameters"), tables.short_count),
-            tables.format_operations(group.mean("flops")),
-            _optional(group.mean("tokens"), tables.short_count),
+            _optional(group.mean("parameters"), formatting.short_count),
+            formatting.format_operations(group.mean("flops")),
+            _optional(group.mean("tokens"), formatting.short_count),
             _optional(group.mean("train_seconds"), "{:,.1f}".format),
         ]
         rows.append(cells)
@@ -273,7 +273,7 @@ def _kinds(groups: Sequence[ConfigResults]) -> dict[str, list[str]]:
 
 
 def _optional(number: float | None, formatted: Callable[[float], str]) -> str:
-    return tables.ABSENT if number is None else formatted(number)
+    return formatting.ABSENT if number is None else formatted(number)
 
 
 def summary_lines(
@@ -432,7 +432,7 @@ def text_lines(
     lines = budget_deviations(groups, plan)
     if lines:
         lines.append("")
-    lines += tables.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
+    lines += formatting.format_table(HEADER, table_rows(groups), max_width=None).splitlines()
     lines += [*_table_notes(groups), ""]
     return lines + _conclusions(groups, plan, variants)
 

@@ -40,9 +40,9 @@ from MaxText.experiments.comparison_plan import (
 )
 from MaxText.experiments.solver import solve_plan, solved_variants, validation_errors
 from MaxText.experiments.variants import Variant, confounding_keys, folder_of
+from MaxText.formatting import format_loss
 from MaxText.monitoring.run_record import read_run
 from MaxText.monitoring.step_line import format_duration
-from MaxText.monitoring.tables import format_loss
 from MaxText.program_start import STOP_SIGNALS, StopRequestedError, handled
 from MaxText.reports.report_writer import write_report
 from MaxText.storage.paths import check_checkpoint_path

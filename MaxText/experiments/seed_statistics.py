@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from MaxText.pluralize import pluralize
+from MaxText.formatting import pluralize
 
 CONFIDENCE = 0.95
 

@@ -13,6 +13,7 @@ from MaxText.config.loading import LoadedConfig
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import DecodingConfig
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.inference.engine import Engine
 from MaxText.inference.generate import Completion, StoppingCriteria, Timing, generate
 from MaxText.inference.model_tokenizer import ModelTokenizer, load_model_tokenizer
@@ -22,7 +23,6 @@ from MaxText.inference.trained_model import load_model
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.params import Params
 from MaxText.parallelism.mesh import ShardingPlan, microbatch_size
-from MaxText.pluralize import pluralize
 
 Write = Callable[[str], None]
 

@@ -5,8 +5,8 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 
+from MaxText.formatting import format_duration, short_count
 from MaxText.monitoring.events import Event, Sink
-from MaxText.monitoring.tables import format_duration, short_count
 
 
 def perplexity(lm_loss: float) -> float:

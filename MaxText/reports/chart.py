@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from MaxText.monitoring.tables import short_count
+from MaxText.formatting import short_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

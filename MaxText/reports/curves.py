@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from MaxText.formatting import time_unit
 from MaxText.monitoring.run_record import RunHistory
-from MaxText.monitoring.tables import time_unit
 from MaxText.reports.chart import Axis, AxisName, Kind, Series
 from MaxText.reports.entries import Entry, averaged
 

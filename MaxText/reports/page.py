@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 import plotly.offline
 from markupsafe import Markup, escape
 
-from MaxText.monitoring.tables import ABSENT
+from MaxText.formatting import ABSENT
 from MaxText.reports.chart import PALETTE, SYMBOLS, Chart, color_of, dash_of
 from MaxText.reports.entries import Entry, all_runs
 

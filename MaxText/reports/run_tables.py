@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from MaxText.config.values import to_yaml
-from MaxText.monitoring.events import MAIN_KEYS
-from MaxText.monitoring.run_record import RunHistory
-from MaxText.monitoring.tables import (
+from MaxText.formatting import (
     ABSENT,
     format_loss,
     format_operations,
@@ -17,9 +15,11 @@ from MaxText.monitoring.tables import (
     format_size,
     format_time,
     format_whole,
+    pluralize,
     short_count,
 )
-from MaxText.pluralize import pluralize
+from MaxText.monitoring.events import MAIN_KEYS
+from MaxText.monitoring.run_record import RunHistory
 from MaxText.reports.entries import (
     Entry,
     alike,

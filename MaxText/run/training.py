@@ -104,8 +104,8 @@ def train(
     )
 
     # --- Model and optimizer ----------------------------------------------------------------------
+    from MaxText.formatting import parameter_table
     from MaxText.growth.resolve import resolve_growth
-    from MaxText.monitoring.tables import parameter_table
     from MaxText.training.assembly import setup_train
 
     # Without growth in the run's history or its keys, the configuration stays as it is.

@@ -5,10 +5,10 @@ import functools
 
 from MaxText.config.training_sections import BatchConfig
 from MaxText.cost.flops import FlopCount, count_flops
+from MaxText.formatting import byte_count, derived_quantities
 from MaxText.hardware.peak_flops import PeakFlops
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
 from MaxText.layers.assembly.model import Model
-from MaxText.monitoring.tables import byte_count, derived_quantities
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,10 +11,10 @@ from MaxText.config.loading import load_config
 from MaxText.config.registry import lookup
 from MaxText.conformance.comparison import matmul_flops
 from MaxText.cost.flops import MFU_RULE, FlopCount, PartFlops, count_flops, model_cost
+from MaxText.formatting import parameter_table
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.attention.attention import average_keys_computed, average_keys_visible
 from MaxText.layers.part import Flops
-from MaxText.monitoring.tables import parameter_table
 from MaxText.training.objective import loss_sums
 from tests.layers.test_conformance import sums_as_products
 from tests.small_models import random_batch, tiny_config, trainer

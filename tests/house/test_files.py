@@ -235,16 +235,13 @@ BELOW = {
     "monitoring": "config storage runtime",
     "conversion": "config storage parallelism layers input_pipeline training checkpointing",
     "growth": "config parallelism layers training checkpointing conversion",
-    "cost": (
-        "config storage runtime hardware parallelism layers input_pipeline training growth "
-        "monitoring"
-    ),
+    "cost": "config storage runtime hardware parallelism layers input_pipeline training growth",
 }
 _LOWER = (
     "config storage runtime parallelism layers input_pipeline training checkpointing conversion"
 )
 BELOW |= {
-    "compilation": f"{_LOWER} hardware monitoring growth cost",
+    "compilation": f"{_LOWER} hardware growth cost",
     "inference": f"{_LOWER} growth compilation",
     "evaluation": f"{_LOWER} monitoring inference",
     "reports": "config storage monitoring",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from MaxText.config.training_sections import MonitoringConfig
+from MaxText.formatting import short_time
 from MaxText.monitoring.events import Event
 from MaxText.monitoring.profiler import StepProfiler
 from MaxText.monitoring.step_line import (
@@ -16,7 +17,6 @@ from MaxText.monitoring.step_line import (
     step_line,
     step_row,
 )
-from MaxText.monitoring.tables import short_time
 
 METRICS = {"loss": 2.5, "lm_loss": 2.25, "total_weights": 4096.0}
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from MaxText.formatting import ABSENT, format_table
 from MaxText.monitoring.run_record import read_run
-from MaxText.monitoring.tables import ABSENT, format_table
 from MaxText.reports import run_tables
 from MaxText.reports.curves import Axes
 from MaxText.reports.entries import all_runs, differing_keys, group_runs

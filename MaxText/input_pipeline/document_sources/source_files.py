@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.document_formats import (
     JSON_LAYOUTS,
     NOT_TEXT,
@@ -25,7 +26,6 @@ from MaxText.input_pipeline.document_sources.document_formats import (
     format_of,
     known_format,
 )
-from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo
 

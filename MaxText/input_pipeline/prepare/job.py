@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.corpus import Corpus
 from MaxText.input_pipeline.document_sources.text_streams import too_many_error
 from MaxText.input_pipeline.prepare.process_pool import run_jobs, run_once
@@ -39,7 +40,6 @@ from MaxText.input_pipeline.token_store.manifest import (
     Split,
     TokenizerEntry,
 )
-from MaxText.pluralize import pluralize
 from MaxText.storage.atomic import atomic_write_text, sync_file
 
 _MAX_NAMED_ERRORS = 10

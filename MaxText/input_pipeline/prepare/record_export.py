@@ -35,6 +35,7 @@ import numpy as np
 
 from MaxText.config.data_sections import ExportedRecords, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.tables import require_pyarrow
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
@@ -48,7 +49,6 @@ from MaxText.input_pipeline.token_store.manifest import (
     read_manifest,
 )
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
-from MaxText.pluralize import pluralize
 from MaxText.storage import atomic
 
 FILE_LISTS = {

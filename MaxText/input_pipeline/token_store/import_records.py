@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline import local_cache
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.local_cache import Arrays, write_arrays
@@ -39,7 +40,6 @@ from MaxText.input_pipeline.token_store.store import (
     checksums_name,
     file_checksums,
 )
-from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.atomic import atomic_write_text, lock
 from MaxText.storage.errors import BadRecordError, FileReadError, is_transient

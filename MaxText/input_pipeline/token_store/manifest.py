@@ -21,7 +21,7 @@ import numpy as np
 import pydantic
 
 from MaxText.errors import UserError
-from MaxText.pluralize import pluralize
+from MaxText.formatting import pluralize
 from MaxText.storage.errors import FileReadError
 from MaxText.storage.file_access import FileInfo, file_infos, path_type
 

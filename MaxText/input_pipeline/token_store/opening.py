@@ -16,6 +16,7 @@ import numpy as np
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources import tables
 from MaxText.input_pipeline.document_sources.records import (
     USUAL_FIELDS,
@@ -43,7 +44,6 @@ from MaxText.input_pipeline.token_store.token_dataset import (
     foreign_dataset,
 )
 from MaxText.input_pipeline.tokenization.load_tokenizer import find_tokenizer_near
-from MaxText.pluralize import pluralize
 from MaxText.storage import file_access
 from MaxText.storage.file_access import FileInfo, is_url, local_path, relative_names
 

@@ -20,6 +20,7 @@ import regex
 import tiktoken
 
 from MaxText.errors import UserError
+from MaxText.formatting import pluralize
 from MaxText.input_pipeline.tokenization.interface import (
     CHECKED_TEXT,
     CONFIG_NAME,
@@ -29,7 +30,6 @@ from MaxText.input_pipeline.tokenization.interface import (
     control_token_settings,
     write_files,
 )
-from MaxText.pluralize import pluralize
 
 TIKTOKEN_NAME = "tokenizer.tiktoken"
 

@@ -197,3 +197,8 @@ def format_size(num_bytes: float | None) -> str:
 def format_time(seconds: float) -> str:
     """Formats seconds as h:mm:ss, or in seconds below a minute."""
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Returns `1 file`, `1,000 files`, from a regular singular noun."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
