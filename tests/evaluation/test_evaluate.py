@@ -180,7 +180,7 @@ def test_what_is_scored_is_typed_or_comes_with_the_weights(tmp_path):
     (folder / "items" / "manifest.ocdbt").write_text("")
     (folder / "metadata").mkdir()
     config = {"dataset_path": "trained_on", "grain_eval_files": "evaluated_on", "eval_steps": 2}
-    config |= {"mlm_training": True, "mlm.mask_id": 3, "mlm.cls_token_id": 4}
+    config |= {"mlm_training": True, "mlm": {"mask_id": 3, "cls_token_id": 4}}
     metadata = with_digests({"config": config}, {}, {})
     (folder / "metadata" / "metadata").write_text(json.dumps(metadata))
 

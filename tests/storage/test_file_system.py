@@ -82,7 +82,7 @@ def test_other_storage_and_a_missing_package(monkeypatch):
     for path in ("s3://b/x", "hf://b/x", "nothing://b"):
         refused("base_output_directory", parse_path, path, "base_output_directory")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    message = r"base_output_directory=gs://b/x needs .*MaxText\[gcs\]"
+    message = r"base_output_directory=gs://b/x needs .*jaxpretrain\[gcs\]"
     refused(message, parse_path, "gs://b/x", "base_output_directory")
 
 

@@ -147,7 +147,7 @@ def test_columns_of_paragraphs(tmp_path, monkeypatch):
     assert [(document.text, document.row) for document in documents] == [("a\n\nb", 0), ("c", 2)]
     assert skipped == {"empty": 1}
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    refused(r"MaxText\[data\]", read_texts, tmp_path / "a.parquet")
+    refused(r"jaxpretrain\[data\]", read_texts, tmp_path / "a.parquet")
 
 
 def test_text_that_looks_like_a_record_stays_text(tmp_path):

@@ -163,7 +163,7 @@ def test_same_bytes_with_beam(corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "apache_beam", None)
         beam = byte_options(corpus, **{"prepare.runner": "beam"})
-        refused(r"MaxText\[beam\]", made, beam, tmp_path / "d")
+        refused(r"jaxpretrain\[beam\]", made, beam, tmp_path / "d")
     pytest.importorskip("apache_beam", reason="prepare.runner=beam needs it")
     split_small(monkeypatch, 1500)
     for runner in ("local", "beam"):
@@ -187,7 +187,7 @@ def test_text_is_fixed_on_request(tmp_path, monkeypatch):
     keys = byte_options(tmp_path / "a.txt", prepare_fix_text=True)
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "ftfy", None)
-        refused(r"MaxText\[data\]", made, keys, tmp_path / "d")
+        refused(r"jaxpretrain\[data\]", made, keys, tmp_path / "d")
     manifest = made(keys, tmp_path / "fixed")
     made(byte_options(tmp_path / "a.txt"), tmp_path / "as it is")
     for name, expected in (("fixed", "schön"), ("as it is", "schÃ¶n")):

@@ -204,7 +204,7 @@ def test_failures_leave_no_half_file(tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "pyarrow", None)
         parquet_keys = {"prepare_output_format": "parquet"}
-        refused(r"MaxText\[data\]", export, prepared, tmp_path / "new", **parquet_keys)
+        refused(r"jaxpretrain\[data\]", export, prepared, tmp_path / "new", **parquet_keys)
     file = min((tmp_path / "set" / "train").glob("tokens-*"))
     os.truncate(file, 10)
     refused(file.name, export, prepared, tmp_path / "again")

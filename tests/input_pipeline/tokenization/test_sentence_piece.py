@@ -74,4 +74,4 @@ def test_damaged_or_missing(model, tmp_path, monkeypatch):
     (tmp_path / "bad.model").write_bytes(b"\x00garbage")
     refused(r"bad\.model", load_tokenizer, str(tmp_path / "bad.model"))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    refused(r"MaxText\[data\]", load_tokenizer, str(model))
+    refused(r"jaxpretrain\[data\]", load_tokenizer, str(model))
