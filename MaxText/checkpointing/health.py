@@ -8,7 +8,8 @@ be broken before any metric shows it.
 knows about a state (`HealthEvidence`) and is asked
 
   - about each saved checkpoint when it is saved and after every later step, until it is healthy;
-  - about the newest state, before it is copied to memory as a target of rollbacks;
+  - about the newest state, before it is copied to memory as a target of rollbacks (before the
+    evaluation of the same step, if there is one);
   - about the final state, when a run ends on purpose.
 """
 
@@ -29,14 +30,18 @@ class HealthEvidence:
     """What a run knows about one of its states when it asks whether the state is healthy.
 
     Attributes:
-      step: The state is that after this step.
+      step: The state is that after this step. For the newest state: the newest step with reported
+        metrics, up to `step_log_period` steps before that of the state.
       num_accepted: Number of steps in a row that the spike guard accepted. For a checkpoint: steps
         after it, up to the newest reported one. For the newest state, which has no later step: the
         last steps up to it, math.inf if no step of the run was ever skipped.
       problems: What speaks against the state besides skipped steps, in words: a rollback that is
         due, a diverged loss. Known for the newest state only; empty for checkpoints.
-      validation_losses: Validation loss after each evaluated step, since this start of the run or
-        its last rollback. The rule does not depend on it.
+      validation_losses: Validation loss after each evaluated step, also of steps after the state.
+        Checkpoints do not store them: those of earlier starts are missing, as are those that a
+        rollback undid. An evaluated step rarely has a checkpoint: with periods of 100, evaluations
+        follow steps 99, 199, and checkpoints 100, 200. The unit is that of the objective, as in
+        `eval/avg_loss`; a loss may be NaN. The rule does not depend on it.
     """
 
     step: int
@@ -73,11 +78,14 @@ class HealthyCheckpoints:
         """Returns whether a state is healthy: the only definition in the program.
 
         It is if nothing speaks against it and `healthy_after_steps` steps in a row were accepted.
+        So a checkpoint that stays on disk becomes healthy some day. A rule that refuses some for
+        good has to change `steps_to_preserve` as well, or retention keeps one of them in place of
+        each later one.
         """
         return not evidence.problems and evidence.num_accepted >= self._healthy_after_steps
 
     def is_newest_healthy(self, problems: Sequence[str] = ()) -> bool:
-        """Returns whether the state after the newest observed step is healthy.
+        """Returns whether the newest state of the run is healthy, judged by the observed steps.
 
         Args:
           problems: See `HealthEvidence`.
@@ -140,7 +148,7 @@ class HealthyCheckpoints:
         self._written = read_run_file(self._folder, "healthy", self._log, consequence) or []
         return set(self._written)
 
-    def watch(self, step: int) -> None:
+    def add_candidate(self, step: int) -> None:
         """Makes a saved checkpoint a candidate, or promotes it if it needs no accepted step."""
         if step not in self.steps:
             self._candidates[step] = 0
@@ -163,7 +171,10 @@ class HealthyCheckpoints:
         }
 
     def steps_to_preserve(self) -> set[int]:
-        """Returns the newest healthy step and the next candidate."""
+        """Returns the newest healthy step and the first candidate after it.
+
+        Without the latter, retention would delete each candidate before it becomes healthy.
+        """
         newest = max(self.steps, default=-1)
         later_candidates = (step for step in self._candidates if step > newest)
         next_candidate = min(later_candidates, default=-1)

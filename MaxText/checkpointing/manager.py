@@ -110,7 +110,8 @@ class CheckpointManager:
         Args:
           state: A TrainState, or another dataclass of arrays with a field `step`.
           position: The data position of the next step, if there is any: a JSON object.
-          metadata: Of `compatibility.checkpoint_metadata`, and more: a JSON object.
+          metadata: Of `compatibility.checkpoint_metadata`, with what `Loop.save` adds: a JSON
+            object.
 
         Returns:
           False if the step is on disk already, could not be written, or checkpointing is disabled.
@@ -123,7 +124,7 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Blocks until the background save completes; UserError if it failed."""
-        self._saver.finish(is_last=True)
+        self._saver.wait(is_last=True)
 
     def close(self) -> None:
         """Waits and stops Orbax's threads; UserError if the last save failed."""
@@ -148,7 +149,7 @@ class CheckpointManager:
             self._health_written_at = time.monotonic()
             self._write_health()
 
-    def finish(self, last_step: int, problems: Sequence[str] = ()) -> bool:
+    def promote_final(self, last_step: int, problems: Sequence[str] = ()) -> bool:
         """Promotes the final checkpoint if the final state is healthy. Collective.
 
         Call it when a run ends on purpose, as no later step can then show that the state was
@@ -166,7 +167,7 @@ class CheckpointManager:
         """
         if not self.health.is_newest_healthy(problems):
             return False
-        self._saver.finish(is_last=True)
+        self._saver.wait(is_last=True)
         if self._listing.is_finalized(last_step):
             self.health.promote(last_step)
             self._write_health()
@@ -179,7 +180,7 @@ class CheckpointManager:
         Args:
           before_step: Considers earlier steps only.
         """
-        self._saver.finish()
+        self._saver.wait()
         healthy_steps = self.health.steps & set(self.steps())
         if before_step is not None:
             healthy_steps = {step for step in healthy_steps if step < before_step}
@@ -192,7 +193,7 @@ class CheckpointManager:
 
     def roll_back_to(self, step: int) -> None:
         """Deletes the checkpoints after `step`. Collective; raises like `save`."""
-        self._saver.finish()
+        self._saver.wait()
         self._retention.quarantine_corrupted()
         if self._retention.delete_after(step):
             self._saver.close_orbax()  # it would keep listing them
@@ -203,7 +204,7 @@ class CheckpointManager:
         No resume and no rollback uses them; they stay on disk to be inspected or renamed back.
         Collective; raises like `save`.
         """
-        self._saver.finish()
+        self._saver.wait()
         listed = all_succeed("listing checkpoints", self.steps)
         broken_steps = [step for step in listed if is_broken(step)]
         self._retention.set_aside(broken_steps, is_broken)
@@ -302,9 +303,12 @@ class CheckpointManager:
         return RestoreAttempt(None, reason)
 
     def resume_from(self, step: int) -> None:
-        """Records the resumed step. Later checkpoints stay until the next save."""
+        """Records the resumed step, and lets its checkpoint become healthy.
+
+        Later checkpoints stay until the next save.
+        """
         self._retention.resume_from(step)
-        self.health.watch(step)
+        self.health.add_candidate(step)
 
     def mark_corrupted(self, step: int) -> None:
         """Marks a damaged checkpoint, to be renamed to `<step>.unreadable` by the next save."""

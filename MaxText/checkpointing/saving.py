@@ -57,7 +57,7 @@ class CheckpointSaver:
     """Writes one checkpoint after another; owns Orbax's manager.
 
     One failed save is logged. The second in a row raises UserError, and so does one that leaves the
-    run without any checkpoint. A save in the background fails in the next call of `finish`.
+    run without any checkpoint. A save in the background fails in the next call of `wait`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CheckpointSaver:
 
         Returns False if the step is on disk already or could not be written.
         """
-        self.finish()
+        self.wait()
         import orbax.checkpoint as ocp
 
         storage = self._config.checkpoint_storage
@@ -105,7 +105,7 @@ class CheckpointSaver:
             if not all_succeed("checking the checkpoint folder", lambda: self._can_write(step)):
                 self._saving = None
                 return False
-            self._health.watch(step)
+            self._health.add_candidate(step)
             manager = self._open_orbax()
             is_saved = manager.save(
                 step,
@@ -129,7 +129,7 @@ class CheckpointSaver:
             self._complete()
         return is_saved
 
-    def finish(self, *, is_last: bool = False) -> None:
+    def wait(self, *, is_last: bool = False) -> None:
         """Waits for the save in progress.
 
         Args:

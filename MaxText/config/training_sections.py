@@ -324,13 +324,14 @@ class CheckpointingConfig(Section):
     enable_checkpointing: bool = key(True, "Save and restore checkpoints.")
     async_checkpointing: bool = key(True, "Save in the background.", only_if="enable_checkpointing")
     checkpoint_period: Count = key(10_000, unit="steps", only_if="enable_checkpointing")
-    """Steps between saves."""
+    """Steps between saves: 100 saves after steps 100, 200 and so on."""
     save_checkpoint_on_start: bool = key(True, only_if="enable_checkpointing")
     """Save after the first step (step 0)."""
     save_checkpoint_on_completion: bool = key(True, only_if="enable_checkpointing")
     """Save after the last step."""
     max_to_keep: int | None = key(None, ge=1, only_if="enable_checkpointing")
-    """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint is kept as well."""
+    """Newest checkpoints to keep; null keeps all. The newest healthy checkpoint and the next that
+    can become healthy are kept as well."""
     keep_period: int | None = key(None, unit="steps", ge=1, only_if="enable_checkpointing")
     """Checkpoints at multiples of this step are never deleted."""
     load_parameters_path: str = key("")
@@ -348,7 +349,9 @@ class CheckpointingConfig(Section):
 class EvaluationConfig(Section):
     """Loss on held-out data."""
 
-    eval_interval: int = key(-1, "Steps between evaluations; -1 disables.", unit="steps", ge=-1)
+    eval_interval: int = key(-1, unit="steps", ge=-1)
+    """Steps between evaluations: 100 evaluates after steps 99, 199 and so on, and after the last
+    step; -1 disables."""
     eval_steps: CountOrAuto = key(-1, unit="batches")
     """Batches per evaluation; -1 is the whole split."""
     eval_per_device_batch_size: NonNegative = key(0.0, unit="sequences")
@@ -432,8 +435,8 @@ class GuardConfig(Section):
     or half the median norm."""
     rollback: RollbackOptions = options(RollbackOptions, only_if=_SKIPPING)
     healthy_after_steps: Natural = key(10, unit="updates")
-    """Consecutive healthy steps after a checkpoint that confirm it. Rollbacks restore the last
-    confirmed checkpoint, which is never deleted."""
+    """Consecutive accepted steps after a checkpoint that make it healthy. Rollbacks restore the
+    newest healthy checkpoint, which is never deleted."""
     abort_on_nan_loss: bool = key(True)
     """Exit with code 1 when a logged loss is not finite and its step was not skipped."""
     heartbeat_timeout: NonNegative = key(600.0, unit="seconds")

@@ -134,7 +134,7 @@ def raise_if_diverged(problem: str, divergence: str) -> None:
     """Ends a run that learned nothing of use with an error.
 
     Args:
-      problem: What is wrong with the final state, of `Loop.confirm_final_state`; "" if nothing.
+      problem: What is wrong with the final state, of `Loop.judge_final_state`; "" if nothing.
       divergence: How the training loss diverged, of `LossTrend.diverged`; "" if it did not.
 
     Raises:

@@ -45,10 +45,11 @@ def broken_state_reason(
     batches: Iterable[Any],
     loss_limit: float,
 ) -> str:
-    """Returns why a state is broken, or "" if it is healthy.
+    """Returns why a state is broken, or "" if it is not.
 
-    A state is healthy if one more step on any of the batches would be accepted: a single batch can
-    be an outlier. It is healthy without batches, too.
+    A state is broken if one more step on each of the batches would be skipped: a single batch can
+    be an outlier. Without batches it is not broken. Whether a state that is not broken is healthy
+    is decided by `checkpointing/health.py`.
 
     Args:
       train_step: (state, batch) -> (state, metrics).

@@ -487,6 +487,10 @@ class Loop:
     def save(self, step: int, *, evaluation_is_due: bool = False) -> None:
         """Saves a checkpoint, after all events before it.
 
+        Its metadata hold what a restart needs besides the state and the data position:
+        `RollbackController` reads "rollbacks", `open_run_logger` reads "loss_trend", `train`
+        "evaluation_is_due", and `Lineage` what it has added.
+
         Args:
           step: The step after which the state is saved.
           evaluation_is_due: Whether a run that resumes from it has to evaluate it first.
@@ -510,13 +514,14 @@ class Loop:
                 self.records.checkpoints.save(step, self.state, position, metadata)
         self._is_saving = False
 
-    def confirm_final_state(self) -> str:
-        """Promotes the final checkpoint, or sets it aside if its state is broken.
+    def judge_final_state(self) -> str:
+        """Promotes the final checkpoint if it is healthy; sets it aside if its state is broken.
 
         Uses up the state.
 
         Returns:
-          What is wrong with the end of the run; "" if it is healthy.
+          What is wrong with the end of the run: a broken state, or too many skipped steps; else "",
+          also if the final checkpoint was not promoted.
         """
         trend = self.records.run_logger.trend
         state = self.state
@@ -532,7 +537,7 @@ class Loop:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
             problems = [*self.supervision.rollback.problems, skipped, trend.diverged]
-            self.records.checkpoints.finish(last_step, list(filter(None, problems)))
+            self.records.checkpoints.promote_final(last_step, list(filter(None, problems)))
             return f"{skipped}; the state before them is healthy" if skipped else ""
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"

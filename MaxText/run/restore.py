@@ -41,7 +41,8 @@ class RestoreResult(NamedTuple):
     position: dict[str, Any] | None  # of the data; None to start at that of `first_step`
     source: str  # one line, such as "checkpoint of step 120"
     how: str  # "scratch", "resume", "full_state", "parameters" or "growth"
-    metadata: Mapping[str, Any] = {}  # of compatibility.checkpoint_metadata, if there is any
+    # What `Loop.save` stored with the checkpoint. Of another run, unless `how` is "resume".
+    metadata: Mapping[str, Any] = {}
     folder: str = ""  # of the checkpoint; empty for scratch
     stored_step: int | None = None  # the step after which the checkpoint was saved, if known
     changes: Mapping[str, tuple[str, str]] = {}  # key -> value in the checkpoint, value now

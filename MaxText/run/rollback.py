@@ -61,7 +61,8 @@ class _Target(NamedTuple):
 class RollbackController:
     """Detects from metrics of reported steps when to roll back, and does so.
 
-    Rollbacks of earlier starts count.
+    Also tells `checkpoints` which steps were skipped, which decides about healthy states. Rollbacks
+    of earlier starts count towards `rollback.maximum`.
 
     Attributes:
       trigger: Set when the run should roll back; the loop then calls `roll_back`.

@@ -373,7 +373,7 @@ def _finish(training: "Loop") -> None:
         run_folder=run_folder,
         run_logger=run_logger,
     )
-    problem = training.confirm_final_state()  # uses up the state
+    problem = training.judge_final_state()  # uses up the state
     checkpoints.close()
     in_nats = is_in_nats(model.config.objective)
     final_outputs.log_validation_loss(

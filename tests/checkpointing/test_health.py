@@ -28,24 +28,28 @@ def test_the_rule(tmp_path, num_accepted, problems, expected):
 
 
 def test_the_rule_decides_about_checkpoints_and_the_newest_state(tmp_path):
-    """One that looks at the validation loss is all that such a promotion takes."""
+    """Here one that looks at the newest validation loss up to the state."""
 
     class WithGoodLosses(HealthyCheckpoints):
         def is_healthy(self, evidence):
-            return evidence.validation_losses.get(evidence.step, 9.0) < 3.0
+            losses = evidence.validation_losses
+            newest = max((step for step in losses if step <= evidence.step), default=None)
+            return newest is not None and losses[newest] < 3.0
 
     health = WithGoodLosses(epath.Path(tmp_path), 3, pytest.fail)
-    health.observe_evaluation(4, 2.5)
-    health.observe_evaluation(6, 3.5)
-    health.watch(2)
-    health.watch(4)
+    health.observe_evaluation(3, 2.5)
+    health.observe_evaluation(5, 3.5)
+    for step in (2, 4, 6):
+        health.add_candidate(step)
     assert health.steps == {4}
     for step, expected in ((4, True), (5, False), (6, False)):
         health.observe_steps(step, last_skipped=-1)
         assert health.is_newest_healthy() == expected
-    health.begin(4, last_skipped=-1)  # a rollback: what came after it is gone
-    health.observe_steps(4, last_skipped=-1)
-    assert not health.is_newest_healthy()
+    assert health.steps == {4}
+    for first_step, expected in ((5, True), (3, False)):  # rollbacks: what came after is gone
+        health.begin(first_step, last_skipped=-1)
+        health.observe_steps(5, last_skipped=-1)
+        assert health.is_newest_healthy() == expected
 
 
 @pytest.mark.parametrize(
@@ -68,9 +72,9 @@ def test_the_newest_state(tmp_path, first_step, skipped_before, last_step, last_
 
 def test_accepted_steps_in_a_row_make_a_checkpoint_healthy(tmp_path):
     health = healthy_checkpoints(tmp_path)
-    health.watch(10)
+    health.add_candidate(10)
     health.observe_steps(12, last_skipped=-1)  # those up to 10 say nothing about it
-    health.watch(12)
+    health.add_candidate(12)
     assert health.steps == set()
     health.observe_steps(13, last_skipped=13)  # the count starts again
     for step in (14, 15):
@@ -79,13 +83,13 @@ def test_accepted_steps_in_a_row_make_a_checkpoint_healthy(tmp_path):
     health.observe_steps(16, last_skipped=13)
     assert health.steps == {10, 12}
     at_once = healthy_checkpoints(tmp_path, healthy_steps=0)
-    at_once.watch(4)
+    at_once.add_candidate(4)
     assert at_once.steps == {4}
 
 
 def test_steps_between_two_reports_are_known_by_the_later_one(tmp_path):
     health = healthy_checkpoints(tmp_path)
-    health.watch(2)
+    health.add_candidate(2)
     health.observe_steps(4, last_skipped=-1)
     # Any of 5, 6 and 7 may have been skipped, so that none counts.
     health.observe_steps(9, last_skipped=7)

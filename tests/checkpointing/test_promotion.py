@@ -123,10 +123,10 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
     train(checkpoints, range(12), period=2)
     checkpoints.wait()
     assert checkpoints.steps() == [4, 6, 8, 10]  # 4 was good when 10 was saved, 6 the next
-    assert not checkpoints.finish(10, ["the loss diverged"])
-    assert checkpoints.finish(1_000)  # there is no such checkpoint
+    assert not checkpoints.promote_final(10, ["the loss diverged"])
+    assert checkpoints.promote_final(1_000)  # there is no such checkpoint
     assert checkpoints.last_healthy() == 6
-    assert checkpoints.finish(10)
+    assert checkpoints.promote_final(10)
     assert checkpoints.steps() == [8, 10]  # no more than it was asked to keep
     checkpoints.close()
     assert open_run(tmp_path, 5, max_to_keep=2).last_healthy() == 10
@@ -135,7 +135,7 @@ def test_a_run_that_is_over_declares_its_last_one_good(tmp_path):
 def test_broken_states_are_set_aside(tmp_path):
     checkpoints = open_run(tmp_path, healthy_steps=1)
     train(checkpoints, range(6))
-    checkpoints.finish(5)
+    checkpoints.promote_final(5)
     assert checkpoints.set_aside(lambda step: step >= 4) == [4, 5]
     assert checkpoints.set_aside(lambda step: step >= 4) == []
     assert checkpoints.last_healthy() == 3

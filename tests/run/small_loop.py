@@ -76,7 +76,7 @@ class MetricLogger:
 class Rollback:
     """Goes back to `restored_step` once `trigger` is set."""
 
-    is_healthy, num_rollbacks = True, 0
+    num_rollbacks = 0
 
     def __init__(self, calls, batches):
         self.calls, self.batches = calls, batches

@@ -1,4 +1,4 @@
-"""The state after the last step: judged by one more step, before it counts as healthy."""
+"""The state after the last step: one more step shows whether it is broken."""
 
 import dataclasses
 import math
@@ -57,7 +57,7 @@ def judged(batches, limit=math.inf, **changes):
     return broken_state_reason(train_step, 0, batches, limit), len(used)
 
 
-def test_a_state_is_healthy_if_a_step_on_any_batch_would_be_accepted():
+def test_a_state_is_not_broken_if_a_step_on_any_batch_would_be_accepted():
     assert judged([(3.0, False), (3.0, False)]) == ("", 1)
     assert judged([(9.0, True), (3.0, False)]) == ("", 2)
     assert judged([]) == ("", 0)
