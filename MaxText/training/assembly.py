@@ -104,6 +104,7 @@ def _trace(model: Model) -> None:
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
+        """Returns the logits of one sequence [1, T], to trace the whole forward pass."""
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
         return model.merge(params)(batch)
 

@@ -31,6 +31,7 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
 def _cross_entropy_forward(
     logits_BTV: jax.Array, targets_BT: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    """Returns the outputs of `cross_entropy`, and its residuals: logits, targets and log Z."""
     log_normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     target_logits_BT, log_normalizer_BT = target_logits(logits_BTV, targets_BT, log_normalizer_BT)
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
@@ -40,6 +41,10 @@ def _cross_entropy_forward(
 def _cross_entropy_backward(
     residuals: Any, gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
+    """Returns the gradient with respect to the logits [B, T, V]; None for the targets.
+
+    With p = softmax(logits): d loss / d logits = p - onehot(target), d log Z / d logits = p.
+    """
     logits_BTV, targets_BT, log_normalizer_BT = residuals
     grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
@@ -103,7 +108,10 @@ def cross_entropy_losses(
 
 @register("objective", "entmax")
 def entmax_losses(config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns the alpha-entmax loss; alpha = 1 is softmax."""
+    """Returns the alpha-entmax loss (Peters et al. 2019); alpha = 1 is softmax.
+
+    It is no cross entropy in nats, and has log(Z) only for alpha = 1.
+    """
     if config.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, config.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -177,6 +185,7 @@ def loss_sums(
     def head_sums(
         h_BTD: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array, positions_BT: jax.Array
     ) -> _HeadSums:
+        """Returns sums over a chunk of tokens: h_BTD [b, t, D] and [b, t] of the others."""
         logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
         losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}

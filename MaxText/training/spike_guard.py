@@ -55,6 +55,7 @@ def initial_state(config: GuardConfig) -> GuardState | None:
 
 
 def _empty_state(window: int) -> GuardState:
+    """Returns the state before any step, for a window of `window` updates."""
     return GuardState(
         values_QW=jnp.zeros((_QUANTITIES, window), jnp.float32),
         num_accepted=jnp.int32(0),
@@ -178,6 +179,7 @@ def select(accept: jax.Array, new_tree: Any, old_tree: Any) -> Any:
         return isinstance(node, optax.ScaleByScheduleState)
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        """Returns the new or the old leaf; for a schedule's state, always the new one."""
         return new_leaf if is_schedule(new_leaf) else jnp.where(accept, new_leaf, old_leaf)
 
     return jax.tree.map(choose, new_tree, old_tree, is_leaf=is_schedule)

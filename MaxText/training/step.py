@@ -55,7 +55,13 @@ _GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _Gradie
 def make_initialize(
     model: Model, optimizer: optax.GradientTransformation, guard: GuardConfig = _NO_GUARD
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns a pure function from a random key to a fresh state."""
+    """Returns a pure function from a random key to a fresh state.
+
+    Args:
+      model: With `auto` values resolved.
+      optimizer: From `make_optimizer`; its state is part of the train state.
+      guard: Of spikes; its state is None if it is disabled.
+    """
 
     def initialize(key: jax.Array) -> TrainState:
         params = model.initialize(key)
@@ -106,7 +112,10 @@ def make_train_step(
     def loss_and_gradients(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
     ) -> _Gradients:
+        """Returns losses and gradients of a batch, or a microbatch's share of the batch's."""
+
         def loss_function(params: Params) -> tuple[jax.Array, tuple[Scalars, Scalars]]:
+            """Returns what is minimized; and the losses and other means, by name."""
             decoder = model.merge(params)
             sums = loss_sums(decoder, batch, objective, dropout_key, training=True)
             losses = sums.means(*totals)
@@ -215,6 +224,8 @@ def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -
     def accumulate(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
     ) -> _Gradients:
+        """Returns the sum of the shares of all microbatches, by a scan over them."""
+
         def add_microbatch(
             sums: _Gradients, microbatch_and_index: tuple[Batch, jax.Array]
         ) -> tuple[_Gradients, None]:
@@ -234,10 +245,12 @@ def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -
 
 
 def _add_updates(params: Params, updates: optax.Updates) -> Params:
+    """Returns parameters + updates, in the dtype of the parameters."""
     return cast(Params, optax.apply_updates(params, updates))
 
 
 def _sum(scalars: Scalars) -> jax.Array:
+    """Returns the sum of scalars; 0 without any."""
     return sum(scalars.values())  # type: ignore[return-value]
 
 

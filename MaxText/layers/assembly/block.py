@@ -24,12 +24,23 @@ _PATH = 2
 
 
 class Block(nnx.Module):
-    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); ..."""
+    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm'(h)).
+
+    A part of a layer is built and applied by a method of its own, which variants override
+    (block_variants.py). Each branch's output passes `branch`, for dropout and drop path.
+    """
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
     positions = 0  # which positions of the decoder it has
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        """Builds the layer.
+
+        Args:
+          layer: Keys and sizes of the layer, which layer_kinds may change.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         config = layer.config
         self.dropout_rate = config.dropout.rate("residual")
         self.path_rate = config.dropout.rate("path")

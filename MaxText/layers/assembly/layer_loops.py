@@ -295,6 +295,7 @@ def apply_unrolled(
 
 
 def _sequential_weights(blueprint: Blueprint, weights: Params) -> SequentialWeights:
+    """Returns the weights of all layers for a backward pass that goes layer by layer."""
     if blueprint.is_stacked and not blueprint.is_shared:
         return SequentialWeights(weights)
     layer_weights = blueprint.layer_weights(weights)
