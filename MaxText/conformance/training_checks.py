@@ -120,6 +120,7 @@ def updates_on_eight_devices(subject: Subject) -> str | None:
         return None
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
+        """Returns the change of each parameter in two steps on a mesh of these sizes."""
         config = subject.load_config(learning_rate=0.01, steps=4, **sizes)
         sharding = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = make_trainer(config)
