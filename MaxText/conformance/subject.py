@@ -13,6 +13,7 @@ import numpy as np
 
 from MaxText.config.schema import Config
 from MaxText.conformance.comparison import matmul_flops
+from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
@@ -94,7 +95,7 @@ class Subject:
         return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
 
     @functools.cached_property
-    def traced(self) -> Any:
+    def traced(self) -> jax.stages.Traced:
         """The traced program; tracing counts operations without compiling."""
         return jax.jit(self._program).trace(self.models[0].abstract)
 
@@ -202,7 +203,7 @@ def model_logits(model: Model, params: Params, batch: Batch) -> jax.Array:
     return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
-def decode_logits(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
+def decode_logits(decoder: Decoder, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns logits of prompts, and of the next tokens one by one.
 
     Args:

@@ -146,7 +146,12 @@ class Embedding(nnx.Module):
         return logits[..., : self.embedding.shape[0]]
 
 
-def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
+def dot_general(
+    x: jax.Array,
+    kernel: jax.Array,
+    dims: jax.lax.DotDimensionNumbers,
+    precision: str | None = None,
+) -> jax.Array:
     """Returns jax.lax.dot_general of the last dimensions of x with a kernel.
 
     On CPU the gradient is that of `lowering.matmul.cpu_dot`; for precision "highest" see
@@ -165,7 +170,7 @@ def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = Non
     return cpu_dot(dims, precision, x, kernel)
 
 
-def is_exact_on_cpu(precision: Any, *operands: jax.Array) -> bool:
+def is_exact_on_cpu(precision: str | None, *operands: jax.Array) -> bool:
     """Returns whether a product is to lose no digits beyond the rounding of its result.
 
     So it is on CPU with float32 operands and matmul_precision=highest. There the plain mathematical

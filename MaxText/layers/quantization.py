@@ -46,7 +46,9 @@ def _dot(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array) -> jax.Arra
     return _product(kind, dims, a, b, jnp.float8_e4m3fn)
 
 
-def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
+def _dot_backward(
+    kind: Quantization, dims: Dims, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of a and b: each is a product of g with the other operand."""
     a, b = operands
     (a_contracted, b_contracted), (a_batch, b_batch) = dims
@@ -80,7 +82,7 @@ def _grad(
 
 
 def _product(
-    kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array, float8_a: Any
+    kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array, float8_a: jax.typing.DTypeLike
 ) -> jax.Array:
     """Returns the product of quantized operands, in the dtype of a.
 

@@ -13,6 +13,7 @@ from flax import traverse_util
 from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
+from MaxText.layers.params import Params
 from MaxText.layers.part_outputs import check, is_pair, text_of
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -112,7 +113,7 @@ def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
             check(actual == required, function, "update", f"{path} {actual}", requirement)
 
 
-def _describe_shape(leaf: Any) -> str:
+def _describe_shape(leaf: jax.ShapeDtypeStruct) -> str:
     """Returns the shape of a leaf as text, such as "[16, 64]"."""
     return f"{list(leaf.shape)}"
 
@@ -128,11 +129,13 @@ def _freeze_untrained(
 ) -> optax.GradientTransformation:
     """Restricts `optimizer` to some parameters; others have no state."""
 
-    def pick(tree: Any) -> dict:
+    def pick(tree: Any) -> Params:
         """Returns the trained leaves of a tree like the parameters."""
         return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         """Returns updates of all parameters: 0 for frozen ones."""
         new_updates, state = optimizer.update(pick(updates), state, pick(params))
         zeros = jax.tree.map(jnp.zeros_like, updates)
@@ -172,14 +175,16 @@ def scale_existing_slot_updates(
         # Not a product with 0, which would let NaN through.
         return jnp.where(is_old, jnp.zeros_like(update) if factor == 0 else factor * update, update)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = optimizer.update(updates, state, params)
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict:
+def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict[str, Any]:
     """Returns a nested dict like the parameters, with `value_of(name)` as leaves."""
     return traverse_util.unflatten_dict({name: value_of(name) for name in parameters}, sep="/")
 
@@ -345,7 +350,7 @@ def _factored_per_layer(
     """
     stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
 
-    def moment_axes(parameter: Any) -> Any:
+    def moment_axes(parameter: jax.Array) -> optax.FactoredState:
         """Returns which moments have a dimension of layers (0); others are placeholders."""
         layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
         moments: Any = jax.eval_shape(transform.init, layer)
@@ -379,7 +384,7 @@ def _factored_per_layer(
         )
         return optax.FactoredState(count, *moments)
 
-    def init(params: Any) -> optax.FactoredState:
+    def init(params: optax.Params) -> optax.FactoredState:
         """Returns the moments of all parameters and a count of 0."""
         leaves, structure = jax.tree.flatten(params)
         states = [init_one(*pair) for pair in zip(jax.tree.leaves(stacked), leaves, strict=True)]
@@ -405,7 +410,7 @@ def _factored_per_layer(
     return optax.GradientTransformation(init, update)
 
 
-def _muon_dimensions(spec: ParamSpec) -> Any:
+def _muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
     """Returns the matrix dimensions; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of

@@ -9,13 +9,15 @@ Legend: W `skip_step_interval`, Q watched quantities.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from MaxText.config.training_sections import GuardConfig
+
+Tree = TypeVar("Tree")
 
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
@@ -164,7 +166,7 @@ def decide(
     return accepted, new_state, metrics
 
 
-def select(accept: jax.Array, new_tree: Any, old_tree: Any) -> Any:
+def select(accept: jax.Array, new_tree: Tree, old_tree: Tree) -> Tree:
     """Returns the new leaves of a tree if the update is accepted, else the old ones.
 
     Schedules always advance, as they count steps.

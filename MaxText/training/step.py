@@ -25,6 +25,7 @@ from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]  # scalars by name
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 # Metrics of a step that are no part of its loss, besides norms by layer, "grad_norm/layer_0".
 _NOT_LOSSES = frozenset(
@@ -85,7 +86,7 @@ def make_train_step(
     repeat_update: bool = True,
     offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """Returns the train step, a pure function of state and batch.
 
     Losses are means over the whole global batch, so microbatches change only memory, rounding and

@@ -12,7 +12,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
-from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars
+from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
@@ -74,8 +74,8 @@ class Block(nnx.Module):
         return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Returns y_BTD, scalars to sum over layers, and the mixer's decode state.
 
         Args:
@@ -95,8 +95,11 @@ class Block(nnx.Module):
         return y_BTD, y_BTD, y_BTD
 
     def mix(
-        self, normed: tuple[jax.Array, jax.Array, jax.Array], context: ForwardContext, state: Any
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self,
+        normed: tuple[jax.Array, jax.Array, jax.Array],
+        context: ForwardContext,
+        state: DecodeState,
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Applies the mixer: to whole sequences, to prompts (prefill), or to the next tokens.
 
         Args:

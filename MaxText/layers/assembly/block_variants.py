@@ -14,7 +14,7 @@ from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.feed_forward.mlp import MLP as PlainMLP
 from MaxText.layers.params import Init, param, zeros
-from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 # RNG stream ids; block.py has the others
@@ -78,8 +78,8 @@ class ParallelBlock(Block):
         return None
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Adds both branches of the same input to it; as Block.__call__."""
         normed = self.mixer_input(inputs)
         out, scalars, state = self.mix(normed, context, state)
@@ -106,8 +106,8 @@ class BlockWithoutMixer(Block):
         self.is_parallel = layer.config.block.block_arrangement == "parallel"
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Applies the feed-forward alone; the decode state is passed on as it is."""
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
@@ -172,8 +172,8 @@ class Macaron(Block):
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Applies the first half feed-forward, then the block to the sum."""
         with scope("macaron_mlp"):
             half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)

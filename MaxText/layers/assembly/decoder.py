@@ -24,11 +24,19 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import LayerInputs, Position, PreNormalized, Scalars
+from MaxText.layers.part import (
+    Carry,
+    DecodeState,
+    LayerIndex,
+    LayerInputs,
+    Position,
+    PreNormalized,
+    Scalars,
+)
 from MaxText.layers.quantization import Quantizer
 from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
 
-States = tuple[Any, ...]  # decode states: one per layer, then the head's
+States = tuple[DecodeState, ...]  # decode states: one per layer, then the head's
 
 _HEAD_AXES = ("activation_embed_and_logits_batch", "activation_length")
 
@@ -118,7 +126,7 @@ class Decoder(nnx.Module):
         *,
         training: bool = False,
         drops_tokens: bool = True,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, Scalars]:
         """Returns final hidden states h_BTD, after the final norm, and auxiliary losses as sums.
 
         Layers are unrolled, scanned, or on a mesh with several stages pipelined.
@@ -147,7 +155,7 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
+        def apply(layer: Block, carry: Carry, index: LayerIndex, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
         arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
@@ -227,7 +235,7 @@ class Decoder(nnx.Module):
           y_BTD before the final norm, scalars summed over layers, and the layers' new states.
         """
 
-        def apply(layer: Block, carry: Any, index: int, state: Any):
+        def apply(layer: Block, carry: Carry, index: int, state: DecodeState):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
 
@@ -247,8 +255,13 @@ class Decoder(nnx.Module):
         return y_BTD, scalars, states
 
     def _layer(
-        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
-    ) -> tuple[Any, Scalars, Any]:
+        self,
+        layer: Block,
+        carry: Carry,
+        context: ForwardContext,
+        index: LayerIndex,
+        state: DecodeState,
+    ) -> tuple[Carry, Scalars, DecodeState]:
         """Applies one layer, with what the connection reads before it and writes after it.
 
         Args:
@@ -302,7 +315,7 @@ class Decoder(nnx.Module):
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
-    def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
+    def head_state(self, h_BTD: jax.Array, batch: Batch) -> DecodeState:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
         context = ForwardContext(segments_BT=batch.segments_BT)
         return self.head.state(h_BTD, batch.tokens_BT, context)
@@ -310,7 +323,7 @@ class Decoder(nnx.Module):
     def logits(
         self,
         h_BTD: jax.Array,
-        head_state: Any = None,
+        head_state: DecodeState = None,
         positions_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.

@@ -26,6 +26,8 @@ from MaxText.layers.assembly.layer_loops import CycleScan
 from MaxText.layers.assembly.stack import Blueprint
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.lowering.pipeline_buffer import replace_slot, take_slot
+from MaxText.layers.params import Params
+from MaxText.layers.part import Carry, LayerIndex, Scalars
 from MaxText.parallelism.logical_sharding import (
     HIDDEN,
     merge_batch,
@@ -37,12 +39,12 @@ from MaxText.parallelism.logical_sharding import (
 def pipeline_apply(
     layers: Any,
     blueprint: Blueprint,
-    inputs: Any,
+    inputs: Carry,
     context: ForwardContext,
-    apply: Callable[[Any, Any, jax.Array, ForwardContext], tuple[Any, dict[str, jax.Array]]],
+    apply: Callable[[Any, Carry, LayerIndex, ForwardContext], tuple[Carry, Scalars]],
     schedule: PipelineSchedule,
     policy: RematPolicy,
-) -> tuple[Any, dict[str, jax.Array]]:
+) -> tuple[Carry, Scalars]:
     """Applies all layers on the stages of a mesh.
 
     Equals `layer_loops.apply_scanned` except for rounding, and for dropout, which differs by
@@ -78,13 +80,13 @@ def pipeline_apply(
             for run, length in enumerate(plan.runs)
         }
 
-    def stage(number: jax.Array, arrived: Any, weights_K: Any, turn: jax.Array):
+    def stage(number: jax.Array, arrived: Carry, weights_K: Params, turn: jax.Array):
         """Applies a stage's K layers to what has arrived; scalars are 0 while the stage is idle."""
         visit = turn - number
         repeat = jnp.clip(visit // num_microbatches, 0, repeats - 1)
         first = (repeat * num_stages + number) * per_stage
 
-        def select_repeat(weights_R: Any) -> Any:
+        def select_repeat(weights_R: Params) -> Params:
             return jax.tree.map(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
@@ -115,7 +117,7 @@ def pipeline_apply(
         slot = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
         return shard_over_stages(replace_slot(waiting_SMbT, arrived_SbT, slot), waits=True)
 
-    def one_step(carry: tuple[Any, Any], turn: jax.Array):
+    def one_step(carry: tuple[Carry, Carry], turn: jax.Array):
         """Computes one turn of all stages, and sends each result to the next stage."""
         arrived, waiting = carry
         stage_inputs = jax.tree.map(lambda w, a: select_input(w, a, turn), waiting, arrived)
@@ -146,7 +148,7 @@ def pipeline_apply(
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
 
-def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
+def stack_by_stage(state: nnx.State, schedule: PipelineSchedule, per_stage: int) -> Params:
     """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages.
 
     With several repeats, layers move between stages once per forward and once per backward pass,
