@@ -69,6 +69,7 @@ def can_deadlock(platform: str) -> bool:
 
 
 def folder_in_use() -> str | None:
+    """Returns the folder of JAX's persistent compilation cache; None if it has none."""
     import jax
 
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009

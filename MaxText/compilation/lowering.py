@@ -32,6 +32,7 @@ class LoweredStep(NamedTuple):
 
     @property
     def config(self) -> Config:
+        """The configuration of the run, once its growth is resolved."""
         return self.growth.config
 
 

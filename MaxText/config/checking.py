@@ -98,6 +98,8 @@ def find_unused_decoder_block(merged: MergedSettings) -> list[ConfigIssue]:
 
 
 class RuleIssues(NamedTuple):
+    """What the rules find in a configuration."""
+
     broken: list[ConfigIssue]  # impossible combinations
     unused: dict[str, ConfigIssue]  # keys without effect that the user set
 

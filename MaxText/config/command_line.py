@@ -129,10 +129,12 @@ def answer_about_options(arguments: Sequence[str], usage: str, *kinds: type) -> 
 
 
 def _asks_for_help(arguments: Sequence[str]) -> bool:
+    """Returns whether the command line asks for --help."""
     return "-h" in arguments or "--help" in arguments
 
 
 def _with_options(usage: str, *kinds: type) -> str:
+    """Returns the usage, followed by a description of each dataclass of options."""
     descriptions = [describe(kind) for kind in kinds if options_of(kind)]
     return "\n\n".join([usage.strip(), *descriptions])
 
@@ -183,7 +185,14 @@ def exit_with_error(error: UserError) -> NoReturn:
 
 @contextlib.contextmanager
 def exit_on_user_error(stopped: str = "") -> Iterator[None]:
-    """Ends the program with one line after a user error or a storage error inside."""
+    """Ends the program with one line after a user error or a storage error inside.
+
+    Also ends it without a traceback after Ctrl-C, after a request to stop (SIGTERM), or when the
+    reader of its output is gone. Each has its exit code (exit_codes.py). Other exceptions pass.
+
+    Args:
+      stopped: Line to print after Ctrl-C or a request to stop; "" for none.
+    """
     program_start.leave_to_python()
     try:
         yield
@@ -222,6 +231,7 @@ def stdout_writer() -> Callable[[str], None]:
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
 
     def write(text: str) -> None:
+        """Writes text at once; without a reader it is discarded."""
         try:
             sys.stdout.write(text)
             sys.stdout.flush()
@@ -232,10 +242,23 @@ def stdout_writer() -> Callable[[str], None]:
 
 
 def _discard_stdout() -> None:
+    """Redirects standard output to /dev/null: its reader is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
+    """Returns the answer to the first question on a command line; "" without one.
+
+    Args:
+      program: Name as typed.
+      remaining: The command line. The question and its operand are removed from it, so that what
+        remains is the configuration that the answer is about.
+      usage: Text for --help.
+      load: (arguments, program or nothing) -> the configuration.
+
+    Raises:
+      UserError: The question has no operand, or the configuration that it needs is wrong.
+    """
     with contextlib.suppress(UserError):  # the configuration's own mistakes are reported later
         without_questions = [word for word in remaining if word not in ("-h", "--help", "--why")]
         import_modules.collect(without_questions)  # its parts have keys
@@ -259,7 +282,10 @@ def _answer(program: str, remaining: list[str], usage: str, load: Load) -> str:
 
 
 def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
-    """Loads by the rules of all programs; own refusals become notes."""
+    """Loads a configuration by the rules of all programs, and notes what `program` would refuse.
+
+    So a question is answered about a configuration that the program itself cannot run.
+    """
     loaded = load(remaining)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # the same notices once more
@@ -270,6 +296,7 @@ def _loaded(program: str, remaining: list[str], load: Load) -> LoadedConfig:
 
 
 def _option_value(remaining: list[str], index: int) -> str:
+    """Removes a question and its operand from a command line; returns the operand, or ""."""
     option, *operands = remaining[index : index + 2]
     # After --help and --why a YAML file is the configuration, not the key.
     if option != "--from-maxtext" and re.search(r"^-|=|\.ya?ml$", "".join(operands)):
@@ -279,6 +306,7 @@ def _option_value(remaining: list[str], index: int) -> str:
 
 
 def _known(name: str) -> Key:
+    """Returns a key by its name, its MaxText name, or one of its entries; raises if unknown."""
     name, _ = split_entry(ALIASES.get(name, name))
     if name not in all_keys():
         raise ConfigurationError([unknown_key(name)])
@@ -286,6 +314,7 @@ def _known(name: str) -> Key:
 
 
 def _help(program: str, usage: str) -> str:
+    """Returns the text of --help: usage, questions, and every key with its default."""
     usage = usage.strip()
     if not usage.startswith("usage:"):
         usage = f"usage: {program} [config.yml] [key=value ...]\n\n{usage}"
@@ -300,6 +329,7 @@ def _help(program: str, usage: str) -> str:
 
 
 def _help_key(name: str, remaining: list[str], load: Load) -> str:
+    """Returns the text of --help KEY, with the key's value if the configuration loads."""
     key = _known(name)
     lines = [
         key.name,
@@ -324,6 +354,7 @@ def _help_key(name: str, remaining: list[str], load: Load) -> str:
 
 
 def _show_config(loaded: LoadedConfig) -> str:
+    """Returns the configuration as YAML, with the origin of each value that is no default."""
     origins = loaded.origins.items()
     comments = {name: one.place for name, one in origins if one.source is not Source.DEFAULT}
     return serialization.resolved_yaml(loaded.config, comments)
@@ -366,6 +397,7 @@ def _setting_line(setting: sources.Setting) -> str:
 
 
 def _problem_line(problem: ConfigIssue) -> str:
+    """Returns an issue in one line, with the facts that say what is accepted or closest."""
     shown = ("accepted", "closest", "nearest", "note", "try")
     facts = (f"{label}: {text}" for label, text in problem.facts if label in shown)
     return "; ".join([problem.message, *facts])

@@ -222,6 +222,7 @@ def _layers_can_be_scanned(config: Config) -> ConfigIssue | None:
 
 @rule("layer_pattern", "layer_kinds", "base_num_decoder_layers")
 def _layer_pattern_fits(config: Config) -> ConfigIssue | None:
+    """Letters of the pattern have a kind, and kinds change only what a layer can have."""
     model = config.model
     if not model.block.layer_pattern:
         return None
@@ -499,6 +500,7 @@ def _macaron_is_an_mlp(config: Config) -> ConfigIssue | None:
     "dense_first_layer_norms",
 )
 def _shared_layers_are_alike(config: Config) -> ConfigIssue | None:
+    """Layers that share parameters have parameters of the same shapes."""
     model = config.model
     if not model.block.share_layer_params:
         return None
@@ -704,6 +706,7 @@ def _dense_streams_are_distinct(config: Config) -> ConfigIssue | None:
     "base_num_decoder_layers",
 )
 def _dense_layers_exist(config: Config) -> ConfigIssue | None:
+    """Periods, targets and sources of dense connections are within the model's layers."""
     dense = config.model.dense_connections
     num_layers = config.model.shape.dimensions.num_layers
     if not dense.dense_conn:

@@ -55,6 +55,7 @@ class _Option:
 
     @property
     def is_switch(self) -> bool:
+        """Whether it is typed without a value, since its default is a boolean."""
         return isinstance(self.default, bool)
 
 
@@ -121,6 +122,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
     """Returns a reader of integers that are not below `minimum`."""
 
     def read(text: str) -> int:
+        """Returns the integer that a text is; raises ValueError with a reason."""
         try:
             number = int(text)
         except ValueError:
@@ -214,7 +216,11 @@ def read_options(
 
 
 def describe(kind: type) -> str:
-    """Returns the options of a dataclass for --help, under its docstring."""
+    """Returns the options of a dataclass for --help, under its docstring.
+
+    Args:
+      kind: The dataclass. Its docstring is a sentence for users.
+    """
     parser = _make_parser(options_of(kind), _ValueReader())
     _, _, options = parser.format_help().partition("options:\n")
     return f"{(kind.__doc__ or '').strip()}\n\n{options.rstrip()}"
@@ -248,6 +254,7 @@ class _ArgumentParser(argparse.ArgumentParser):
     """Raises ConfigurationError instead of printing a mistake and exiting."""
 
     def error(self, message: str) -> NoReturn:
+        """Raises argparse's message as a ConfigurationError."""
         raise ConfigurationError([ConfigIssue(message, ("command line",))])
 
 
@@ -263,6 +270,15 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 def _make_parser(options: dict[str, _Option], reader: _ValueReader) -> argparse.ArgumentParser:
+    """Returns an argparse parser of options in the form --name=value, and --name of a switch.
+
+    The namespace that it returns holds only the options that are given. A value with a problem is
+    _INVALID there, and the problem is in `reader`.
+
+    Args:
+      options: By the name of their field.
+      reader: Converts values and collects problems.
+    """
     parser = _ArgumentParser(
         prog="",
         add_help=False,
@@ -314,7 +330,14 @@ def _sort_remaining(
     takes_keys: bool,
     parsed: ProgramArguments[Any],
 ) -> None:
-    """Sorts the words that are no options into `parsed`."""
+    """Sorts the words that are no options into `parsed`.
+
+    Args:
+      remaining: What argparse left, in order.
+      option_names: All options of the program, to suggest the nearest one.
+      takes_keys: Whether the program has a configuration.
+      parsed: Gets settings, config files, operands, and problems of unknown options.
+    """
     switches = sources.SWITCHES if takes_keys else ()
     for argument in sources.without_dashes(remaining, switches):
         match = ARGUMENT.fullmatch(argument)

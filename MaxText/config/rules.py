@@ -226,6 +226,7 @@ def _cache_is_writable(config: Config) -> ConfigIssue | None:
 
 @rule("data_mixture_weights", "num_epoch")
 def _mixture_is_sound(config: Config) -> ConfigIssue | None:
+    """Parts of a mixture are distinct, weigh something, and are sampled in a known way."""
     data = config.data
     parts = [mix_part(part) for part in data.data_mixture_weights]
     for location, stitch, sampling, weight in parts:
@@ -396,6 +397,7 @@ def _something_is_scored(config: Config) -> ConfigIssue | None:
     programs=("eval",),
 )
 def _stride_scores_each_token(config: Config) -> ConfigIssue | None:
+    """Windows of eval overlap, and the data is a text whose every token can be scored."""
     stride = config.scoring.eval_stride
     length = config.model.shape.max_target_length
     if stride > length:

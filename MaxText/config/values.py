@@ -88,6 +88,7 @@ def from_node(node: yaml.Node) -> Any:
     characters = 0
 
     def read(node: yaml.Node, depth: int) -> Any:
+        """Converts a node and all below it, and counts them: an alias counts each time."""
         nonlocal items, characters
         items += 1
         if depth > _MAX_DEPTH:

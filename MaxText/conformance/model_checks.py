@@ -146,6 +146,7 @@ def formats(subject: Subject) -> str | None:
     model = Model(subject.load_config(dtype="bfloat16").model)
 
     def outputs(params: Params) -> tuple[Any, Any]:
+        """Returns hidden states and logits in bfloat16."""
         hidden, _ = model.merge(params).hidden_states(variants())
         return hidden, model_logits(model, params, variants())
 
@@ -158,6 +159,7 @@ def formats(subject: Subject) -> str | None:
         return None
 
     def states(params: Params) -> tuple[Any, ...]:
+        """Returns decode states: a resized one, one of that capacity, and one a step later."""
         decoder = model.merge(params)
         tokens = jnp.zeros((2, PROMPT), int)
         lengths = jnp.full(2, PROMPT)

@@ -13,6 +13,7 @@ import numpy as np
 
 from MaxText.config.schema import Config
 from MaxText.conformance.comparison import matmul_flops
+from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
 from MaxText.layers.params import Params
@@ -87,13 +88,15 @@ class Subject:
         generator = np.random.default_rng(0)
 
         def draw(path, leaf):
+            """Draws a weight: normal with deviation 0.2, around 1 for norms."""
             scale = 1.0 if "norm" in jax.tree_util.keystr(path) else 0.0
             return (scale + 0.2 * generator.normal(size=leaf.shape)).astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(draw, self.models[0].abstract)
 
     @functools.cached_property
-    def traced(self) -> Any:
+    def traced(self) -> jax.stages.Traced:
+        """The traced program; tracing counts operations without compiling."""
         return jax.jit(self._program).trace(self.models[0].abstract)
 
     @property
@@ -104,6 +107,10 @@ class Subject:
 
     @functools.cached_property
     def outputs(self) -> Outputs:
+        """What the compiled program returns for `params`.
+
+        It runs twice: a second time with parameters moved along the gradient, for `Outputs.fell`.
+        """
         run = self.traced.lower().compile()
         losses, logits, decoded = jax.tree.map(np.asarray, run(self.params))
         loss, gradients = losses[0]
@@ -114,12 +121,15 @@ class Subject:
         return Outputs(losses, logits, decoded, fell)
 
     def loss(self, params: Params, model: Model, batch: Batch) -> jax.Array:
+        """Returns the mean loss of a batch in training, which is what training minimizes."""
         sums = loss_sums(
             model.merge(params), batch, model.config.objective, self.key, training=True
         )
         return sum(sums.means(batch.loss_mask_BT.sum(), num_tokens(batch)).values())  # type: ignore
 
     def _program(self, params: Params) -> Any:
+        """Returns both models' losses with gradients, logits of `variants`, and decoded logits."""
+
         def loss(params, model):
             return self.loss(params, model, self.batch)
 
@@ -134,7 +144,14 @@ class Subject:
 
 
 def random_batch(config: Config, num_rows: int, seed: int = 0, *, documents: bool = True) -> Batch:
-    """Returns random tokens and 0/1 weights, optionally two documents per row."""
+    """Returns random tokens with random loss weights of 0 and 1.
+
+    Args:
+      config: Of the run: vocabulary and length.
+      num_rows: Number of sequences.
+      seed: Of the generator.
+      documents: Whether a sequence is two packed documents, cut after a third of it.
+    """
     generator = np.random.default_rng(seed)
     length = config.model.shape.max_target_length
     shape = (num_rows, length)
@@ -186,8 +203,16 @@ def model_logits(model: Model, params: Params, batch: Batch) -> jax.Array:
     return decoder.logits(h_BTD, decoder.head_state(h_BTD, batch))
 
 
-def decode_logits(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns logits of prompts, and of the next tokens one by one."""
+def decode_logits(decoder: Decoder, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns logits of prompts, and of the next tokens one by one.
+
+    Args:
+      decoder: The model.
+      tokens_BT: One sequence for each of LENGTHS, whose beginning is the prompt.
+
+    Returns:
+      Logits of the prompts [B, PROMPT, V], and of the tokens after them [B, LENGTH - PROMPT, V].
+    """
     lengths_B = jnp.asarray(LENGTHS)
     tokens_BT = jnp.asarray(tokens_BT)
     padded_BT = jnp.where(jnp.arange(PROMPT) < lengths_B[:, None], tokens_BT[:, :PROMPT], 31)
@@ -195,6 +220,7 @@ def decode_logits(decoder: Any, tokens_BT: Any) -> tuple[jax.Array, jax.Array]:
     prompt = decoder.logits(h_BTD, states[-1])
 
     def step(states, offset):
+        """Decodes one token of each sequence, the one `offset` tokens after its prompt."""
         positions_B1 = (lengths_B + offset)[:, None]
         new_B1 = jnp.take_along_axis(tokens_BT, positions_B1, axis=1)
         h_B1D, states = decoder.decode_step(new_B1, positions_B1, states)

@@ -6,7 +6,6 @@ Each function returns a description of the problem, or None.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from MaxText.layers.assembly.model import Model
 from MaxText.parallelism.mesh import make_sharding_plan
 from MaxText.training.optimizer import make_optimizer
 from MaxText.training.schedule import learning_rate_schedule
-from MaxText.training.step import make_initialize, make_train_step
+from MaxText.training.state import TrainState
+from MaxText.training.step import TrainStep, make_initialize, make_train_step
 
 MESHES: tuple[dict[str, int], ...] = (
     {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
@@ -28,7 +28,7 @@ MESHES: tuple[dict[str, int], ...] = (
 )
 
 
-def make_trainer(config: Config) -> tuple[Model, Callable[..., Any], Callable[..., Any]]:
+def make_trainer(config: Config) -> tuple[Model, Callable[[jax.Array], TrainState], TrainStep]:
     """Returns a model, its train state initializer and its train step."""
     model = Model(config.model)
     schedule = learning_rate_schedule(config.schedule)
@@ -120,6 +120,7 @@ def updates_on_eight_devices(subject: Subject) -> str | None:
         return None
 
     def moved(**sizes: int) -> dict[str, np.ndarray]:
+        """Returns the change of each parameter in two steps on a mesh of these sizes."""
         config = subject.load_config(learning_rate=0.01, steps=4, **sizes)
         sharding = make_sharding_plan(config.mesh, devices[: math.prod(sizes.values())])
         model, initialize, step = make_trainer(config)

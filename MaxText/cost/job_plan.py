@@ -172,6 +172,13 @@ def command_with_plan(arguments: Sequence[str], plan: JobPlan, config: Config) -
 
 @dataclasses.dataclass(frozen=True)
 class _PlanSearch:
+    """The search for settings that fit a machine, from cheap bounds to complete plans.
+
+    Attributes:
+      base_keys: Keys of the configuration that the search starts from.
+      hardware: The machine.
+    """
+
     base_keys: dict[str, Any]
     hardware: Hardware
 

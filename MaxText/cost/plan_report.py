@@ -61,6 +61,7 @@ def _stages(program: Program) -> list[str]:
 
 
 def _memory(plan: JobPlan) -> str:
+    """Returns the table of memory per device at the peak, in GB, and notes about it."""
     memory = plan.memory
     rows = [
         ("parameters", memory.parameters, "exact"),
@@ -124,10 +125,19 @@ def _mfu(time: StepTime, seconds: float) -> str:
 
 
 def _time(plan: JobPlan, tokens: float, price: float | None, with_notes: bool) -> str:
+    """Returns the table of times per step: best and worst case, and the estimate between them.
+
+    Args:
+      plan: The plan.
+      tokens: Of the whole run, for its duration.
+      price: Per chip-hour, for a column of costs; None for no column.
+      with_notes: Whether sentences about the assumptions follow.
+    """
     time = plan.time
     steps = tokens / plan.program.tokens_per_update
 
     def row(name: str, seconds: float) -> list[str]:
+        """Returns the cells of one case, from the seconds of a step."""
         speed = plan.program.tokens_per_device / seconds
         cells = [name, short_time(seconds), _mfu(time, seconds), f"{speed:,.0f}"]
         return cells + _time_and_cost(plan, seconds, tokens, price)

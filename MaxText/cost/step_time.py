@@ -65,6 +65,7 @@ class CommCost:
 
     @property
     def seconds(self) -> float:
+        """Time without overlap."""
         return self.num_bytes / self.bandwidth
 
 

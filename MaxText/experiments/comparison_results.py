@@ -295,6 +295,13 @@ def no_verdict_lines(problems: Sequence[str]) -> list[str]:
 def _conclusions(
     groups: Sequence[ConfigResults], plan: Plan, variants: Sequence[Variant]
 ) -> list[str]:
+    """Returns what the results say, in sentences: exclusions, caveats, then findings.
+
+    Args:
+      groups: Results of each configuration; the first is the baseline.
+      plan: Of the experiment.
+      variants: Its configurations.
+    """
     lines = [
         f"{group.label}: {group.diverged} diverged, excluded from means."
         for group in groups

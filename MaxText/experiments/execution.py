@@ -233,6 +233,20 @@ def format_launch_script(chains: Sequence[Sequence[Path]], command: Sequence[str
 
 
 def _run_all(runs: Sequence[Trial], unfinished: Sequence[Trial], folder: Path, log: Log) -> None:
+    """Runs the unfinished ones of all runs in order, and logs results and the time that is left.
+
+    The remaining time is that of the runs so far, in proportion to `Trial.weight`. Resumed runs do
+    not count, as they took less than a whole run.
+
+    Args:
+      runs: All runs, for their numbers.
+      unfinished: Those to start or resume.
+      folder: Of the experiment.
+      log: Prints a line.
+
+    Raises:
+      UserError: A run ended before it was complete.
+    """
     done = len(runs) - len(unfinished)
     log(f"{len(runs)} runs in {folder}, {done} already complete; each writes train.log")
     # Of the whole runs so far.

@@ -115,6 +115,7 @@ class Variant(NamedTuple):
 
     @property
     def named_stages(self) -> list[tuple[str, Config]]:
+        """The configuration of each stage, with a unique name."""
         names = stage_names(self.label, len(self.stages)).values()
         return list(zip(names, self.stages, strict=True))
 
@@ -137,6 +138,7 @@ class Variant(NamedTuple):
 
     @property
     def keys_that_differ(self) -> set[str]:
+        """Keys that a later stage sets to another value than the first one."""
         first, *later_stages = map(flatten, self.stages)
         return {name for name in first for other in later_stages if other[name] != first[name]}
 

@@ -17,20 +17,36 @@ Axes = tuple[str | None, ...]
 
 
 class Dense(nnx.Module):
-    """y[..., outputs] = x[..., inputs] kernel (+ bias)."""
+    """y[..., outputs] = x[..., inputs] kernel (+ bias), over any number of dimensions.
+
+    The kernel is an array [inputs..., outputs...], such as [D, N, H] of a query projection, so that
+    heads are a dimension of their own, for sharding.
+    """
 
     def __init__(  # noqa: PLR0917
         self,
         inputs: Shape,
         outputs: Shape,
-        axes: Axes,  # logical axes of the kernel, inputs first
+        axes: Axes,
         initializer: Initializer,
         init: Init,
         rngs: nnx.Rngs,
         *,
         use_bias: bool = False,
-        used_in: jnp.dtype | None = None,  # dtype of the product; None is that of activations
+        used_in: jnp.dtype | None = None,
     ):
+        """Declares the kernel and the bias.
+
+        Args:
+          inputs: Sizes of the contracted dimensions, the last ones of x.
+          outputs: Sizes of the dimensions that replace them.
+          axes: Logical axes of the kernel, inputs first.
+          initializer: Of the kernel. The bias starts at 0.
+          init: Dtypes and precision.
+          rngs: RNG streams that weights are drawn from.
+          use_bias: Whether a bias [outputs...] is added.
+          used_in: Dtype of the product, which is then never quantized; None is that of activations.
+        """
         self.num_input_dims = len(inputs)
         self.axes = axes
         self.dtype = used_in or init.dtype
@@ -76,9 +92,19 @@ class Embedding(nnx.Module):
         row_axis: str,
         init: Init,
         rngs: nnx.Rngs,
-        scale: float | None = None,  # of the embeddings, not of the tied head
-        used_in: jnp.dtype | None = None,  # widest dtype it is read in; None is that of activations
+        scale: float | None = None,
+        used_in: jnp.dtype | None = None,
     ):
+        """Declares the table, [rows, D].
+
+        Args:
+          num_rows: Number of ids.
+          row_axis: Logical axis of the rows: "vocab" or "position". It chooses the initializer.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+          scale: Factor of the embeddings, not of the tied head; None is 1.
+          used_in: Widest dtype that the table is read in; None is that of activations.
+        """
         D = init.dimensions.emb_dim
         self.dtype = init.dtype
         self.precision = init.precision
@@ -120,11 +146,22 @@ class Embedding(nnx.Module):
         return logits[..., : self.embedding.shape[0]]
 
 
-def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = None) -> jax.Array:
+def dot_general(
+    x: jax.Array,
+    kernel: jax.Array,
+    dims: jax.lax.DotDimensionNumbers,
+    precision: str | None = None,
+) -> jax.Array:
     """Returns jax.lax.dot_general of the last dimensions of x with a kernel.
 
-    The kernel's contracted dimensions are in order. On CPU the gradient is that of
-    `lowering.matmul.cpu_dot`; for precision "highest" see `dot_in_double`.
+    On CPU the gradient is that of `lowering.matmul.cpu_dot`; for precision "highest" see
+    `dot_in_double`.
+
+    Args:
+      x: [..., inputs].
+      kernel: Inputs and outputs; the contracted dimensions are in order.
+      dims: As for jax.lax.dot_general, without batch dimensions.
+      precision: A name of jax.lax.Precision; None is JAX's default.
     """
     if is_exact_on_cpu(precision, x, kernel):
         return dot_in_double(x, kernel, dims)
@@ -133,7 +170,7 @@ def dot_general(x: jax.Array, kernel: jax.Array, dims: Any, precision: Any = Non
     return cpu_dot(dims, precision, x, kernel)
 
 
-def is_exact_on_cpu(precision: Any, *operands: jax.Array) -> bool:
+def is_exact_on_cpu(precision: str | None, *operands: jax.Array) -> bool:
     """Returns whether a product is to lose no digits beyond the rounding of its result.
 
     So it is on CPU with float32 operands and matmul_precision=highest. There the plain mathematical
@@ -171,6 +208,7 @@ def dot_in_double(  # noqa: PLR0917
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot_in_double(dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Returns the float32 product of float32 arrays, summed in float64."""
     with jax.enable_x64(True):
         lhs, rhs = (jax.lax.convert_element_type(x, jnp.float64) for x in (lhs, rhs))
         # Without preferred_element_type: outside of this context JAX would truncate float64.
@@ -179,6 +217,7 @@ def _dot_in_double(dims: Any, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _dot_in_double_backward(dims: Any, operands: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of both operands, as products in float64."""
     lhs, rhs = operands
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dims
     swapped = (rhs_contracted, lhs_contracted), (rhs_batch, lhs_batch)

@@ -116,7 +116,7 @@ def make_norm(
     parametric: bool = True,
     kind: str | None = None,
 ) -> nnx.Module:
-    """Builds a norm of the residual stream.
+    """Builds a norm of the residual stream; a custom one is checked abstractly.
 
     Args:
       config: normalization_type and its constants.

@@ -19,6 +19,7 @@ class LearnedPositions(Embedding, Position):
     """A table with a row for each position (GPT-2)."""
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        """Declares the table, [trainable_position_size or max_target_length, D]."""
         num_rows = config.position.trainable_position_size
         if num_rows == -1:
             num_rows = init.dimensions.max_target_length
@@ -37,6 +38,7 @@ class AxialPositions(Position):
     """
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        """Declares the tables, [a, D] and [b, D]."""
         first, second = config.position.axial_pos_shape
         self.first = Embedding(first, "position", init, rngs)
         self.second = Embedding(second, "position", init, rngs)
@@ -54,6 +56,7 @@ class ALiBi(Position):
     """ALiBi: attention scores fall with distance (Press et al. 2022)."""
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
+        """Stores what the slopes depend on; there are no weights."""
         self.num_heads = init.dimensions.num_query_heads
         self.max_bias = config.position.alibi_max_bias
 

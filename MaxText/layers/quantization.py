@@ -28,6 +28,9 @@ class QuantizedDot:
     int8: one scale per row of each operand and of the gradient; products accumulate in int32.
     fp8: one scale per tensor, which cuBLAS needs; e4m3, and e5m2 for gradients (Micikevicius et
     al. 2022). Backends without fp8 matmuls convert the operands.
+
+    A scale maps the largest absolute value of a row or tensor to the largest number of the format.
+    It is computed at each matmul: there is no history of scales in the train state.
     """
 
     kind: Quantization
@@ -39,10 +42,14 @@ class QuantizedDot:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _dot(kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns the quantized product; its gradient has two quantized products."""
     return _product(kind, dims, a, b, jnp.float8_e4m3fn)
 
 
-def _dot_backward(kind: Quantization, dims: Dims, operands: Any, g: jax.Array):
+def _dot_backward(
+    kind: Quantization, dims: Dims, operands: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of a and b: each is a product of g with the other operand."""
     a, b = operands
     (a_contracted, b_contracted), (a_batch, b_batch) = dims
     swapped = (b_contracted, a_contracted), (b_batch, a_batch)
@@ -75,8 +82,17 @@ def _grad(  # noqa: PLR0917
 
 
 def _product(
-    kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array, float8_a: Any
+    kind: Quantization, dims: Dims, a: jax.Array, b: jax.Array, float8_a: jax.typing.DTypeLike
 ) -> jax.Array:
+    """Returns the product of quantized operands, in the dtype of a.
+
+    Args:
+      kind: "int8" or "fp8".
+      dims: As for jax.lax.dot_general.
+      a: First operand.
+      b: Second operand.
+      float8_a: Format of a for fp8: e4m3, or e5m2 for a gradient. That of b is e4m3.
+    """
     import qwix
 
     if kind == "int8":
@@ -93,6 +109,7 @@ def _product(
 
 
 def _rest(ndim: int, axes: Sequence[int]) -> tuple[int, ...]:
+    """Returns the dimensions that are not in `axes`, in order."""
     return tuple(axis for axis in range(ndim) if axis not in axes)
 
 
@@ -100,6 +117,11 @@ class Quantizer:
     """Quantizes matmuls of layers by `quantization` and `quantization_rules`."""
 
     def __init__(self, numerics: NumericsConfig):
+        """Holds the rules; `check` says at the end whether each has matched.
+
+        Args:
+          numerics: `quantization`, and `quantization_rules` for modules by their path in a layer.
+        """
         self._numerics = numerics
         self._paths: set[str] = set()  # of modules that rules can choose
 

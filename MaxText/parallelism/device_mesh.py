@@ -32,7 +32,15 @@ class MeshSizes(NamedTuple):
 
 
 def mesh_sizes(config: MeshConfig, devices: Sequence[Any]) -> MeshSizes:
-    """Returns the sizes with -1 resolved; raises UserError if they misfit."""
+    """Returns the sizes of all axes, with -1 resolved.
+
+    Args:
+      config: Of the mesh.
+      devices: Of all processes.
+
+    Raises:
+      UserError: The product of the sizes is not the number of devices per slice, or of slices.
+    """
     slices = _slices(config, devices)
     across = _fill_sizes(config, "dcn", len(slices), "slices")
     kind = f"devices per slice ({devices[0].device_kind})"
@@ -94,6 +102,7 @@ def _slices(config: MeshConfig, devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def _sizes(config: MeshConfig, network: str) -> list[int]:
+    """Returns the configured sizes of all axes in one network, -1 among them."""
     return [getattr(config, size_key(axis, network)) for axis in MESH_AXES]
 
 

@@ -36,6 +36,7 @@ class ParamSpec(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -63,6 +64,15 @@ def logical_to_mesh_axes(
     yet, unless another dimension has one of them or they do not divide this one. A dimension that
     no rule fits is replicated. Axes of `embed` move to `mlp` or `slots` if its shards do not fill
     tiles.
+
+    Args:
+      names: Logical axis of each dimension; None is replicated.
+      shape: Size of each dimension.
+      rules: Pairs (logical axis, mesh axes), logical_axis_rules.
+      mesh: The mesh; its axes of size 1 are left out of the result.
+
+    Raises:
+      UserError: No rule names a logical axis.
     """
     if unknown := {name for name in names if name is not None} - {name for name, _ in rules}:
         name = min(unknown)
@@ -104,6 +114,7 @@ def _avoid_thin_shards(
         return
 
     def fit(dim: int, axes: Sequence[str]) -> tuple[bool, bool, bool]:
+        """Returns whether a dimension divides, fills tiles and is not the last one, to compare."""
         shard, remainder = divmod(shape[dim], math.prod(mesh.shape[axis] for axis in axes))
         return not remainder, shard % 8 == 0, dim < len(shape) - 1
 
@@ -120,7 +131,10 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
 
 
 def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the axes of each name, or None."""
+    """Returns the current mesh, and the mesh axes of each logical name; None on one device.
+
+    The axes are those of the first rule of a name, without axes of size 1.
+    """
     current = _current.get()
     if current is None or current[0].size == 1:
         return None
@@ -130,7 +144,12 @@ def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None
 
 
 def with_logical_constraint(x: jax.Array, *names: str | None) -> jax.Array:
-    """Applies the sharding constraint for the logical axes `names`."""
+    """Constrains the sharding of an array by the logical names of its dimensions.
+
+    Args:
+      x: An activation. It is returned as it is on one device.
+      *names: Logical axis of each dimension; None is replicated.
+    """
     assert x.ndim == len(names), f"{x.ndim} dimensions, {len(names)} names: {names}"
     sharding = current_sharding(names, x.shape)
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
@@ -146,6 +165,7 @@ def current_sharding(names: Sequence[str | None], shape: Sequence[int]) -> Named
 
 
 def current_num_stages() -> int:
+    """Returns the number of pipeline stages of the current mesh; 1 without a mesh."""
     current = _current.get()
     return 1 if current is None else current[0].shape["stage"]
 
@@ -153,8 +173,12 @@ def current_num_stages() -> int:
 def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
     """Reshapes [B, ...] to [A, B/A, ...], part a taking rows a, a + A, ...
 
-    Each part has rows of every device's share of the batch, so that no row moves. `names` are
-    logical names of the dimensions after the rows, which are unsharded by default.
+    Each part has rows of every device's share of the batch, so that no row moves.
+
+    Args:
+      x: Arrays of B sequences.
+      num_parts: A, microbatches.
+      *names: Logical axes of the dimensions after the rows, which are unsharded by default.
     """
     x = jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
     return with_logical_constraint(x, None, "activation_batch", *(names or [None] * (x.ndim - 2)))

@@ -50,6 +50,7 @@ class ShardingPlan:
     offloads_optimizer: bool = False  # whether the optimizer state is in host memory
 
     def __post_init__(self):
+        """Derives the mesh axes of sequences and tokens: those of the first rule of each."""
         self.replicated = NamedSharding(self.mesh, PartitionSpec())
         first_rules = dict(reversed(self.rules))
         self.batch_axes = tuple(first_rules["activation_batch"])  # mesh axes for sequences
@@ -95,6 +96,7 @@ class ShardingPlan:
         shardings = self.parameter_shardings(parameters)
 
         def mesh_axes(name: str) -> str:
+            """Returns the mesh axes of a parameter's dimensions, as in "fsdp,-,tensor"."""
             sharding = shardings[name]
             axes = [split_axes(sharding, dim) for dim in range(len(sharding.spec))]
             return ",".join("+".join(names) or "-" for names in axes)
@@ -111,6 +113,7 @@ class ShardingPlan:
         shardings = self.parameter_shardings(parameters)
 
         def sharding_of(path: Any, leaf: Any) -> NamedSharding:
+            """Returns the sharding of one leaf, by the path of its parameter."""
             names = [str(getattr(entry, "key", "")) for entry in path]
             leaf_sharding = self.replicated
             # A moment's path ends with the name of its parameter.
@@ -195,6 +198,7 @@ class ShardingPlan:
 
         @functools.wraps(function)
         def traced(*arguments):
+            """Calls the function with the rules set, which holds while it is traced."""
             with axis_rules(self.mesh, self.rules):
                 return function(*arguments)
 
@@ -234,9 +238,12 @@ def process_batch_slice(
 ) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences for a process.
 
-    `held` maps processes to their sequences. Must agree with
-    jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
-    reads all sequences and places what it holds.
+    Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
+    returns (0, 1): each reads all sequences and places what it holds.
+
+    Args:
+      sequences_by_process: Process -> the sequences that its devices hold.
+      process: The process.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in sequences_by_process.values()})
     are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))
@@ -248,7 +255,16 @@ def process_batch_slice(
 def make_sharding_plan(
     config: MeshConfig, devices: Sequence[Any], pipeline: PipelineConfig = _DEFAULT_PIPELINE
 ) -> ShardingPlan:
-    """Returns the plan; raises UserError if the devices do not support it."""
+    """Returns the mesh of the devices with the configuration's rules.
+
+    Args:
+      config: Of the mesh.
+      devices: Of all processes; they may be those of another machine.
+      pipeline: Number of microbatches, which the batch size has to be divisible by.
+
+    Raises:
+      UserError: The devices do not match the mesh sizes.
+    """
     mesh = make_mesh(config, devices)
     axis = "data" if config.shard_optimizer_over_data else ""
     offloads = config.optimizer_memory_host_offload
@@ -256,18 +272,41 @@ def make_sharding_plan(
 
 
 def global_batch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float) -> int:
-    """Returns sequences per update; `per_device` is per microbatch."""
+    """Returns the number of sequences per step, of all devices and microbatches.
+
+    Args:
+      config: gradient_accumulation_steps.
+      sharding: Of the mesh.
+      per_device: Sequences per device and microbatch; may be a fraction.
+
+    Raises:
+      UserError: The mesh does not divide the batch.
+    """
     batch_size = _batch_size(sharding, per_device, "per_device_batch_size")
     return batch_size * config.gradient_accumulation_steps
 
 
 def microbatch_size(config: BatchConfig, sharding: ShardingPlan, per_device: float = 0.0) -> int:
-    """Returns sequences per microbatch; raises UserError if not divisible."""
+    """Returns the number of sequences per microbatch, of all devices.
+
+    Args:
+      config: per_device_batch_size.
+      sharding: Of the mesh.
+      per_device: eval_per_device_batch_size; 0 for that of training.
+
+    Raises:
+      UserError: The mesh does not divide the batch.
+    """
     key = "eval_per_device_batch_size" if per_device else "per_device_batch_size"
     return _batch_size(sharding, per_device or config.per_device_batch_size, key)
 
 
 def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
+    """Returns per_device * devices as a number of sequences.
+
+    Raises:
+      UserError: It is no multiple of `ShardingPlan.batch_divisor`.
+    """
     num_devices = sharding.mesh.size
     multiple = sharding.batch_divisor
     batch_size = per_device * num_devices
@@ -283,7 +322,13 @@ def _batch_size(sharding: ShardingPlan, per_device: float, key: str) -> int:
 
 
 def check_lengths(longest: int, config: BatchConfig, sharding: ShardingPlan) -> None:
-    """Raises UserError if the mesh does not divide the sequence lengths."""
+    """Raises UserError if the mesh does not divide the sequence lengths.
+
+    Args:
+      longest: max_target_length.
+      config: sequence_length_stages, the shorter lengths.
+      sharding: Of the mesh, which may split tokens over devices.
+    """
     lengths = [longest, *(length for _, length in config.sequence_length_stages)]
     parts = sharding.num_length_parts
     if (fits := math.gcd(parts, *lengths)) != parts:

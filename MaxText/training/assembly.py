@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from MaxText.config.registry import registrations
 from MaxText.config.schema import Config
 from MaxText.layers.assembly.model import Model
 from MaxText.layers.batch import Batch
+from MaxText.layers.params import Params
 from MaxText.parallelism.compiler_options import CompilerOptions, train_step_options
 from MaxText.parallelism.mesh import (
     ShardingPlan,
@@ -23,7 +24,7 @@ from MaxText.training.objective import per_token_losses
 from MaxText.training.optimizer import make_optimizer, scale_existing_slot_updates
 from MaxText.training.schedule import learning_rate_schedule
 from MaxText.training.state import TrainState
-from MaxText.training.step import make_initialize, make_train_step
+from MaxText.training.step import TrainStep, make_initialize, make_train_step
 
 
 class TrainSetup(NamedTuple):
@@ -31,9 +32,9 @@ class TrainSetup(NamedTuple):
 
     model: Model  # with `auto` values resolved
     optimizer: optax.GradientTransformation
-    initialize: Callable[[Any], TrainState]  # key -> fresh state
+    initialize: Callable[[jax.Array], TrainState]  # key -> fresh state
     abstract_state: TrainState  # shapes and shardings
-    step: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled
+    step: TrainStep  # not compiled
     replicated_fraction: float  # of the parameters
     auto_choices: Sequence[str]  # one line for each `auto`
     compiler_options: CompilerOptions  # of the step
@@ -103,7 +104,8 @@ def _trace(model: Model) -> None:
     shape = (1, model.config.shape.max_target_length)
     ids_BT = jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def logits(params: Any, ids_BT: jax.Array) -> jax.Array:
+    def logits(params: Params, ids_BT: jax.Array) -> jax.Array:
+        """Returns the logits of one sequence [1, T], to trace the whole forward pass."""
         batch = Batch(ids_BT, ids_BT, jnp.ones(ids_BT.shape, jnp.float32), ids_BT, ids_BT)
         return model.merge(params)(batch)
 

@@ -22,11 +22,23 @@ GPU_UNROLLED_LAYERS = 16
 def resolve_auto(  # noqa: C901
     config: ModelConfig, backend: str, sharding: ShardingPlan | None = None
 ) -> tuple[ModelConfig, list[str]]:
-    """Returns the config without `auto`, and a line per choice."""
+    """Returns the config with concrete values in place of `auto`, and a line for each choice.
+
+    The choices are those measured to be fastest, or to need the least memory, on the backend. A
+    line names the key, the value before and after, and the reason: "dtype: auto -> float32 (...)".
+    Values that the user chose stay, except for kernels that the devices do not support.
+
+    Args:
+      config: Of the model.
+      backend: "cpu", "gpu" or "tpu".
+      sharding: Of the mesh; None if it is unknown. Then choices are as for several devices, and
+        cuDNN's attention, which has to be tried on the devices, is not chosen.
+    """
     on_cpu = backend == "cpu"
     lines = []
 
     def choose(key: str, value, chosen, reason: str, replaced: Sequence[str] = ("auto",)):
+        """Returns `chosen` and adds a line if `value` is in `replaced`, else `value`."""
         if value == chosen or value not in replaced:
             return value
         lines.append(f"{key}: {value} -> {str(chosen).lower()} ({reason})")
@@ -101,6 +113,10 @@ def _with(config: ModelConfig, name: str, **values: object) -> ModelConfig:
 
 
 def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | None) -> str | None:
+    """Returns why flash attention is not used, or None.
+
+    On TPU and GPU it is a fused kernel; on GPU that of cuDNN, which is tried on the devices.
+    """
     if backend == "cpu":
         return "fastest on CPU"
     parts = 1 if sharding is None else sharding.num_length_parts
@@ -115,7 +131,14 @@ def _flash_problem(config: ModelConfig, backend: str, sharding: ShardingPlan | N
 def _aggregation_impl(
     config: ModelConfig, backend: str, dtype: str, sharding: ShardingPlan | None
 ) -> tuple[str, str]:
-    """Returns the form of depth-wise aggregation, and the reason."""
+    """Returns dense_aggregation_impl, "sum" or "kernel", and the reason for it.
+
+    Args:
+      config: Of the model, with dense connections.
+      backend: "cpu", "gpu" or "tpu".
+      dtype: Of activations, resolved.
+      sharding: Of the mesh; None if it is unknown.
+    """
     dense = config.dense_connections
     dimensions = config.shape.dimensions
     if backend == "cpu":

@@ -1,7 +1,7 @@
 """Language-model losses, over the whole sequence or in chunks."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,13 @@ from MaxText.layers.assembly.decoder import Decoder
 from MaxText.layers.batch import Batch
 from MaxText.layers.entmax import entmax_loss
 from MaxText.layers.lowering.head_and_loss import head_gradients_first, target_logits
+from MaxText.layers.part import Scalars
 from MaxText.layers.part_outputs import check
 
 IN_NATS = "lm_loss"  # name of a loss that is a cross entropy, in nats
 Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each
+# Of the cross entropy: logits [B, T, V], targets [B, T] and log Z [B, T].
+_Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @jax.custom_vjp
@@ -30,7 +33,8 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
 
 def _cross_entropy_forward(
     logits_BTV: jax.Array, targets_BT: jax.Array
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
+) -> tuple[tuple[jax.Array, jax.Array], _Residuals]:
+    """Returns the outputs of `cross_entropy`, and its residuals: logits, targets and log Z."""
     log_normalizer_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
     target_logits_BT, log_normalizer_BT = target_logits(logits_BTV, targets_BT, log_normalizer_BT)
     outputs = log_normalizer_BT - target_logits_BT, log_normalizer_BT
@@ -38,8 +42,12 @@ def _cross_entropy_forward(
 
 
 def _cross_entropy_backward(
-    residuals: Any, gradients: tuple[jax.Array, jax.Array]
+    residuals: _Residuals, gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, None]:
+    """Returns the gradient with respect to the logits [B, T, V]; None for the targets.
+
+    With p = softmax(logits): d loss / d logits = p - onehot(target), d log Z / d logits = p.
+    """
     logits_BTV, targets_BT, log_normalizer_BT = residuals
     grad_loss_BT, grad_log_normalizer_BT = gradients
     probabilities_BTV = jnp.exp(logits_BTV - log_normalizer_BT[..., None])
@@ -54,8 +62,8 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 class LossSums(NamedTuple):
     """Sums over a batch, or over a part of one."""
 
-    target_sums: dict[str, jax.Array]  # weighted; to divide by the sum of the weights
-    token_sums: dict[str, jax.Array]  # losses of layers (routers); to divide by `num_tokens`
+    target_sums: Scalars  # weighted; to divide by the sum of the weights
+    token_sums: Scalars  # losses of layers (routers); to divide by `num_tokens`
     correct: jax.Array | None = None  # weight of targets that are the (first) argmax, if counted
     log_z: jax.Array | None = None  # weighted sum of log(Z), which grows when logits drift
     # Weighted sum of the cross entropy in nats beside an objective that has none. Not minimized: it
@@ -72,7 +80,7 @@ class LossSums(NamedTuple):
         """Sum of weighted negative log-probabilities, or else the total."""
         return self.target_sums.get(IN_NATS, self.total)
 
-    def means(self, weight: jax.Array, tokens: jax.Array) -> dict[str, jax.Array]:
+    def means(self, weight: jax.Array, tokens: jax.Array) -> Scalars:
         """Returns every loss; their sum is minimized.
 
         Args:
@@ -103,7 +111,10 @@ def cross_entropy_losses(
 
 @register("objective", "entmax")
 def entmax_losses(config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns the alpha-entmax loss; alpha = 1 is softmax."""
+    """Returns the alpha-entmax loss (Peters et al. 2019); alpha = 1 is softmax.
+
+    It is no cross entropy in nats, and has log(Z) only for alpha = 1.
+    """
     if config.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, config.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -140,7 +151,7 @@ def is_in_nats(config: ObjectiveConfig) -> bool:
 class _HeadSums(NamedTuple):
     """Sums of what the head's logits give, over the tokens of a batch or of a chunk."""
 
-    losses: dict[str, jax.Array]  # by name, weighted
+    losses: Scalars  # by name, weighted
     correct: jax.Array | None  # as in LossSums
     log_z: jax.Array | None
     nats: jax.Array | None
@@ -177,6 +188,7 @@ def loss_sums(
     def head_sums(
         h_BTD: jax.Array, targets_BT: jax.Array, loss_mask_BT: jax.Array, positions_BT: jax.Array
     ) -> _HeadSums:
+        """Returns sums over a chunk of tokens: h_BTD [b, t, D] and [b, t] of the others."""
         logits_BTV = decoder.logits(h_BTD, head_state, positions_BT)
         losses, log_z_BT = per_token_losses(logits_BTV, targets_BT, config)
         summed = {name: jnp.sum(loss_BT * loss_mask_BT) for name, loss_BT in losses.items()}

@@ -13,6 +13,7 @@ from flax import traverse_util
 from MaxText.config.registry import register, registration
 from MaxText.config.training_sections import OptimizerConfig
 from MaxText.errors import UserError
+from MaxText.layers.params import Params
 from MaxText.layers.part_outputs import check, is_pair, text_of
 from MaxText.parallelism.logical_sharding import ParamSpec
 
@@ -45,10 +46,12 @@ def make_optimizer(
         )
 
     def decay(name: str) -> float:
+        """Returns a parameter's weight decay: an override, else 0 if masked, else the default."""
         default = 0.0 if _matches(config.adamw_mask, name) else config.adam_weight_decay
         return _first_match(config.weight_decay_overrides, name, default)
 
     def decayed(update: jax.Array, parameter: jax.Array, scale: float) -> jax.Array:
+        """Adds decoupled weight decay (Loshchilov and Hutter 2019) to an update."""
         return update + scale * parameter if scale else update
 
     decays = map_param_names(trained, decay)
@@ -110,11 +113,13 @@ def _check_transform(function: Any, transform: Any, parameters: Any) -> None:
             check(actual == required, function, "update", f"{path} {actual}", requirement)
 
 
-def _describe_shape(leaf: Any) -> str:
+def _describe_shape(leaf: jax.ShapeDtypeStruct) -> str:
+    """Returns the shape of a leaf as text, such as "[16, 64]"."""
     return f"{list(leaf.shape)}"
 
 
 def _describe_leaves(tree: Any, describe: Callable[[Any], str]) -> dict[str, str]:
+    """Returns `describe(leaf)` of each leaf of a tree, by its path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): describe(leaf) for path, leaf in leaves}
 
@@ -124,10 +129,14 @@ def _freeze_untrained(
 ) -> optax.GradientTransformation:
     """Restricts `optimizer` to some parameters; others have no state."""
 
-    def pick(tree: Any) -> dict:
+    def pick(tree: Any) -> Params:
+        """Returns the trained leaves of a tree like the parameters."""
         return map_param_names(trained, traverse_util.flatten_dict(tree, sep="/").__getitem__)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        """Returns updates of all parameters: 0 for frozen ones."""
         new_updates, state = optimizer.update(pick(updates), state, pick(params))
         zeros = jax.tree.map(jnp.zeros_like, updates)
         flat = traverse_util.flatten_dict(zeros, sep="/")
@@ -157,6 +166,7 @@ def scale_existing_slot_updates(
         return optimizer
 
     def scale(path: Any, update: jax.Array) -> jax.Array:
+        """Multiplies the leading slots of one parameter's update by `factor`."""
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         if name not in existing_slots:
             return update
@@ -165,23 +175,27 @@ def scale_existing_slot_updates(
         # Not a product with 0, which would let NaN through.
         return jnp.where(is_old, jnp.zeros_like(update) if factor == 0 else factor * update, update)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         updates, state = optimizer.update(updates, state, params)
         return jax.tree_util.tree_map_with_path(scale, updates), state
 
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict:
-    """Returns a dict like the parameters, with `value_of(name)` as leaves."""
+def map_param_names(parameters: ParamSpecs, value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Returns a nested dict like the parameters, with `value_of(name)` as leaves."""
     return traverse_util.unflatten_dict({name: value_of(name) for name in parameters}, sep="/")
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
+    """Returns whether any of the regular expressions matches somewhere in a name."""
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _first_match(pairs: Sequence[tuple[str, float]], name: str, default: float) -> float:
+    """Returns the value of the first pattern that matches somewhere in a name."""
     return next((value for pattern, value in pairs if re.search(pattern, name)), default)
 
 
@@ -200,7 +214,15 @@ def _clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 @register("optimizer", "adamw")
 def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Adam (Kingma and Ba 2015), or uncorrected as in BERT and GPT-Neo."""
+    """Adam (Kingma and Ba 2015), or uncorrected as in BERT and GPT-Neo.
+
+    Weight decay is a link of its own in the chain (`make_optimizer`), decoupled as in AdamW.
+
+    Args:
+      config: Of the optimizer. Without adam_bias_correction, the moments are not divided by
+        1 - b^count.
+      parameters: Not read: moments are like any parameter.
+    """
     adam = optax.scale_by_adam(
         b1=config.adam_b1,
         b2=config.adam_b2,
@@ -212,6 +234,7 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
         return adam
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        """Updates as at an infinite count, where the correction is 1, and counts on its own."""
         # The correction divides by 1 - b^count, which is 1 after many updates.
         many = state._replace(count=jnp.full_like(state.count, jnp.iinfo(jnp.int32).max))
         new_state: Any
@@ -224,7 +247,7 @@ def adamw(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTran
 
 @register("optimizer", "lion")
 def lion(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Lion (Chen et al. 2023)."""
+    """Lion (Chen et al. 2023): the sign of interpolated momentum."""
     mu_dtype = config.mu_dtype or None
     return optax.scale_by_lion(b1=config.adam_b1, b2=config.adam_b2, mu_dtype=mu_dtype)
 
@@ -237,7 +260,11 @@ def sgd(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransf
 
 @register("optimizer", "muon")
 def muon(config: OptimizerConfig, parameters: ParamSpecs) -> optax.GradientTransformation:
-    """Muon for matrices, Adam for the rest (Jordan et al. 2024)."""
+    """Muon for matrices, Adam for the rest (Jordan et al. 2024).
+
+    The momentum of a matrix is orthogonalized by Newton-Schulz iterations and scaled to an RMS of
+    about 0.2. `_muon_dimensions` chooses the matrices.
+    """
     # A learning rate of -1 makes optax's complete optimizer return its direction unchanged.
     return optax.contrib.muon(
         learning_rate=-1.0,
@@ -299,6 +326,8 @@ def _stateless_per_layer(
     stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
 
     def transformed(is_stacked: bool, update: jax.Array, parameter: jax.Array) -> jax.Array:
+        """Applies the transform to an array, or to each layer of a stacked one."""
+
         def one_layer(update: jax.Array, parameter: jax.Array) -> Any:
             return transform.update(update, transform.init(parameter), parameter)[0]
 
@@ -321,7 +350,7 @@ def _factored_per_layer(
     """
     stacked = map_param_names(parameters, lambda name: _is_stacked(parameters[name]))
 
-    def moment_axes(parameter: Any) -> Any:
+    def moment_axes(parameter: jax.Array) -> optax.FactoredState:
         """Returns which moments have a dimension of layers (0); others are placeholders."""
         layer = jax.ShapeDtypeStruct(parameter.shape[1:], parameter.dtype)
         moments: Any = jax.eval_shape(transform.init, layer)
@@ -332,6 +361,7 @@ def _factored_per_layer(
         return optax.FactoredState(count=None, **axes)  # pyright: ignore[reportArgumentType]
 
     def init_one(is_stacked: bool, parameter: jax.Array) -> Any:
+        """Returns the moments of one parameter, for stacked layers with a leading dimension."""
         if not is_stacked:
             return transform.init(parameter)
         return jax.vmap(transform.init, out_axes=moment_axes(parameter))(parameter)
@@ -339,6 +369,7 @@ def _factored_per_layer(
     def update_one(
         is_stacked: bool, update: jax.Array, state: optax.FactoredState, parameter: jax.Array
     ) -> Any:
+        """Returns one parameter's update and moments; stacked layers are updated one by one."""
         if not is_stacked:
             return transform.update(update, state, parameter)
         axes = moment_axes(parameter)
@@ -353,12 +384,14 @@ def _factored_per_layer(
         )
         return optax.FactoredState(count, *moments)
 
-    def init(params: Any) -> optax.FactoredState:
+    def init(params: optax.Params) -> optax.FactoredState:
+        """Returns the moments of all parameters and a count of 0."""
         leaves, structure = jax.tree.flatten(params)
         states = [init_one(*pair) for pair in zip(jax.tree.leaves(stacked), leaves, strict=True)]
         return joined(states, structure, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, optax.FactoredState]:
+        """Returns updates and the new state, each parameter by `update_one`."""
         leaves, structure = jax.tree.flatten(updates)
         moments = zip(
             *(jax.tree.leaves(tree) for tree in (state.v_row, state.v_col, state.v)), strict=True
@@ -377,7 +410,7 @@ def _factored_per_layer(
     return optax.GradientTransformation(init, update)
 
 
-def _muon_dimensions(spec: ParamSpec) -> Any:
+def _muon_dimensions(spec: ParamSpec) -> optax.contrib.MuonDimensionNumbers | None:
     """Returns the matrix dimensions; None leaves a parameter to Adam.
 
     Adam trains tables, norms, biases and the head (Jordan et al. 2024), and the second product of

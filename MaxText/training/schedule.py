@@ -9,10 +9,15 @@ from MaxText.config.training_sections import ScheduleConfig
 
 
 def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
-    """Returns warm-up from 0, the body, then 0 or the last value.
+    """Returns the learning rate as a function of the step: warm-up, body, then 0 or the last value.
 
-    With a warm-up the first update has learning rate 0, as in MaxText. The body follows it, or with
-    `learning_rate_decay.multiplies_warmup` starts at step 0 and is multiplied by it, as in GPT-Neo.
+    The warm-up is linear from 0, so that the first update has learning rate 0, as in MaxText. The
+    body follows it, or with `learning_rate_decay.multiplies_warmup` starts at step 0 and is
+    multiplied by it, as in GPT-Neo.
+
+    Args:
+      config: lr_schedule_type and its constants. Warm-up and body together last
+        learning_rate_schedule_steps, except for a constant body, which has no end.
     """
     peak = config.learning_rate
     total = config.learning_rate_schedule_steps
@@ -30,6 +35,15 @@ def learning_rate_schedule(config: ScheduleConfig) -> optax.Schedule:
 
 
 def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Schedule, int]]:
+    """Returns the schedules after the warm-up, each with its number of steps.
+
+    Every schedule counts steps from its own start. "wsd" (Hu et al. 2024, MiniCPM) has two: a
+    constant one, and the decay.
+
+    Args:
+      config: lr_schedule_type and its constants.
+      length: Number of steps of all segments together.
+    """
     peak = config.learning_rate
     fraction = config.learning_rate_final_fraction
     final = peak * fraction
@@ -49,6 +63,13 @@ def _body_segments(config: ScheduleConfig, length: int) -> list[tuple[optax.Sche
 def _join(
     config: ScheduleConfig, segments: list[tuple[optax.Schedule, int]], total: int
 ) -> optax.Schedule:
+    """Returns consecutive schedules as one, which afterwards is 0 or stays at its last value.
+
+    Args:
+      config: `learning_rate_decay.after` says which.
+      segments: Schedules, each with its number of steps.
+      total: The last step of the schedule.
+    """
     schedules, lengths = zip(*segments, strict=True)
     boundaries = list(itertools.accumulate(lengths))
     if config.learning_rate_decay.after == "final":

@@ -9,13 +9,15 @@ Legend: W `skip_step_interval`, Q watched quantities.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from MaxText.config.training_sections import GuardConfig
+
+Tree = TypeVar("Tree")
 
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
@@ -55,6 +57,7 @@ def initial_state(config: GuardConfig) -> GuardState | None:
 
 
 def _empty_state(window: int) -> GuardState:
+    """Returns the state before any step, for a window of `window` updates."""
     return GuardState(
         values_QW=jnp.zeros((_QUANTITIES, window), jnp.float32),
         num_accepted=jnp.int32(0),
@@ -163,7 +166,7 @@ def decide(
     return accepted, new_state, metrics
 
 
-def select(accept: jax.Array, new_tree: Any, old_tree: Any) -> Any:
+def select(accept: jax.Array, new_tree: Tree, old_tree: Tree) -> Tree:
     """Returns the new leaves of a tree if the update is accepted, else the old ones.
 
     Schedules always advance, as they count steps.
@@ -178,6 +181,7 @@ def select(accept: jax.Array, new_tree: Any, old_tree: Any) -> Any:
         return isinstance(node, optax.ScaleByScheduleState)
 
     def choose(new_leaf: Any, old_leaf: Any) -> Any:
+        """Returns the new or the old leaf; for a schedule's state, always the new one."""
         return new_leaf if is_schedule(new_leaf) else jnp.where(accept, new_leaf, old_leaf)
 
     return jax.tree.map(choose, new_tree, old_tree, is_leaf=is_schedule)

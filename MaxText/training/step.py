@@ -25,6 +25,7 @@ from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
 from MaxText.training.state import TrainState
 
 Metrics = dict[str, jax.Array]  # scalars by name
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 # Metrics of a step that are no part of its loss, besides norms by layer, "grad_norm/layer_0".
 _NOT_LOSSES = frozenset(
@@ -55,7 +56,13 @@ _GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _Gradie
 def make_initialize(
     model: Model, optimizer: optax.GradientTransformation, guard: GuardConfig = _NO_GUARD
 ) -> Callable[[jax.Array], TrainState]:
-    """Returns a pure function from a random key to a fresh state."""
+    """Returns a pure function from a random key to a fresh state.
+
+    Args:
+      model: With `auto` values resolved.
+      optimizer: From `make_optimizer`; its state is part of the train state.
+      guard: Of spikes; its state is None if it is disabled.
+    """
 
     def initialize(key: jax.Array) -> TrainState:
         params = model.initialize(key)
@@ -79,7 +86,7 @@ def make_train_step(  # noqa: C901
     repeat_update: bool = True,
     offloads_opt_state: bool = False,
     log_layer_norms: bool = False,
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """Returns the train step, a pure function of state and batch.
 
     Losses are means over the whole global batch, so microbatches change only memory, rounding and
@@ -106,7 +113,10 @@ def make_train_step(  # noqa: C901
     def loss_and_gradients(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
     ) -> _Gradients:
+        """Returns losses and gradients of a batch, or a microbatch's share of the batch's."""
+
         def loss_function(params: Params) -> tuple[jax.Array, tuple[Scalars, Scalars]]:
+            """Returns what is minimized; and the losses and other means, by name."""
             decoder = model.merge(params)
             sums = loss_sums(decoder, batch, objective, dropout_key, training=True)
             losses = sums.means(*totals)
@@ -215,6 +225,8 @@ def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -
     def accumulate(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
     ) -> _Gradients:
+        """Returns the sum of the shares of all microbatches, by a scan over them."""
+
         def add_microbatch(
             sums: _Gradients, microbatch_and_index: tuple[Batch, jax.Array]
         ) -> tuple[_Gradients, None]:
@@ -234,10 +246,12 @@ def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -
 
 
 def _add_updates(params: Params, updates: optax.Updates) -> Params:
+    """Returns parameters + updates, in the dtype of the parameters."""
     return cast(Params, optax.apply_updates(params, updates))
 
 
 def _sum(scalars: Scalars) -> jax.Array:
+    """Returns the sum of scalars; 0 without any."""
     return sum(scalars.values())  # type: ignore[return-value]
 
 

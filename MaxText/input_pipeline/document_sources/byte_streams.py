@@ -159,9 +159,15 @@ class _Frames(io.RawIOBase):
         self._unused = b""  # read, but not part of the stream that ended
 
     def readable(self) -> bool:
+        """Returns True, as io.RawIOBase asks for."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:
+        """Fills a buffer with decompressed bytes; returns their number, 0 at the end.
+
+        Raises:
+          EOFError: The file ends inside of a stream.
+        """
         while True:
             chunk = self._unused
             self._unused = b""

@@ -251,6 +251,10 @@ def write_documents(
     source_files: list[tuple[int, str]] = []
 
     def blocks() -> Iterator[dict[str, np.ndarray]]:
+        """Yields arrays to append to those of the split: first empty ones, then a shard at a time.
+
+        On the way it adds up digests, token counts and files, which `write_documents` returns.
+        """
         num_tokens = 0
         num_documents = 0
         empty = {"document_rows": np.empty(0, "<i4"), checksums_name(): np.empty(0, "<u4")}

@@ -101,6 +101,7 @@ class _Layout:
 
     @property
     def num_rows(self) -> int:
+        """Number of sequences, B."""
         return len(self.num_tokens_B)
 
     def read(self, stores: Sequence[TokenStore]) -> np.ndarray:

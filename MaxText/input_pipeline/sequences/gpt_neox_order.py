@@ -149,5 +149,6 @@ class GptNeoxSequences(SequenceSlicer):
         )
 
     def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        """Returns 0 for document 0, else the number of sequences."""
         # The order crosses files, so all sequences form one group.
         return np.where(documents_D == 0, 0, len(self))

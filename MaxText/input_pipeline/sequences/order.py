@@ -179,6 +179,7 @@ class Mixture(SequenceDataset):
         ]
 
     def locate(self, order_index: int) -> tuple[int, int]:
+        """Returns the dataset of a sequence and its index there."""
         remaining_index = order_index  # among the sequences of this and the following datasets
         for dataset, share in enumerate(self._shares):
             index_in_dataset = remaining_index * share >> _SHARE_BITS
@@ -198,6 +199,7 @@ class Concatenation(SequenceDataset):
         self.num_sequences = self._first_order_index[-1]
 
     def locate(self, order_index: int) -> tuple[int, int]:
+        """Returns the dataset of a sequence and its index there."""
         # Sequences past the end belong to the last dataset.
         following = bisect.bisect_right(self._first_order_index, order_index, 1, len(self._orders))
         dataset = following - 1

@@ -100,6 +100,7 @@ class FirstFitPacking(SequenceSlicer):
         return side_by_side(row_P, start_P, stop_P)
 
     def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        """Returns the first sequence whose first range starts at or after each document."""
         # Groups of documents cross files; a sequence belongs to the file of its first range.
         start_S = np.asarray(self._start_R[self._first_range_S[:-1]])
         return np.searchsorted(

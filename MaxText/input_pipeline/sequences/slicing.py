@@ -189,6 +189,7 @@ class ConcatThenSplit(SequenceSlicer):
         return one_range_each(start_B, stop_B)
 
     def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        """Returns the sequence that contains the first token of each document."""
         num_tokens = len(self.dataset.store)
         offsets_D = np.asarray(self.dataset.store.document_offsets[documents_D])
         return np.where(offsets_D >= num_tokens, len(self), offsets_D // self.length)
@@ -260,6 +261,7 @@ class SplitDocuments(SequenceSlicer):
         return one_range_each(start_B, stop_B)
 
     def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        """Returns the first sequence of each document."""
         return self._first_sequence_D[documents_D]
 
 
@@ -297,4 +299,5 @@ class StitchedDocuments(SequenceSlicer):
         return one_range_each(start_B[rows], stop_B[rows])._replace(row_P=rows)
 
     def first_sequences(self, documents_D: np.ndarray) -> np.ndarray:
+        """Returns the first sequence that begins with each document or one after it."""
         return -(-documents_D // self._stitch)

@@ -12,7 +12,7 @@ from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
-from MaxText.layers.part import FeedForward, LayerInputs, Mixer, Scalars
+from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Scalars
 from MaxText.layers.part_outputs import check_output
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
@@ -24,12 +24,23 @@ _PATH = 2
 
 
 class Block(nnx.Module):
-    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); ..."""
+    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm'(h)).
+
+    A part of a layer is built and applied by a method of its own, which variants override
+    (block_variants.py). Each branch's output passes `branch`, for dropout and drop path.
+    """
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
     positions = 0  # which positions of the decoder it has
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        """Builds the layer.
+
+        Args:
+          layer: Keys and sizes of the layer, which layer_kinds may change.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         config = layer.config
         self.dropout_rate = config.dropout.rate("residual")
         self.path_rate = config.dropout.rate("path")
@@ -63,8 +74,8 @@ class Block(nnx.Module):
         return make_norm(config, init, rngs, parametric=config.block_norm_parametric)
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Returns y_BTD, scalars to sum over layers, and the mixer's decode state.
 
         Args:
@@ -84,8 +95,11 @@ class Block(nnx.Module):
         return y_BTD, y_BTD, y_BTD
 
     def mix(
-        self, normed: tuple[jax.Array, jax.Array, jax.Array], context: ForwardContext, state: Any
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self,
+        normed: tuple[jax.Array, jax.Array, jax.Array],
+        context: ForwardContext,
+        state: DecodeState,
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
         """Applies the mixer: to whole sequences, to prompts (prefill), or to the next tokens.
 
         Args:

@@ -14,7 +14,7 @@ from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.feed_forward.mlp import MLP as PlainMLP
 from MaxText.layers.params import Init, param, zeros
-from MaxText.layers.part import LayerInputs, Mixer, PreNormalized, Scalars
+from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 # RNG stream ids; block.py has the others
@@ -62,11 +62,15 @@ def mixer_class(layer: LayerConfig) -> type[Mixer] | None:
 
 
 class ParallelBlock(Block):
-    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B; GPT-J)."""
+    """y = x + mixer(norm(x)) + mlp(norm'(x)) (GPT-NeoX-20B; GPT-J).
+
+    With parallel_residual_shared_norm both branches read norm(x), which is computed once.
+    """
 
     not_recomputed = ("self_attention", "mlp")
 
     def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the feed-forward; its norm only if it does not share the mixer's."""
         if not layer.config.block.parallel_residual_shared_norm:
             return super().build_feed_forward(layer, init, rngs)
         self.pre_mlp_layer_norm = None
@@ -74,8 +78,9 @@ class ParallelBlock(Block):
         return None
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Adds both branches of the same input to it; as Block.__call__."""
         normed = self.mixer_input(inputs)
         out, scalars, state = self.mix(normed, context, state)
         h_BTD = inputs.r + self.branch(out, context, ATTENTION)
@@ -88,15 +93,22 @@ class ParallelBlock(Block):
 
 
 class BlockWithoutMixer(Block):
-    """y = x + mlp(norm(x))."""
+    """y = x + mlp(norm(x)).
+
+    With gpt_neo_none_attention_bug x is doubled first, as in GPT-Neo's layers of attention type
+    "none": its code adds the layer's input to the residual stream in place of a mixer's output. In
+    the parallel arrangement the feed-forward still reads norm(x).
+    """
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds nothing, and stores what stands in for the mixer."""
         self.doubles = layer.config.attention.gpt_neo_none_attention_bug
         self.is_parallel = layer.config.block.block_arrangement == "parallel"
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Applies the feed-forward alone; the decode state is passed on as it is."""
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
         y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
@@ -108,18 +120,24 @@ class WithStaticSGU(Block):
 
     @classmethod
     def mixer_class(cls, layer: LayerConfig) -> Any:
+        """Returns the layer's mixer, derived from BesideStaticSGU as well."""
         return combine(BesideStaticSGU, super().mixer_class(layer))
 
 
 class WithSeparateNorms(Block):
-    """Separate inputs and norms of q, k and v."""
+    """Separate inputs and norms of q, k and v, from dense connections (Xiao et al. 2025).
+
+    An input that the aggregation over depth has normalized already (PreNormalized) skips its norm.
+    """
 
     def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the mixer and three norms, pre_self_attention_layer_norm_q, _k and _v."""
         for stream in "qkv":
             setattr(self, self._name(stream), self.norm(layer, init, rngs))
         self.self_attention = self.mixer_class(layer).build(layer, init, rngs)
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns q, k and v, each normalized by its own norm."""
         q_BTD, k_BTD, v_BTD = (
             x.x_BTD if isinstance(x, PreNormalized) else getattr(self, self._name(stream))(x)
             for stream, x in zip("qkv", inputs[:3], strict=True)
@@ -128,16 +146,23 @@ class WithSeparateNorms(Block):
 
     @property
     def stream_norms(self) -> dict[str, nnx.Module]:
+        """The three norms by stream, without those that ReZero replaces by the identity."""
         norms = {stream: getattr(self, self._name(stream)) for stream in "qkv"}
         return {stream: norm for stream, norm in norms.items() if not isinstance(norm, Identity)}
 
     @staticmethod
     def _name(stream: str) -> str:
+        """Returns the attribute of a stream's norm."""
         return f"pre_self_attention_layer_norm_{stream}"
 
 
 class Macaron(Block):
-    """Half a feed-forward before and after the mixer (Lu et al. 2019)."""
+    """Half a feed-forward before and after the mixer (Lu et al. 2019).
+
+        x' = x + mlp_1(norm(x)) / 2;  then the block, with its feed-forward halved, too
+
+    The first feed-forward is a plain MLP. Its norm is absent without macaron_prenorm.
+    """
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
@@ -147,8 +172,9 @@ class Macaron(Block):
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
     def __call__(
-        self, inputs: LayerInputs, context: ForwardContext, state: Any = None
-    ) -> tuple[jax.Array, Scalars, Any]:
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Applies the first half feed-forward, then the block to the sum."""
         with scope("macaron_mlp"):
             half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
             record(half, "feed_forward_output")
@@ -157,12 +183,16 @@ class Macaron(Block):
         return y_BTD, add_scalars(scalars, block_scalars), state
 
     def feed_forward(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
+        """Applies norm and feed-forward, and halves the output."""
         out, scalars = super().feed_forward(x_BTD, context)
         return 0.5 * out, scalars
 
 
 class ReZero(Block):
-    """Learned gates instead of norms (Bachlechner et al. 2020)."""
+    """Learned gates instead of norms (Bachlechner et al. 2020): x + g f(x), g initially 0.
+
+    So every layer starts as the identity. Each branch has a scalar gate of its own.
+    """
 
     not_recomputed = ()  # gates read all outputs
 
@@ -176,9 +206,11 @@ class ReZero(Block):
             self.macaron_gate = ReZeroScale(init, rngs)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        """Returns the identity: there are no norms."""
         return Identity()
 
     def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
+        """Multiplies a branch's output by its gate, before dropout and drop path."""
         names = {ATTENTION: "attention_gate", MLP: "mlp_gate", _MACARON: "macaron_gate"}
         gate = getattr(self, names[stream], None)
         return super().branch(x_BTD if gate is None else gate(x_BTD), context, stream)

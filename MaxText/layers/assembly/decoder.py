@@ -24,11 +24,19 @@ from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
-from MaxText.layers.part import LayerInputs, Position, PreNormalized, Scalars
+from MaxText.layers.part import (
+    Carry,
+    DecodeState,
+    LayerIndex,
+    LayerInputs,
+    Position,
+    PreNormalized,
+    Scalars,
+)
 from MaxText.layers.quantization import Quantizer
 from MaxText.parallelism.logical_sharding import HIDDEN, current_num_stages, with_logical_constraint
 
-States = tuple[Any, ...]  # decode states: one per layer, then the head's
+States = tuple[DecodeState, ...]  # decode states: one per layer, then the head's
 
 _HEAD_AXES = ("activation_embed_and_logits_batch", "activation_length")
 
@@ -39,6 +47,16 @@ class Decoder(nnx.Module):
     rows: ClassVar = {"token_embedder": "token embedding"}
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Builds all parts of the model.
+
+        Positions that mixers read (rotary tables, ALiBi slopes) are built once for each kind of
+        layer that needs its own: those of the whole model are `position_embedder`, the others are
+        `other_positions`, and `Block.positions` says which of them a layer reads.
+
+        Args:
+          config: Of the model, with `auto` values resolved.
+          rngs: Draws the weights; `AbstractRngs` draws only their shapes.
+        """
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
         numerics = config.numerics
@@ -47,6 +65,7 @@ class Decoder(nnx.Module):
         layers = config.layers
 
         def init_of(layer: LayerConfig) -> Init:
+            """Returns sizes, initializers and dtypes of a layer's parts."""
             return Init(
                 dimensions=layer.dimensions,
                 initializers=initializers(config.initialization, layer.dimensions),
@@ -66,6 +85,7 @@ class Decoder(nnx.Module):
         quantizer = Quantizer(numerics)
 
         def positions(layer: LayerConfig) -> Position:
+            """Builds the position encoding of a layer."""
             part = lookup("position", layer.config.position.position_embedding)
             return part.build(layer, init_of(layer), rngs)
 
@@ -76,6 +96,7 @@ class Decoder(nnx.Module):
         self.other_positions = nnx.List(other_positions)
 
         def block(index: int, rngs: nnx.Rngs) -> Block:
+            """Builds the layer at an index, with quantized matmuls if they are configured."""
             layer = layers[index]
             built = block_class(layer)(layer, init_of(layer), rngs)
             built.positions = list(kinds).index(_positions_of(layer))
@@ -94,7 +115,7 @@ class Decoder(nnx.Module):
         self.head = head.build(head_config, init, rngs)
 
     def __call__(self, batch: Batch) -> jax.Array:
-        """Returns float32 logits [B, T, V]."""
+        """Returns float32 logits [B, T, V] of whole sequences."""
         h_BTD, _ = self.hidden_states(batch)
         return self.logits(h_BTD, self.head_state(h_BTD, batch))
 
@@ -105,8 +126,17 @@ class Decoder(nnx.Module):
         *,
         training: bool = False,
         drops_tokens: bool = True,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns final hidden states h_BTD, and auxiliary losses as sums."""
+    ) -> tuple[jax.Array, Scalars]:
+        """Returns final hidden states h_BTD, after the final norm, and auxiliary losses as sums.
+
+        Layers are unrolled, scanned, or on a mesh with several stages pipelined.
+
+        Args:
+          batch: Tokens with positions and segments. Without positions they are 0..T-1.
+          dropout_key: Random key of dropout and routing; None for none.
+          training: Whether the model is trained. Experts have another capacity in training.
+          drops_tokens: Whether experts may drop tokens beyond their capacity.
+        """
         memory = self.config.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
@@ -125,7 +155,7 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
+        def apply(layer: Block, carry: Carry, index: LayerIndex, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
         arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
@@ -144,7 +174,16 @@ class Decoder(nnx.Module):
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, capacity: int
     ) -> tuple[jax.Array, States]:
-        """Prefills states of `capacity` >= T from right-padded prompts."""
+        """Prefills states of `capacity` >= T from right-padded prompts.
+
+        Args:
+          tokens_BT: Prompts, each followed by any tokens up to T.
+          lengths_B: Length of each prompt, int32.
+          capacity: Number of tokens of prompt and continuation that the states have room for.
+
+        Returns:
+          Final hidden states h_BTD, and the decode state of each layer, then of the head.
+        """
         positions_BT = _positions(tokens_BT)
         for_mixers = self._for_mixers(positions_BT)
         context = ForwardContext(capacity=capacity, lengths_B=lengths_B, **for_mixers)
@@ -153,7 +192,16 @@ class Decoder(nnx.Module):
     def decode_step(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, states: States
     ) -> tuple[jax.Array, States]:
-        """Decodes T new tokens at `positions_BT`, right after the earlier ones."""
+        """Decodes T new tokens at `positions_BT`, right after the earlier ones.
+
+        Args:
+          tokens_BT: The new tokens; usually T is 1.
+          positions_BT: Their positions in the sequences, int32.
+          states: From `prefill` or the step before.
+
+        Returns:
+          Final hidden states h_BTD of the new tokens, and the new states.
+        """
         context = ForwardContext(positions_BT=positions_BT, **self._for_mixers(positions_BT))
         return self._with_states(tokens_BT, positions_BT, context, states)
 
@@ -164,6 +212,7 @@ class Decoder(nnx.Module):
         context: ForwardContext,
         states: States | None,
     ) -> tuple[jax.Array, States]:
+        """Applies the model for generation, layers unrolled: returns h_BTD and the new states."""
         x_BTD = self._embed(tokens_BT, positions_BT, context)
         layer_states = None if states is None else states[:-1]
         x_BTD, _, new_states = self._unrolled(x_BTD, context, layer_states, "none")
@@ -174,7 +223,19 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
     ) -> tuple[jax.Array, Scalars, States]:
-        def apply(layer: Block, carry: Any, index: int, state: Any):
+        """Applies all layers one by one.
+
+        Args:
+          x_BTD: Embeddings.
+          context: Of the whole model.
+          states: Decode state of each layer; None for whole sequences.
+          policy: Of rematerialization, for each layer.
+
+        Returns:
+          y_BTD before the final norm, scalars summed over layers, and the layers' new states.
+        """
+
+        def apply(layer: Block, carry: Carry, index: int, state: DecodeState):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
 
@@ -194,8 +255,26 @@ class Decoder(nnx.Module):
         return y_BTD, scalars, states
 
     def _layer(
-        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
-    ) -> tuple[Any, Scalars, Any]:
+        self,
+        layer: Block,
+        carry: Carry,
+        context: ForwardContext,
+        index: LayerIndex,
+        state: DecodeState,
+    ) -> tuple[Carry, Scalars, DecodeState]:
+        """Applies one layer, with what the connection reads before it and writes after it.
+
+        Args:
+          layer: The layer.
+          carry: What the connection carries from layer to layer: the residual stream, or the
+            outputs of all earlier layers.
+          context: Of the whole model; the layer gets its own random key and positions.
+          index: Of the layer, traced in a scan.
+          state: Its decode state; None for whole sequences.
+
+        Returns:
+          The new carry, scalars to sum over layers, and the layer's decode state.
+        """
         # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
         # rematerialized layer, so that inputs are recomputed, not saved.
         with scope("connections"):
@@ -211,6 +290,7 @@ class Decoder(nnx.Module):
         return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        """Returns fields of a ForwardContext: the model's positions, and those of other layers."""
         first, *others = [
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
@@ -220,6 +300,7 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
+        """Returns the input of the first layer: embeddings plus positions, with dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
             record(x_BTD, "output")
@@ -234,7 +315,7 @@ class Decoder(nnx.Module):
         stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
 
-    def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
+    def head_state(self, h_BTD: jax.Array, batch: Batch) -> DecodeState:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
         context = ForwardContext(segments_BT=batch.segments_BT)
         return self.head.state(h_BTD, batch.tokens_BT, context)
@@ -242,10 +323,16 @@ class Decoder(nnx.Module):
     def logits(
         self,
         h_BTD: jax.Array,
-        head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
-        positions_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
+        head_state: DecodeState = None,
+        positions_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
+        """Returns float32 logits [B, T, V]; T may be any part of the sequence.
+
+        Args:
+          h_BTD: Final hidden states of some of the tokens.
+          head_state: From `head_state` of the whole sequence, or the latest decode state.
+          positions_BT: Their positions in the sequence; None is 0..T-1.
+        """
         if positions_BT is None:
             positions_BT = _positions(h_BTD)
         with scope("head"):
@@ -257,6 +344,7 @@ class Decoder(nnx.Module):
         return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
+        """Applies the final norm, if there is one."""
         if self.decoder_norm is None:
             return x_BTD
         with scope("decoder_norm"):
@@ -284,4 +372,5 @@ def _positions_of(layer: LayerConfig) -> Any:
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:
+    """Returns the positions 0..T-1, int32 [1, T]."""
     return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]

@@ -23,14 +23,12 @@ from MaxText.layers.lowering.unrolled_layers import (
     take_layer,
 )
 from MaxText.layers.params import Params
-from MaxText.layers.part import Scalars
+from MaxText.layers.part import Carry, DecodeState, LayerIndex, Scalars
 
-Carry = Any  # what layers pass on, a tree of arrays: Connection.begin(), write() in part.py
-State = Any  # decode state of one layer, a tree of arrays
 # (layer, carry, index) -> (carry, scalars); the index is traced in a scan
-ApplyLayer = Callable[[Any, Carry, Any], tuple[Carry, Scalars]]
+ApplyLayer = Callable[[Any, Carry, LayerIndex], tuple[Carry, Scalars]]
 # (layer, carry, index, state) -> (carry, scalars, state)
-ApplyLayerWithState = Callable[[Any, Carry, int, State], tuple[Carry, Scalars, State]]
+ApplyLayerWithState = Callable[[Any, Carry, int, DecodeState], tuple[Carry, Scalars, DecodeState]]
 
 
 def apply_scanned(
@@ -185,13 +183,15 @@ class CycleScan:
             return None
         return run if self._slices_in_layer else 0
 
-    def _layer_function(self, run: int) -> Callable[[Carry, Params, Any], tuple[Carry, Scalars]]:
+    def _layer_function(
+        self, run: int
+    ) -> Callable[[Carry, Params, LayerIndex], tuple[Carry, Scalars]]:
         """Returns (carry, weights, index) -> (carry, scalars) of a run's layers, with remat."""
         plan = self.blueprint.plan
         graphdef = self.blueprint.graphdefs[plan.first_of(run)]
         row = self._row_of_layer(run)
 
-        def one_layer(carry: Carry, weights: Params, index: Any) -> tuple[Carry, Scalars]:
+        def one_layer(carry: Carry, weights: Params, index: LayerIndex) -> tuple[Carry, Scalars]:
             # Sliced in here, or the slices would be saved for the backward pass.
             if row is not None:
                 weights = take_layer(weights, row)
@@ -241,9 +241,9 @@ def apply_unrolled(
     apply: ApplyLayerWithState,
     *,
     policy: RematPolicy = "none",
-    states: Sequence[State] | None = None,
+    states: Sequence[DecodeState] | None = None,
     sequential: bool = False,
-) -> tuple[Carry, Scalars, tuple[State, ...]]:
+) -> tuple[Carry, Scalars, tuple[DecodeState, ...]]:
     """Applies all layers one by one.
 
     Generation uses this, too: a loop would copy each layer's weights and state out of the stacked
@@ -276,10 +276,10 @@ def apply_unrolled(
         def one_layer(
             weights: Params,
             carry: Carry,
-            state: State,
+            state: DecodeState,
             graphdef: Any = graphdef,
             index: int = index,
-        ) -> tuple[Carry, Scalars, State]:
+        ) -> tuple[Carry, Scalars, DecodeState]:
             return apply(nnx.merge(graphdef, weights), carry, index, state)
 
         if sequential_weights is None:
@@ -295,6 +295,7 @@ def apply_unrolled(
 
 
 def _sequential_weights(blueprint: Blueprint, weights: Params) -> SequentialWeights:
+    """Returns the weights of all layers for a backward pass that goes layer by layer."""
     if blueprint.is_stacked and not blueprint.is_shared:
         return SequentialWeights(weights)
     layer_weights = blueprint.layer_weights(weights)

@@ -45,9 +45,21 @@ def _declared(module: Any, path: Sequence[Any]) -> dict[str, Any]:
 
 
 class Model:
-    """The decoder of a configuration, without values."""
+    """The decoder of a configuration, without values.
+
+    Attributes:
+      config: Of the model, with `auto` values resolved.
+      blueprint: How layers are stored: which of them are stacked.
+      abstract: Parameters as checkpoints hold them, with jax.ShapeDtypeStruct leaves.
+      parameters: Metadata of each parameter, by names such as "layers/mlp/wo/kernel".
+    """
 
     def __init__(self, config: ModelConfig):
+        """Builds the decoder abstractly, in which no weight is drawn.
+
+        Args:
+          config: With `auto` values resolved (training/backend_defaults.py).
+        """
         self.config = config  # with `auto` values resolved
         module = Decoder(config, AbstractRngs())
         self.blueprint = module.blueprint  # which layers are stacked
@@ -141,17 +153,20 @@ class Model:
         """
 
         def converted(path: Any, leaf: jax.Array) -> jax.Array:
+            """Returns a leaf in the dtype it is always read in, if that is narrower."""
             dtype = self.parameters["/".join(entry.key for entry in path)].used_in
             if dtype is None or dtype.itemsize >= leaf.dtype.itemsize:
                 return leaf
             return replaced(leaf, leaf.astype(dtype))
 
         def unstacked(stacked: dict) -> list[dict]:
+            """Returns the trees of the layers of a stacked tree."""
             leaves, structure = jax.tree.flatten(stacked)
             rows = [replaced(leaf, [leaf[i] for i in range(len(leaf))]) for leaf in leaves]
             return [jax.tree.unflatten(structure, row) for row in zip(*rows, strict=True)]
 
         def replaced(array: jax.Array, replacement: Any) -> Any:
+            """Deletes an array once its replacement is computed."""
             jax.block_until_ready(replacement)
             array.delete()
             return replacement

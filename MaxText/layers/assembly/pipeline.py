@@ -26,6 +26,8 @@ from MaxText.layers.assembly.layer_loops import CycleScan
 from MaxText.layers.assembly.stack import Blueprint
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.lowering.pipeline_buffer import replace_slot, take_slot
+from MaxText.layers.params import Params
+from MaxText.layers.part import Carry, LayerIndex, Scalars
 from MaxText.parallelism.logical_sharding import (
     HIDDEN,
     merge_batch,
@@ -35,18 +37,34 @@ from MaxText.parallelism.logical_sharding import (
 
 
 def pipeline_apply(  # noqa: PLR0917
-    layers: Any,  # from `stack`, all of them repeats of one cycle
+    layers: Any,
     blueprint: Blueprint,
-    inputs: Any,  # input of the first layer, a tree of arrays [B, T, ...]
+    inputs: Carry,
     context: ForwardContext,
-    apply: Callable[[Any, Any, jax.Array, ForwardContext], tuple[Any, dict[str, jax.Array]]],
-    schedule: PipelineSchedule,  # with as many stages as the current mesh
+    apply: Callable[[Any, Carry, LayerIndex, ForwardContext], tuple[Carry, Scalars]],
+    schedule: PipelineSchedule,
     policy: RematPolicy,
-) -> tuple[Any, dict[str, jax.Array]]:
+) -> tuple[Carry, Scalars]:
     """Applies all layers on the stages of a mesh.
 
     Equals `layer_loops.apply_scanned` except for rounding, and for dropout, which differs by
     microbatch.
+
+    Turns are the iterations of a scan, stages the batch of a vmap. `arrived` [S, b, T, ...] is what
+    each stage got from the stage before it. `waiting` [S, M, b, T, ...] holds what arrived at the
+    first stage until its next repeat begins, and at the end the results.
+
+    Args:
+      layers: The module from `stack`, all layers repeats of one cycle.
+      blueprint: From `stack`, too.
+      inputs: Input of the first layer, a tree of arrays [B, T, ...].
+      context: Of the batch; split into those of microbatches.
+      apply: (layer, carry, index, context) -> (carry, scalars).
+      schedule: With as many stages as the current mesh.
+      policy: Of rematerialization, for each layer.
+
+    Returns:
+      Output of the last layer, like `inputs`, and scalars summed over layers and microbatches.
     """
     num_stages, repeats, per_stage, num_microbatches = schedule
     contexts = context.split(num_microbatches)
@@ -62,12 +80,13 @@ def pipeline_apply(  # noqa: PLR0917
             for run, length in enumerate(plan.runs)
         }
 
-    def stage(number: jax.Array, arrived: Any, weights_K: Any, turn: jax.Array):
+    def stage(number: jax.Array, arrived: Carry, weights_K: Params, turn: jax.Array):
+        """Applies a stage's K layers to what has arrived; scalars are 0 while the stage is idle."""
         visit = turn - number
         repeat = jnp.clip(visit // num_microbatches, 0, repeats - 1)
         first = (repeat * num_stages + number) * per_stage
 
-        def select_repeat(weights_R: Any) -> Any:
+        def select_repeat(weights_R: Params) -> Params:
             return jax.tree.map(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, repeat, keepdims=False), weights_R
             )
@@ -87,16 +106,19 @@ def pipeline_apply(  # noqa: PLR0917
     numbers_S = jnp.arange(num_stages)
 
     def select_input(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        """Returns each stage's input: the next waiting microbatch for the first stage."""
         is_first_S = (numbers_S == 0).reshape(-1, *[1] * (arrived_SbT.ndim - 1))
         next_SbT = take_slot(waiting_SMbT, turn % num_microbatches)
         return shard_over_stages(jnp.where(is_first_S, next_SbT, arrived_SbT))
 
     def store(waiting_SMbT: jax.Array, arrived_SbT: jax.Array, turn: jax.Array) -> jax.Array:
+        """Stores what has arrived in its microbatch's slot; only the first stage's is read."""
         # Until the first microbatch arrives, the slot that was just read takes what no one reads.
         slot = jnp.where(turn < num_stages - 1, turn, turn - (num_stages - 1)) % num_microbatches
         return shard_over_stages(replace_slot(waiting_SMbT, arrived_SbT, slot), waits=True)
 
-    def one_step(carry: tuple[Any, Any], turn: jax.Array):
+    def one_step(carry: tuple[Carry, Carry], turn: jax.Array):
+        """Computes one turn of all stages, and sends each result to the next stage."""
         arrived, waiting = carry
         stage_inputs = jax.tree.map(lambda w, a: select_input(w, a, turn), waiting, arrived)
         output, scalars = all_stages(numbers_S, stage_inputs, weights_SK, turn)
@@ -107,6 +129,7 @@ def pipeline_apply(  # noqa: PLR0917
         return (arrived, waiting), jax.tree.map(jnp.sum, scalars)
 
     def begin(x: jax.Array) -> jax.Array:
+        """Splits the batch [B, T, ...] into the first stage's waiting microbatches."""
         # Only the first stage's slots are read. The others hold rows instead of zeros, as idle
         # stages must compute something finite for its gradient to be 0.
         axes = _axes(x.ndim)
@@ -114,6 +137,7 @@ def pipeline_apply(  # noqa: PLR0917
         return shard_over_stages(jnp.broadcast_to(x_MbT, (num_stages, *x_MbT.shape)), waits=True)
 
     def end(waiting_SMbT: jax.Array) -> jax.Array:
+        """Joins the microbatches that wait at the first stage to [B, T, ...]."""
         axes = _axes(waiting_SMbT.ndim - 2)
         x_MbT = with_logical_constraint(waiting_SMbT[0], None, *axes)
         return with_logical_constraint(merge_batch(x_MbT), *axes)
@@ -124,7 +148,7 @@ def pipeline_apply(  # noqa: PLR0917
     return jax.tree.map(end, waiting), jax.tree.map(jnp.sum, scalars)
 
 
-def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> dict:
+def stack_by_stage(state: nnx.State, schedule: PipelineSchedule, per_stage: int) -> Params:
     """Reshapes weights [L, ...] to [S, K, R, ...], sharded over stages.
 
     With several repeats, layers move between stages once per forward and once per backward pass,
@@ -134,6 +158,7 @@ def stack_by_stage(state: Any, schedule: PipelineSchedule, per_stage: int) -> di
     repeats = schedule.num_repeats
 
     def arranged(parameter: Any) -> jax.Array:
+        """Reshapes one stacked weight."""
         leaf = parameter.get_value()
         names = parameter.get_metadata()["logical_axes"]
         if repeats == 1:
@@ -152,4 +177,5 @@ def shard_over_stages(x: jax.Array, *, waits: bool = False) -> jax.Array:
 
 
 def _axes(num_dims: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of a carried array [B, T, ...] with `num_dims` dimensions."""
     return HIDDEN if num_dims == len(HIDDEN) else (*HIDDEN[:2], *[None] * (num_dims - 2))

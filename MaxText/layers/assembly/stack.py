@@ -62,6 +62,7 @@ class Blueprint:
         """
 
         def stacked(layers: Sequence[Params]) -> Params:
+            """Stacks the weights of layers along a new first dimension."""
             return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
         if self.is_stacked:
@@ -104,6 +105,7 @@ def stack(
     keys = jax.random.split(rngs.params(), num_stored) if draws else None
 
     def build_stacked(kind: int, indices: Sequence[int]) -> Any:
+        """Builds the layers at `indices` as one of `kind`, weights with a leading axis `layers`."""
         if keys is None:
             weights = _add_dimension(weights_dict(abstract[kind]), len(indices))
         else:
@@ -136,6 +138,7 @@ def _first_of_kind(plan: LayerPlan, index: int) -> int:
 
 
 def _rngs(key: jax.Array) -> nnx.Rngs:
+    """Returns RNG streams whose weights are drawn from a key."""
     return nnx.Rngs(params=key)
 
 
@@ -157,6 +160,7 @@ def _add_dimension(shapes: Params, size: int) -> Params:
 
 
 def _shapes(layer: Any) -> list[Any]:
+    """Returns path, shape, dtype and logical axes of a layer's weights, to compare layers."""
     flat = nnx.to_flat_state(nnx.state(layer))
     return [
         (path, parameter.shape, parameter.dtype, parameter.get_metadata()["logical_axes"])

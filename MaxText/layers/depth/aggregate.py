@@ -135,6 +135,7 @@ def scale_grad_only(x_BTD: jax.Array, scale_D: jax.Array) -> Any:
     """
 
     def backward(gradient_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the gradients with respect to x and scale, from that to scale * x."""
         gradient_BTD = gradient_BTD.astype(jnp.float32)
         grad_scale_D = jnp.sum(gradient_BTD * x_BTD.astype(jnp.float32), axis=(0, 1))
         return (scale_D * gradient_BTD).astype(x_BTD.dtype), grad_scale_D
@@ -155,6 +156,7 @@ def _aggregate(
 
 
 def _aggregate_forward(form: str, norms: Norms, perturbed: Any) -> tuple[Any, _Operands]:
+    """Returns the results of `_aggregate`, and the operands as residuals."""
     # With symbolic zeros, leaves are pairs (value, perturbed).
     operands = jax.tree.map(lambda x: x.value, perturbed)
     return _aggregate(form, norms, operands), operands
@@ -163,6 +165,19 @@ def _aggregate_forward(form: str, norms: Norms, perturbed: Any) -> tuple[Any, _O
 def _aggregate_backward(
     form: str, norms: Norms, operands: _Operands, gradients: Any
 ) -> tuple[_Operands]:
+    """Returns the gradients of the operands.
+
+    Args:
+      form: "sum" or "kernel".
+      norms: Fused with the sums.
+      operands: Residuals from the forward pass.
+      gradients: Those of the sums, y_BTD of each stream, and those of the sources that were passed
+        on, accumulated by later layers. Either may be symbolic zeros.
+
+    Returns:
+      A 1-tuple, as custom_vjp asks for. The gradients of sources are the accumulated ones plus
+      those of the sums; scales have none, since `scale_grad_only` gives them theirs.
+    """
     grad_sums, accumulated = gradients
     grad_sums = [_array(gradient) for gradient in grad_sums]
     if all(map(is_zero, accumulated)):
@@ -195,12 +210,14 @@ _aggregate.defvjp(_aggregate_forward, _aggregate_backward, symbolic_zeros=True)
 
 
 def _array(gradient: Any) -> jax.Array:
+    """Returns a gradient as an array, also if it is a symbolic zero."""
     if is_zero(gradient):
         return jnp.zeros(gradient.aval.shape, gradient.aval.dtype)
     return gradient
 
 
 def _to_f32(arrays: Sequence[jax.Array], scales_SD: jax.Array | None = None) -> Sequence[jax.Array]:
+    """Returns arrays in float32, each multiplied by its scale if there are scales."""
     floats = [x.astype(jnp.float32) for x in arrays]
     if scales_SD is None:
         return floats
@@ -314,6 +331,7 @@ def _kernel_gradients(norms: Norms, operands: dict[str, Any]) -> dict[str, Any]:
         return grads | {"grad_sources": [x_ND.reshape(shape) for x_ND in grads["grad_sources"]]}
 
     def specs(state: PartitionSpec, weights: PartitionSpec) -> dict[str, PartitionSpec]:
+        """Returns the shardings of the results, from those of a source and of weights."""
         specs = {"grad_weights": weights, "grad_sources": state}
         if norms.streams:
             specs["grad_factors"] = PartitionSpec()

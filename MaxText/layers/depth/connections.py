@@ -44,7 +44,10 @@ LayerOutputs = tuple[LayerOutput, ...]
 class DenseConnections(Connection):
     """Multiway dynamic dense connections (Xiao et al. 2025, section 2).
 
-    X_0 is the embedding and X_i the output of layer i, counted from 1.
+    X_0 is the embedding and X_i the output of layer i, counted from 1. In place of X_i alone, layer
+    i + 1 reads sums over the sources X_0 to X_i, with weights that depend on the token: one sum for
+    each of up to four streams, q, k, v and the residual stream r (`DepthAggregate`). The carry from
+    layer to layer are all sources, so it grows, and layers cannot be scanned.
     """
 
     keeps_shapes = False
@@ -52,6 +55,11 @@ class DenseConnections(Connection):
     not_recomputed = ("after",)
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Declares an aggregation for each layer that has one, and scales of the sources.
+
+        The last `dense_saved_aggregates` of the aggregations are saved for the backward pass, not
+        recomputed.
+        """
         dense = config.dense_connections
         epsilon = config.block.normalization_layer_epsilon
         num_layers = init.dimensions.num_layers
@@ -83,6 +91,7 @@ class DenseConnections(Connection):
 
     @classmethod
     def flops(cls, config: ModelConfig, dimensions: Dimensions, length: int) -> dict[str, Flops]:
+        """Returns the FLOPs of the sums: 2 D per stream, source and token."""
         dense = config.dense_connections
         num_layers = dimensions.num_layers
         depths = filter(dense.stands_after, range(1, num_layers + 1))
@@ -127,6 +136,7 @@ class DenseConnections(Connection):
         return (*carry, LayerOutput(y_BTD))
 
     def end(self, carry: LayerOutputs) -> jax.Array:
+        """Returns the input of the final norm: the last aggregation's r, if there is one."""
         return self.read(self.num_layers, carry, {})[0].r
 
 
@@ -144,6 +154,15 @@ class DepthAggregate(nnx.Module):
     not_recomputed = ("wi",)  # every policy saves x W1
 
     def __init__(self, config: DenseConfig, depth: int, epsilon: float, init: Init, rngs: nnx.Rngs):
+        """Declares the weights.
+
+        Args:
+          config: Of dense connections.
+          depth: Number of layers before the aggregation; its sources are some of X_0 to X_depth.
+          epsilon: Of the norms.
+          init: Sizes, initializers and dtypes.
+          rngs: RNG streams that weights are drawn from.
+        """
         num_layers = init.dimensions.num_layers
         D = init.dimensions.emb_dim
         self.config = config
@@ -174,6 +193,7 @@ class DepthAggregate(nnx.Module):
         )
 
     def _identity(self) -> np.ndarray:
+        """Returns static weights [C, S] with which Y_c = X_i."""
         identity = np.zeros((len(self.streams), len(self.sources)), np.float32)
         if not self.config.adds:
             identity[:, -1] = 1.0
@@ -253,6 +273,7 @@ class DepthAggregate(nnx.Module):
         return Norms(tuple(fusible), self.epsilon), factors_MD
 
     def _normalized(self, source: LayerOutput, scale_D: jax.Array) -> LayerOutput:
+        """Returns a source with its inverse RMS, which is computed once for all its readers."""
         if source.inverse_rms_BT1 is not None:
             return source
         x_BTD = source.x_BTD
@@ -271,6 +292,12 @@ def rms_norm_matmul(
     """Returns r x W [B, T, K] with r = 1 / sqrt(mean(x^2) + eps).
 
     Of the size of x it writes only its gradient; normalizing first would write that of r x, too.
+
+    Args:
+      x_BTD: Hidden states.
+      kernel_DK: W, with the factors of the norm multiplied into it.
+      epsilon: eps.
+      precision: Of the products, a name of jax.lax.Precision or None.
     """
     return _rms_norm_matmul_forward(x_BTD, kernel_DK, epsilon, precision)[0]
 
@@ -278,6 +305,7 @@ def rms_norm_matmul(
 def _rms_norm_matmul_forward(
     x_BTD: jax.Array, kernel_DK: jax.Array, epsilon: float, precision: str | None
 ) -> tuple[jax.Array, Any]:
+    """Returns r x W; and as residuals x, W, r and x W."""
     # Saved under every policy: both are small, and recomputing either would read x again.
     inverse_rms_BT1 = checkpoint_name(inverse_rms(x_BTD, epsilon), "depth_product")
     product_BTK = checkpoint_name(
@@ -290,6 +318,10 @@ def _rms_norm_matmul_forward(
 def _rms_norm_matmul_backward(
     epsilon: float, precision: str | None, residuals: Any, grad_y_BTK: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients with respect to x and W.
+
+    With g the gradient of the result: dW = x^T (r g), and dx = (r g) W^T + (dr / dx) sum(g x W).
+    """
     del epsilon
     x_BTD, kernel_DK, inverse_rms_BT1, product_BTK = residuals
     grad_y_BTK = grad_y_BTK.astype(jnp.float32)

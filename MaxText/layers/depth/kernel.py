@@ -323,6 +323,12 @@ def _backward_body(
         part[...] = jnp.zeros(part.shape, jnp.float32)
 
     def at_tokens(token):
+        """Computes the gradients of the weights and sources of some tokens of the tile.
+
+        For each source s: dx_s = sum_c w_cs g_c + accumulated, and dw_cs = sum over D of g_c x_s.
+        Both are computed in one pass over g and x.
+        """
+
         def gradient(c, columns):
             if c in norms.streams:
                 return scratch[norms.streams.index(c), token, columns]

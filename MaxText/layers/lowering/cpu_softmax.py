@@ -51,6 +51,7 @@ def cpu_softmax_product(
 def _softmax_product_forward(
     precision: str | None, scores_BKRS: jax.Array, values_BKSH: jax.Array
 ) -> tuple[jax.Array, _Residuals]:
+    """Returns O = E V / sum(E) with E = exp(scores - max), and the residuals."""
     exp_BKRS = jnp.exp(scores_BKRS - scores_BKRS.max(-1, keepdims=True))
     sum_BKR1 = exp_BKRS.sum(-1, keepdims=True)
     exp_BKRS = exp_BKRS.astype(values_BKSH.dtype)
@@ -61,6 +62,11 @@ def _softmax_product_forward(
 def _softmax_product_backward(
     precision: str | None, residuals: _Residuals, grad_o_BKRH: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of scores and values.
+
+    dS = P * (dP - rowsum(dO * O)) with P = E / sum(E) and dP = dO V^T. The sum divides dO [R, H]
+    once, in place of E [R, S].
+    """
     exp_BKRS, sum_BKR1, o_BKRH, values_BKSH = residuals
     grad_o_BKRH = grad_o_BKRH / sum_BKR1
     mean_BKR1 = (grad_o_BKRH * o_BKRH).sum(-1, keepdims=True)

@@ -23,6 +23,7 @@ def gather_length(x_BSKH: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def _gather_length_forward(x_BSKH: jax.Array, axes: tuple[str, ...]) -> tuple[jax.Array, None]:
+    """Returns the gathered keys or values; the gradient needs no residuals."""
     return gather_length(x_BSKH, axes), None
 
 

@@ -46,12 +46,14 @@ def take_rows(x_ND: jax.Array, index_M: jax.Array, reads_NR: jax.Array) -> jax.A
 def _take_rows_forward(
     x_ND: jax.Array, index_M: jax.Array, reads_NR: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the rows; the only residual is which reads take each row."""
     return rows_or_zeros(x_ND, index_M), reads_NR
 
 
 def _take_rows_backward(
     reads_NR: jax.Array, grad_MD: jax.Array
 ) -> tuple[jax.Array | int, None, None]:
+    """Returns the gradient of each row, the sum of those of its R reads."""
     return sum(rows_or_zeros(grad_MD, reads_N) for reads_N in reads_NR.T), None, None
 
 

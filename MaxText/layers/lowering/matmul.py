@@ -36,6 +36,7 @@ def cpu_dot(
 
 
 def _cpu_dot_forward(dimension_numbers: Any, precision: Any, x: jax.Array, kernel: jax.Array):
+    """Returns the product, and its operands as residuals."""
     return cpu_dot(dimension_numbers, precision, x, kernel), (x, kernel)
 
 
@@ -45,6 +46,7 @@ def _cpu_dot_backward(
     operands: tuple[jax.Array, jax.Array],
     grad_y: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of x and the kernel; the kernel's begins with the narrower operand."""
     x, kernel = operands
     (_, inputs), _ = dimension_numbers
     outputs = tuple(axis for axis in range(kernel.ndim) if axis not in inputs)

@@ -27,10 +27,12 @@ def take_slot(waiting_SMbT: jax.Array, slot: jax.Array | int) -> jax.Array:
 def _replace_slot_forward(
     waiting_SMbT: jax.Array, arrived_SbT: jax.Array, slot: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns the new buffer; the residual is the index of the slot."""
     return replace_slot(waiting_SMbT, arrived_SbT, slot), slot
 
 
 def _replace_slot_backward(slot: jax.Array, gradient_SMbT: jax.Array):
+    """Returns the buffer's gradient without that of the slot, and that of the slot."""
     grad_arrived_SbT, gradient_SMbT = jax.lax.optimization_barrier(
         (take_slot(gradient_SMbT, slot), gradient_SMbT)
     )

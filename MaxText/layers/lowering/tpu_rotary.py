@@ -31,12 +31,14 @@ def apply_rotary_tpu(x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array) -> jax.A
 def _rotate_forward(
     x_BTNH: jax.Array, sin: jax.Array, cos: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the rotated heads; residuals are only the table."""
     return apply_rotary_tpu(x_BTNH, sin, cos), (sin, cos)
 
 
 def _rotate_backward(
     table: tuple[jax.Array, jax.Array], grad_y_BTNH: jax.Array
 ) -> tuple[jax.Array, None, None]:
+    """Returns the gradient rotated back; None for the table."""
     sin, cos = table
     return apply_rotary_tpu(grad_y_BTNH, -sin, cos), None, None
 

@@ -32,10 +32,12 @@ def unstack(stacked: Params) -> list[Params]:
 
 
 def _num_layers(stacked: Params) -> int:
+    """Returns the number of layers of a stacked tree."""
     return jax.tree.leaves(stacked)[0].shape[0]
 
 
 def _unstack_forward(stacked: Params) -> tuple[list[Params], list[jax.Array] | None]:
+    """Returns the layers' trees, sliced at hidden indices on CPU, and these indices."""
     if platform() != "cpu":
         return unstack(stacked), None
     hidden_indices = list(jax.lax.optimization_barrier(jnp.arange(_num_layers(stacked))))
@@ -50,6 +52,8 @@ def _unstack_forward(stacked: Params) -> tuple[list[Params], list[jax.Array] | N
 def _unstack_backward(
     hidden_indices: list[jax.Array] | None, gradients: list[Params]
 ) -> tuple[Params]:
+    """Joins the gradients of the layers to those of the stacked tree."""
+
     def join(*leaves: jax.Array) -> jax.Array:
         if hidden_indices is None or leaves[0].ndim < 2:
             return jnp.stack(leaves)
@@ -115,11 +119,14 @@ _take_sequentially = jax.custom_vjp(_take, nondiff_argnums=(0,))
 
 
 def _take_forward(index: int, *arguments: Any) -> tuple[Any, None]:
+    """Returns the outputs of `_take`; there are no residuals."""
     # With symbolic zeros, arguments are pairs (value, perturbed).
     return _take_sequentially(index, *jax.tree.map(lambda x: x.value, arguments)), None
 
 
 def _take_backward(index: int, _: None, gradients: Any) -> tuple[Any, Any]:
+    """Writes a layer's gradients into the stacked ones, before the gradient of `carry` goes on."""
+
     def write(layer_gradient: Any, accumulated: Any) -> Any:
         if is_zero(layer_gradient):
             return accumulated
