@@ -234,7 +234,7 @@ def process_batch_slice(
 ) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences for a process.
 
-    `held` maps processes to their sequences. Must agree with
+    `sequences_by_process` has the sequences that each process holds. Must agree with
     jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
     reads all sequences and places what it holds.
     """

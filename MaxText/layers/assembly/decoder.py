@@ -1,4 +1,10 @@
-"""The decoder: embedding, a stack of blocks, final norm, head."""
+"""The decoder: embedding, a stack of blocks, final norm, head.
+
+`hidden_states` is the forward pass of training, up to the final norm, and `logits` is the head.
+Between both the loss may divide the sequence into chunks (training/objective.py).
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
+"""
 
 import math
 from typing import Any, ClassVar
@@ -39,6 +45,12 @@ class Decoder(nnx.Module):
     rows: ClassVar = {"token_embedder": "token embedding"}
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        """Builds all parts.
+
+        Args:
+          config: With `auto` values resolved.
+          rngs: RNG streams that weights are drawn from. With AbstractRngs they have only shapes.
+        """
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
         numerics = config.numerics
@@ -65,24 +77,25 @@ class Decoder(nnx.Module):
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
         quantizer = Quantizer(numerics)
 
-        def positions(layer: LayerConfig) -> Position:
+        def build_positions(layer: LayerConfig) -> Position:
             part = lookup("position", layer.config.position.position_embedding)
             return part.build(layer, init_of(layer), rngs)
 
-        kinds: dict[Any, LayerConfig] = {}
+        # One encoding for the model, and one for each way in which layers differ from it.
+        first_layers: dict[Any, LayerConfig] = {}
         for layer_config in (whole_model, *layers):
-            kinds.setdefault(_positions_of(layer_config), layer_config)
-        self.position_embedder, *other_positions = map(positions, kinds.values())
+            first_layers.setdefault(_positions_key(layer_config), layer_config)
+        self.position_embedder, *other_positions = map(build_positions, first_layers.values())
         self.other_positions = nnx.List(other_positions)
 
-        def block(index: int, rngs: nnx.Rngs) -> Block:
+        def build_block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
             built = block_class(layer)(layer, init_of(layer), rngs)
-            built.positions = list(kinds).index(_positions_of(layer))
+            built.position_index = list(first_layers).index(_positions_key(layer))
             return quantizer.quantize(built)
 
         self.layers, self.blueprint = stack(
-            block, config.layer_plan, rngs, shared=config.block.share_layer_params
+            build_block, config.layer_plan, rngs, shared=config.block.share_layer_params
         )
         quantizer.check()
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
@@ -106,7 +119,17 @@ class Decoder(nnx.Module):
         training: bool = False,
         drops_tokens: bool = True,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns final hidden states h_BTD, and auxiliary losses as sums."""
+        """Returns final hidden states h_BTD, and auxiliary losses as sums over tokens.
+
+        Layers are unrolled (scan_layers=false), scanned, or on the stages of a pipeline. All three
+        apply `_layer`, and compute the same except for rounding and a pipeline's dropout.
+
+        Args:
+          batch: Arrays [B, T].
+          dropout_key: RNG key of dropout and routing in all layers; None disables them.
+          training: As in ForwardContext.
+          drops_tokens: As in ForwardContext.
+        """
         memory = self.config.memory
         positions_BT = batch.positions_BT
         if positions_BT is None:
@@ -125,6 +148,7 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
+        # A pipeline passes the context of each microbatch.
         def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
@@ -174,6 +198,18 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
     ) -> tuple[jax.Array, Scalars, States]:
+        """Applies the layers one by one, between the connections' beginning and end.
+
+        Args:
+          x_BTD: The embedding.
+          context: Facts about the batch.
+          states: Decode state of each layer; None for whole sequences.
+          policy: Of rematerialization.
+
+        Returns:
+          What the final norm reads [B, T, D], scalars summed over layers, and decode states.
+        """
+
         def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
@@ -196,21 +232,35 @@ class Decoder(nnx.Module):
     def _layer(
         self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
     ) -> tuple[Any, Scalars, Any]:
-        # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
-        # rematerialized layer, so that inputs are recomputed, not saved.
+        """Applies one layer: the connection reads its inputs, the block computes, it writes.
+
+        With a residual stream, all inputs are `carry`, and the output is carried on.
+
+        Args:
+          layer: The block with its weights.
+          carry: What the layers before passed on, a tree of arrays [B, T, ...].
+          context: Facts about the batch.
+          index: Index of the layer, from 0; an array inside a scan.
+          state: Decode state of the mixer; None for whole sequences.
+
+        Returns:
+          What the layer passes on, scalars to sum over layers, and its decode state.
+        """
+        # Read inside the rematerialized layer, so that inputs are recomputed, not saved.
         with scope("connections"):
             read = self.connections.read(index, carry, layer.stream_norms)
             emb_dim = self.config.shape.dimensions.emb_dim
             inputs, carry_on = part_outputs.check_read(self.connections, read, carry, emb_dim)
             _record_inputs(inputs)
         shared = self.connections.shared(carry_on)
-        context = context.for_layer(index, shared, layer.positions)
+        context = context.for_layer(index, shared, layer.position_index)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         new_carry = self.connections.write(index, carry_on, y_BTD, context.shared)
         return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
+        """Returns the fields of ForwardContext that the position encodings set."""
         first, *others = [
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
@@ -220,6 +270,7 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
+        """Returns the embedding [B, T, D] of tokens, with their positions and dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
             record(x_BTD, "output")
@@ -231,8 +282,8 @@ class Decoder(nnx.Module):
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
-        stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
-        return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
+        embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
+        return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> Any:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
@@ -243,7 +294,7 @@ class Decoder(nnx.Module):
         self,
         h_BTD: jax.Array,
         head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
-        positions_BT: jax.Array | None = None,  # positions in the sequence; None is 0..T-1
+        positions_BT: jax.Array | None = None,  # in the sequence, not the document; None is 0..T-1
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence."""
         if positions_BT is None:
@@ -257,6 +308,7 @@ class Decoder(nnx.Module):
         return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
+        """Returns x_BTD after the final norm, if the model has one."""
         if self.decoder_norm is None:
             return x_BTD
         with scope("decoder_norm"):
@@ -274,7 +326,7 @@ def _record_inputs(inputs: LayerInputs) -> None:
             record(x.x_BTD if isinstance(x, PreNormalized) else x, name)
 
 
-def _positions_of(layer: LayerConfig) -> Any:
+def _positions_key(layer: LayerConfig) -> Any:
     """Returns a key of a layer's positions; None if mixers read none."""
     config = layer.config.position
     d = layer.dimensions
@@ -284,4 +336,5 @@ def _positions_of(layer: LayerConfig) -> Any:
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:
+    """Returns positions 0 to T - 1 of an array [B, T, ...], int32 [1, T]."""
     return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]
