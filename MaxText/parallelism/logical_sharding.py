@@ -122,8 +122,8 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the axes of each name, or None."""
+def axes_of_current_mesh(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
+    """Returns the current mesh, and its axes for each logical name; None on one device."""
     current = _current.get()
     if current is None or current[0].size == 1:
         return None
