@@ -28,8 +28,8 @@ class ShapeSpecializedStep:
         """Creates a step without compiled programs.
 
         Args:
-            compile_for: batch shapes -> (compiled step, seconds).
-            saved: steps in files, tried first.
+          compile_for: Batch shapes -> (compiled step, seconds).
+          saved: Steps in files, tried first.
         """
         self._compile_for = compile_for
         self._saved = saved
@@ -43,8 +43,8 @@ class ShapeSpecializedStep:
         """Compiles for batches like this one, of arrays or jax.ShapeDtypeStruct.
 
         Returns:
-            The fields of a "compile" event. `rows` is the global batch size; `source` is "" if
-            compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
+          The fields of a "compile" event. `rows` is the global batch size; `source` is "" if
+          compiled here, "cache" for a cache hit, "file" for an ahead-of-time program.
         """
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
@@ -66,6 +66,10 @@ class ShapeSpecializedStep:
         return shape | {"compile_seconds": seconds, "source": source, "memory": memory_stats(step)}
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
+        """Returns the new state and the metrics, by the step that `prepare` compiled.
+
+        Returns at once: the devices may still be computing. Uses up (donates) the state.
+        """
         return self._steps[_key(batch)](state, batch)
 
 

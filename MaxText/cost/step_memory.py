@@ -241,7 +241,7 @@ def _converted_bytes(program: Program) -> float:
         if not is_matrix_of_layers or width >= spec.dtype.itemsize:
             continue
         if in_loop and len(spec.shape) <= 3:
-            continue  # cast inside of the loop by scanned_layers.cast_in_loop
+            continue  # cast inside of the loop by scanned_layers.keep_casts_in_loop
         num_bytes += math.prod(shardings[name].shard_shape(spec.shape)) * float(width)
     return num_bytes
 

@@ -41,7 +41,7 @@ class ForwardContext:
       layer: Index of the layer, an array inside a scan; None outside of layers.
       slopes_N: Slopes of ALiBi, float32.
       other_positions: `rotary` and `slopes_N` of layers with other positions than the model's, by
-        Block.positions.
+        Block.position_index.
       capacity: During prefill, the tokens that decode states have room for.
       lengths_B: During prefill, the tokens of each prompt; padding follows.
       positions_BT: During decoding, the positions of the new tokens.
@@ -109,15 +109,15 @@ class ForwardContext:
         self,
         index: jax.Array | int,
         shared: Mapping[str, jax.Array] | None = None,
-        positions: int = 0,
+        position_index: int = 0,
     ) -> "ForwardContext":
         """Returns the context of a layer.
 
         Args:
           index: Index of the layer, from 0; an array inside a scan.
           shared: Arrays that mixers share, from the connection.
-          positions: Which position encoding the layer has: 0 is the model's, i is entry i - 1 of
-            `other_positions`.
+          position_index: Which position encoding the layer has: 0 is the model's, i is entry i - 1
+            of `other_positions`.
         """
         key = self.dropout_key
         if key is not None:
@@ -127,8 +127,9 @@ class ForwardContext:
             "layer": index,
             "shared": Shared(shared or {}),
         }
-        if positions:
-            fields |= {"rotary": None, "slopes_N": None, **self.other_positions[positions - 1]}
+        if position_index:
+            own_positions = self.other_positions[position_index - 1]
+            fields |= {"rotary": None, "slopes_N": None, **own_positions}
         return dataclasses.replace(self, **fields)
 
     def key_for(self, stream: int) -> jax.Array | None:

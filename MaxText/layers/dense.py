@@ -72,6 +72,7 @@ class Dense(nnx.Module):
         dtype = dtype or self.dtype
         last_dims = tuple(range(x.ndim - self.num_input_dims, x.ndim))
         contracted = (last_dims, tuple(range(self.num_input_dims)))
+        # The kernel of a head may be padded on GPU: the crop drops those logits, elsewhere nothing.
         y = self.dot_general(
             x.astype(dtype),
             pad_vocab(self.kernel[...].astype(dtype), self.axes),
@@ -141,7 +142,7 @@ class Embedding(nnx.Module):
         table = self.embedding[...]
         if rounded is not None:
             table = table.astype(rounded)
-        table = pad_vocab(table.astype(dtype), ("vocab", "embed"))
+        table = pad_vocab(table.astype(dtype), ("vocab", "embed"))  # the crop below undoes it
         logits = dot_general(x_BTD.astype(dtype), table, (((2,), (1,)), ((), ())), self.precision)
         return logits[..., : self.embedding.shape[0]]
 
@@ -154,14 +155,14 @@ def dot_general(
 ) -> jax.Array:
     """Returns jax.lax.dot_general of the last dimensions of x with a kernel.
 
-    On CPU the gradient is that of `lowering.matmul.cpu_dot`; for precision "highest" see
-    `dot_in_double`.
+        The kernel's contracted dimensions are in order. On CPU the gradient is that of
+    `lowering.matmul.cpu_dot`; for precision "highest" see `dot_in_double`.
 
     Args:
       x: [..., inputs].
-      kernel: Inputs and outputs; the contracted dimensions are in order.
-      dims: As for jax.lax.dot_general, without batch dimensions.
-      precision: A name of jax.lax.Precision; None is JAX's default.
+      kernel: Inputs and outputs in any order.
+      dims: As jax.lax.dot_general's dimension_numbers, without batch dimensions.
+      precision: Of the products, a name of jax.lax.Precision or None.
     """
     if is_exact_on_cpu(precision, x, kernel):
         return dot_in_double(x, kernel, dims)

@@ -48,7 +48,8 @@ __all__ = [
     "tag",
 ]
 
-Scalars = dict[str, jax.Array]  # losses by name, summed over tokens; their sum is added to the loss
+# Losses by name, scalars summed over tokens. Their means over tokens are added to the loss.
+Scalars = dict[str, jax.Array]
 LayerIndex = jax.Array | int
 Carry = Any  # a tree of arrays that a connection carries from layer to layer
 DecodeState = Any  # a tree of arrays that a mixer or head keeps while it generates

@@ -100,8 +100,8 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
         # Both on one pair would divide by zero; 0.001 is the authors' choice.
         width = max(high - low, 0.001)
         share_unscaled = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
-    frequencies_R = share_unscaled * plain + (1 - share_unscaled) * plain / factor
-    return frequencies_R.astype(np.float32)
+    scaled = share_unscaled * plain + (1 - share_unscaled) * plain / factor
+    return scaled.astype(np.float32)
 
 
 def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:

@@ -17,8 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from MaxText.errors import UserError
 
 Rules = Sequence[tuple[str, Sequence[str]]]
-HIDDEN = ("activation_batch", "activation_norm_length", "activation_embed")  # [B, T, D]
-# Inputs of mixers and feed-forwards, whose weights are split over the tensor axis.
+# Logical axes of hidden states [B, T, D] between branches: the residual stream, and norms. Their
+# tokens are split over the tensor axis, too.
+HIDDEN = ("activation_batch", "activation_norm_length", "activation_embed")
+# Logical axes of the inputs [B, T, D] of mixers and feed-forwards, whose weights are split over the
+# tensor axis. A constraint from HIDDEN to these gathers tokens.
 BRANCH_INPUT = ("activation_batch", "activation_length", "activation_embed")
 
 
@@ -130,11 +133,8 @@ def split_axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
-def current_batch_axes(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
-    """Returns the current mesh, and the mesh axes of each logical name; None on one device.
-
-    The axes are those of the first rule of a name, without axes of size 1.
-    """
+def axes_of_current_mesh(*names: str) -> tuple[Mesh, list[tuple[str, ...]]] | None:
+    """Returns the current mesh, and its axes for each logical name; None on one device."""
     current = _current.get()
     if current is None or current[0].size == 1:
         return None
@@ -171,7 +171,7 @@ def current_num_stages() -> int:
 
 
 def split_batch(x: jax.Array, num_parts: int, *names: str | None) -> jax.Array:
-    """Reshapes [B, ...] to [A, B/A, ...], part a taking rows a, a + A, ...
+    """Reshapes [B, ...] to [A, B/A, ...] for A `num_parts`, part a taking rows a, a + A, ...
 
     Each part has rows of every device's share of the batch, so that no row moves.
 

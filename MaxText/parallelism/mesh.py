@@ -238,12 +238,9 @@ def process_batch_slice(
 ) -> tuple[int, int]:
     """Returns (part, parts) of a batch's sequences for a process.
 
-    Must agree with jax.make_array_from_process_local_data. If processes hold overlapping sets,
-    returns (0, 1): each reads all sequences and places what it holds.
-
-    Args:
-      sequences_by_process: Process -> the sequences that its devices hold.
-      process: The process.
+        `sequences_by_process` has the sequences that each process holds. Must agree with
+    jax.make_array_from_process_local_data. If processes hold overlapping sets, returns (0, 1): each
+    reads all sequences and places what it holds.
     """
     distinct = sorted({tuple(sorted(parts)) for parts in sequences_by_process.values()})
     are_disjoint = sum(map(len, distinct)) == len(set().union(*distinct))

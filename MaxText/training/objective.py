@@ -1,4 +1,10 @@
-"""Language-model losses, over the whole sequence or in chunks."""
+"""Language-model losses, over the whole sequence or in chunks.
+
+`loss_sums` is the forward pass of the train step and of the evaluation: hidden states, logits, and
+the losses of the objective, summed over targets. Its callers divide.
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size, C chunks of a sequence.
+"""
 
 import functools
 from typing import NamedTuple
@@ -16,7 +22,8 @@ from MaxText.layers.part import Scalars
 from MaxText.layers.part_outputs import check
 
 IN_NATS = "lm_loss"  # name of a loss that is a cross entropy, in nats
-Losses = tuple[dict[str, jax.Array], jax.Array | None]  # by name, and log(Z); [B, T] each
+# Losses by name, and log(Z) or None; float32 [B, T] each.
+LossesAndLogZ = tuple[dict[str, jax.Array], jax.Array | None]
 # Of the cross entropy: logits [B, T, V], targets [B, T] and log Z [B, T].
 _Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -26,7 +33,8 @@ def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array) -> tuple[jax.Arr
     """Returns -log softmax(logits)[target] and log Z, float32 [B, T] each.
 
     Has its own gradient, softmax(logits) - onehot(target), so that the backward pass is one sweep
-    over [B, T, V]: no scatter, no one-hot array, only the logits are saved.
+    over [B, T, V]: no scatter, no one-hot array, only the logits are saved. The gradient of log Z
+    is softmax(logits).
     """
     return _cross_entropy_forward(logits_BTV, targets_BT)[0]
 
@@ -60,7 +68,10 @@ cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 class LossSums(NamedTuple):
-    """Sums over a batch, or over a part of one."""
+    """Sums over a batch, or over a part of one; float32 scalars.
+
+    Weights are those of the targets, `Batch.loss_mask_BT`.
+    """
 
     target_sums: Scalars  # weighted; to divide by the sum of the weights
     token_sums: Scalars  # losses of layers (routers); to divide by `num_tokens`
@@ -102,7 +113,7 @@ def num_tokens(batch: Batch) -> jax.Array:
 @register("objective", "cross_entropy")
 def cross_entropy_losses(
     config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array
-) -> Losses:
+) -> LossesAndLogZ:
     """Returns cross entropy in nats, and z-loss (PaLM, section 5)."""
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
     z_losses_BT = config.z_loss_multiplier * jnp.square(log_z_BT)
@@ -110,11 +121,10 @@ def cross_entropy_losses(
 
 
 @register("objective", "entmax")
-def entmax_losses(config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array) -> Losses:
-    """Returns the alpha-entmax loss (Peters et al. 2019); alpha = 1 is softmax.
-
-    It is no cross entropy in nats, and has log(Z) only for alpha = 1.
-    """
+def entmax_losses(
+    config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: jax.Array
+) -> LossesAndLogZ:
+    """Returns the alpha-entmax loss; alpha = 1 is softmax."""
     if config.entmax_alpha > 1:
         return {"entmax_loss": entmax_loss(logits_BTV, targets_BT, config.entmax_alpha)}, None
     losses_BT, log_z_BT = cross_entropy(logits_BTV, targets_BT)
@@ -123,7 +133,7 @@ def entmax_losses(config: ObjectiveConfig, logits_BTV: jax.Array, targets_BT: ja
 
 def per_token_losses(
     logits_BTV: jax.Array, targets_BT: jax.Array, config: ObjectiveConfig
-) -> Losses:
+) -> LossesAndLogZ:
     """Returns the losses of the registered objective at each target.
 
     An objective is a function of its own keys (else of `config`), float32 logits
@@ -172,17 +182,18 @@ def loss_sums(
     the backward pass recomputes them.
 
     Args:
-      decoder: The model with its parameters.
-      batch: Of sequences of equal length.
+      decoder: The model with its parameters (`Model.merge`).
+      batch: Arrays [B, T].
       config: Of the objective.
       dropout_key: Random key of dropout and routing; None for none.
       training: Whether the model is trained, as opposed to evaluated.
       count_correct: Whether to count the targets that are the most probable token.
     """
     h_BTD, scalars = decoder.hidden_states(batch, dropout_key, training=training)
-    if training:
+    if training:  # so that there are gradients, whose order matters on TPU
         h_BTD = head_gradients_first(h_BTD, decoder.head, decoder.token_embedder)
-    head_state = decoder.head_state(h_BTD, batch)
+    head_state = decoder.head_state(h_BTD, batch)  # None unless the head reads other tokens
+    # In the sequence, to tell a head its chunk. Those in `batch` are positions in the document.
     positions_BT = jnp.broadcast_to(jnp.arange(h_BTD.shape[1]), h_BTD.shape[:2])
 
     def head_sums(

@@ -25,7 +25,10 @@ BASE_TRANSFORM = 1  # index in the chain of opt_type's transform, which holds mo
 def make_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule, parameters: ParamSpecs
 ) -> optax.GradientTransformation:
-    """Chains clipping, the transform of opt_type, decay, and learning rate.
+    """Chains clipping, the transform of opt_type, decay, multipliers, and learning rate.
+
+    A parameter p with gradient g gets the update
+    -learning_rate * multiplier * (transform(clip(g)) + decay * p), which the train step adds.
 
     Args:
       config: Of the optimizer. Its patterns match anywhere in a parameter's name.

@@ -1,9 +1,10 @@
 """Spike guard: decides on the device whether to skip an update.
 
 An update is skipped if its loss, gradient norm or update norm is not finite, or an outlier: more
-than `skip_step_scaling_factor` deviations above the median of the last accepted updates. Median and
-median absolute deviation (Hampel 1974) are robust to outliers, and skipped updates are not part of
-them: so neither a NaN nor a second spike shortly after a first one passes.
+than `skip_step_scaling_factor` deviations above the median of the last W accepted updates. Median
+and median absolute deviation (Hampel 1974) are robust to outliers, and skipped updates are not part
+of them: so neither a NaN nor a second spike shortly after a first one passes. Until W / 4 updates
+are accepted, a loss far above the median is the only outlier.
 
 Legend: W `skip_step_interval`, Q watched quantities.
 """
@@ -20,6 +21,7 @@ from MaxText.config.training_sections import GuardConfig
 Tree = TypeVar("Tree")
 
 _QUANTITIES = 3  # loss, gradient norm, update norm / learning rate (which changes in a run)
+_LOSS = 0  # index of the loss among them
 # Floor of the deviation relative to the median: nearly constant values would otherwise have
 # outliers everywhere. Norms vary more from batch to batch than losses.
 _MIN_DEVIATION_Q = (0.03, 0.5, 0.5)
@@ -33,17 +35,28 @@ _SIGMA = 1.4826  # standard deviation / median absolute deviation of normal nois
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GuardState:
-    """State of the guard, stored for equal decisions after a resume."""
+    """State of the guard, stored for equal decisions after a resume.
 
-    values_QW: jax.Array  # float32, of the last accepted updates; a ring buffer
-    num_accepted: jax.Array  # int32, accepted updates so far
-    num_skipped: jax.Array  # int32, skipped updates so far
-    last_skipped: jax.Array  # int32, the last skipped update; -1 for none
-    skipped_W: (
-        jax.Array
-    )  # bool, whether each of the last W updates was skipped; a ring buffer by step
-    lowest_loss: jax.Array  # float32, lowest median loss over W accepted updates
-    last_stable_step: jax.Array  # int32, the last update at which the median was not far above that
+    Attributes:
+      values_QW: float32, the quantities of the last W accepted updates. A ring buffer: accepted
+        update n is in column n % W.
+      num_accepted: int32, accepted updates so far.
+      num_skipped: int32, skipped updates so far.
+      last_skipped: int32, the last step whose update was skipped; -1 for none.
+      skipped_W: bool, whether each of the last W updates was skipped. A ring buffer: step s is in
+        s % W.
+      lowest_loss: float32, lowest median loss over W accepted updates; infinite before there are W.
+      last_stable_step: int32, the last step whose `loss_rise` (see `decide`) was at most a quarter
+        of rollback.on_rise.
+    """
+
+    values_QW: jax.Array
+    num_accepted: jax.Array
+    num_skipped: jax.Array
+    last_skipped: jax.Array
+    skipped_W: jax.Array
+    lowest_loss: jax.Array
+    last_stable_step: jax.Array
 
     def reset(self) -> "GuardState":
         """Returns an empty state with the shardings of this (abstract) one."""
@@ -124,12 +137,13 @@ def decide(
     count = jnp.minimum(state.num_accepted, window)
     median_Q = _median(state.values_QW, count)
     distance_QW = jnp.abs(state.values_QW - median_Q[:, None])
-    min_Q = jnp.array(_MIN_DEVIATION_Q, jnp.float32) * jnp.abs(median_Q).at[0].max(_SMALL_LOSS)
-    deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_Q)
+    size_Q = jnp.abs(median_Q).at[_LOSS].max(_SMALL_LOSS)
+    min_deviation_Q = jnp.array(_MIN_DEVIATION_Q, jnp.float32) * size_Q
+    deviation_Q = jnp.maximum(_SIGMA * _median(distance_QW, count), min_deviation_Q)
     is_outlier = jnp.any(values_Q > median_Q + config.skip_step_scaling_factor * deviation_Q)
     # Until a quarter of the window is filled, only an exploding loss is caught.
-    early_bound = median_Q[0] + jnp.maximum(jnp.abs(median_Q[0]), _EARLY_LOSS_RISE)
-    explodes = (count > 0) & (values_Q[0] > early_bound)
+    early_bound = median_Q[_LOSS] + jnp.maximum(jnp.abs(median_Q[_LOSS]), _EARLY_LOSS_RISE)
+    explodes = (count > 0) & (values_Q[_LOSS] > early_bound)
     accepted = is_finite & ~jnp.where(count >= window // 4, is_outlier, explodes)
 
     slot = state.num_accepted % window
@@ -188,7 +202,7 @@ def select(accept: jax.Array, new_tree: Tree, old_tree: Tree) -> Tree:
 
 
 def _skip_streak_start(skipped_W: jax.Array, step: jax.Array, limit: int) -> jax.Array:
-    """Returns the first step of the skips before `step`; -1 without any.
+    """Returns the first step of the stretch of skips up to `step`; -1 without any.
 
     The stretch is the suffix of the window in which skips exceed the tolerated rate, `limit` per W,
     by the most (cumulative sum test; Page 1954). An isolated earlier skip is not part of it.

@@ -15,6 +15,6 @@ class TrainState:
     """Everything the next step depends on, besides the data."""
 
     step: jax.Array  # int32 scalar, steps so far, skipped ones included
-    params: Params
-    opt_state: optax.OptState
+    params: Params  # as checkpoints hold them; Model.merge makes a decoder of them
+    opt_state: optax.OptState  # of make_optimizer's chain
     guard: GuardState | None = None  # None if the guard is disabled

@@ -1,4 +1,11 @@
-"""The pure functions to compile: initialization and train step."""
+"""The pure functions to compile: initialization and train step.
+
+Arrays are global, for any number of devices: B counts the sequences of all of them, and a sum over
+a batch is that of all. Nothing here communicates. XLA inserts the all-reduces and reduce-scatters
+that the shardings of state and batch ask for (ShardingPlan in parallelism/mesh.py).
+
+Legend: B sequences, T tokens.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -18,7 +25,6 @@ from MaxText.layers.lowering.optimizer_update import (
     repeating_updates_saves_memory,
 )
 from MaxText.layers.params import Params
-from MaxText.layers.part import Scalars
 from MaxText.parallelism.logical_sharding import split_batch
 from MaxText.training import spike_guard
 from MaxText.training.objective import IN_NATS, loss_sums, num_tokens
@@ -36,21 +42,21 @@ _NO_GUARD = GuardConfig(skip_step_on_spikes=False)
 
 
 class _Totals(NamedTuple):
-    """What the losses of a whole global batch are divided by."""
+    """What the losses of a whole global batch are divided by, float32 scalars."""
 
     weight: jax.Array  # of the targets, at least 1
     tokens: jax.Array  # number of tokens without padding
 
 
-class _Gradients(NamedTuple):
+class _LossesAndGradients(NamedTuple):
     """Losses of a batch, or of a microbatch as its share of the batch; and their gradients."""
 
-    losses: Scalars  # means, whose sum is minimized
-    other_means: Scalars  # metrics that are not minimized
-    gradients: Params
+    losses: Metrics  # means, whose sum is minimized
+    other_means: Metrics  # that are not minimized
+    gradients: Params  # of the sum of the losses, in the dtype of the parameters
 
 
-_GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _Gradients]
+_GradientFunction = Callable[[Params, Batch, _Totals, jax.Array | None], _LossesAndGradients]
 
 
 def make_initialize(
@@ -110,13 +116,10 @@ def make_train_step(  # noqa: C901
     """
     objective = model.config.objective
 
-    def loss_and_gradients(
+    def losses_and_gradients(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
-    ) -> _Gradients:
-        """Returns losses and gradients of a batch, or a microbatch's share of the batch's."""
-
-        def loss_function(params: Params) -> tuple[jax.Array, tuple[Scalars, Scalars]]:
-            """Returns what is minimized; and the losses and other means, by name."""
+    ) -> _LossesAndGradients:
+        def loss_function(params: Params) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
             decoder = model.merge(params)
             sums = loss_sums(decoder, batch, objective, dropout_key, training=True)
             losses = sums.means(*totals)
@@ -129,14 +132,14 @@ def make_train_step(  # noqa: C901
 
         (_, means), gradients = jax.value_and_grad(loss_function, has_aux=True)(params)
         losses, other_means = means
-        return _Gradients(losses, other_means, gradients)
+        return _LossesAndGradients(losses, other_means, gradients)
 
-    gradients_of = loss_and_gradients
+    of_whole_batch = losses_and_gradients
     if num_microbatches > 1:
-        gradients_of = _accumulated(loss_and_gradients, num_microbatches)
+        of_whole_batch = _accumulated(losses_and_gradients, num_microbatches)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Returns the state after one step, and metrics of the step.
+        """Returns the state after one step, and metrics of the step: scalars on the devices.
 
         1. Losses and gradients of the batch. An offloaded optimizer state comes to the device
            after them, when activations have left it.
@@ -156,7 +159,7 @@ def make_train_step(  # noqa: C901
         total_weight = jnp.sum(batch.loss_mask_BT)
         # A batch of only padding has loss 0 and no gradient.
         totals = _Totals(jnp.maximum(total_weight, 1.0), num_tokens(batch))
-        losses, other_means, gradients = gradients_of(params, batch, totals, dropout_key)
+        losses, other_means, gradients = of_whole_batch(params, batch, totals, dropout_key)
         if offloads_opt_state:
             gradients, opt_state = fetch_from_host(gradients, opt_state)
         loss = jnp.asarray(_sum(losses))
@@ -187,6 +190,7 @@ def make_train_step(  # noqa: C901
             )
             metrics |= guard_metrics
             # 5. Selection.
+            # On TPU the update of step 2 again, of the same inputs: now it can be made in place.
             if repeat_update and repeating_updates_saves_memory():
                 inputs = UpdateInputs(gradients, opt_state, params, accept)
                 gradients, opt_state, params, accept = after_decision(inputs)
@@ -215,29 +219,30 @@ def _dropout_key(model: Model, step: jax.Array) -> jax.Array | None:
     return jax.random.fold_in(jax.random.key(seed), step)
 
 
-def _accumulated(loss_and_gradients: _GradientFunction, num_microbatches: int) -> _GradientFunction:
-    """Returns `loss_and_gradients` of a batch, computed one microbatch at a time.
+def _accumulated(
+    losses_and_gradients: _GradientFunction, num_microbatches: int
+) -> _GradientFunction:
+    """Returns `losses_and_gradients` of a batch, computed one microbatch at a time.
 
     Each microbatch gets the totals of the whole batch, so that sums over microbatches are means
-    over the batch, and a random key of its own.
+    over the batch, and a random key of its own. Gradients are added up in their own dtype.
     """
 
     def accumulate(
         params: Params, batch: Batch, totals: _Totals, dropout_key: jax.Array | None
-    ) -> _Gradients:
-        """Returns the sum of the shares of all microbatches, by a scan over them."""
-
+    ) -> _LossesAndGradients:
         def add_microbatch(
-            sums: _Gradients, microbatch_and_index: tuple[Batch, jax.Array]
-        ) -> tuple[_Gradients, None]:
+            sums: _LossesAndGradients, microbatch_and_index: tuple[Batch, jax.Array]
+        ) -> tuple[_LossesAndGradients, None]:
             microbatch, index = microbatch_and_index
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            share = loss_and_gradients(params, microbatch, totals, key)
+            share = losses_and_gradients(params, microbatch, totals, key)
             return jax.tree.map(jnp.add, sums, share), None
 
+        # [B, T] -> [microbatches, B / microbatches, T]
         microbatches = jax.tree.map(lambda x: split_batch(x, num_microbatches), batch)
         first = jax.tree.map(lambda x: x[0], microbatches)
-        shapes = jax.eval_shape(loss_and_gradients, params, first, totals, dropout_key)
+        shapes = jax.eval_shape(losses_and_gradients, params, first, totals, dropout_key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         indices = jnp.arange(num_microbatches)
         return jax.lax.scan(add_microbatch, zeros, (microbatches, indices))[0]
@@ -250,9 +255,8 @@ def _add_updates(params: Params, updates: optax.Updates) -> Params:
     return cast(Params, optax.apply_updates(params, updates))
 
 
-def _sum(scalars: Scalars) -> jax.Array:
-    """Returns the sum of scalars; 0 without any."""
-    return sum(scalars.values())  # type: ignore[return-value]
+def _sum(metrics: Metrics) -> jax.Array:
+    return sum(metrics.values())  # type: ignore[return-value]
 
 
 def is_loss(name: str) -> bool:

@@ -16,7 +16,7 @@ from MaxText.layers.dropout import Dropout, drop_path, dropout
 from tests.small_models import random_params, tiny_config
 
 KEY = jax.random.key(0)
-BRANCHES = {"attention": block_module.ATTENTION, "mlp": block_module.MLP}
+BRANCHES = {"attention": block_module.MIXER_STREAM, "mlp": block_module.FEED_FORWARD_STREAM}
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
@@ -51,7 +51,8 @@ def test_branches_layers_and_steps_drop_other_elements():
     masks = {}
     for step, index, branch in itertools.product(range(2), range(3), BRANCHES):
         context = ForwardContext(dropout_key=jax.random.fold_in(KEY, step)).for_layer(index)
-        masks[step, index, branch] = np.asarray(layer.branch(x, context, BRANCHES[branch])) == 0
+        finished = layer.finish_branch(x, context, BRANCHES[branch])
+        masks[step, index, branch] = np.asarray(finished) == 0
     assert_unrelated(masks)
 
 
@@ -60,7 +61,7 @@ def test_paths_of_branches_and_layers_are_dropped_independently():
     x, masks = jnp.ones((1000, 1, 1)), {}
     for index, branch in itertools.product(range(3), BRANCHES):
         context = ForwardContext(dropout_key=KEY).for_layer(index)
-        by_path = layer.branch(x, context, BRANCHES[branch])
+        by_path = layer.finish_branch(x, context, BRANCHES[branch])
         by_element = dropout(x, 0.5, context.key_for(BRANCHES[branch]))
         masks["path", index, branch] = np.asarray(by_path)[:, 0, 0] == 0
         masks["element", index, branch] = np.asarray(by_element)[:, 0, 0] == 0
@@ -71,7 +72,7 @@ def test_a_linear_schedule_drops_no_path_of_the_first_layer_and_most_of_the_last
     layer, x = first_block(drop_path=0.6, drop_path_schedule="linear"), jnp.ones((4000, 1, 1))
     for index, rate in enumerate([0.0, 0.2, 0.4, 0.6]):
         context = ForwardContext(dropout_key=KEY).for_layer(index)
-        found = np.asarray(layer.branch(x, context, block_module.MLP))
+        found = np.asarray(layer.finish_branch(x, context, BRANCHES["mlp"]))
         assert (found == 0).mean() == pytest.approx(rate, abs=0.04)
         np.testing.assert_allclose(found.max(), 1 / (1 - rate), rtol=1e-5)
 

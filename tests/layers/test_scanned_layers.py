@@ -8,7 +8,7 @@ from MaxText.config.axis_rules import MESH_AXES
 from MaxText.config.training_sections import LOGICAL_AXIS_RULES, MeshConfig
 from MaxText.cost.abstract_step import FakeDevice
 from MaxText.layers.lowering import scanned_layers
-from MaxText.layers.lowering.scanned_layers import cast_in_loop, with_token_major_layout
+from MaxText.layers.lowering.scanned_layers import keep_casts_in_loop, with_token_major_layout
 from MaxText.parallelism.logical_sharding import axis_rules
 from MaxText.parallelism.mesh import make_mesh
 
@@ -32,10 +32,10 @@ def test_casts_stay_in_the_loop_without_changing_a_bit(monkeypatch):
     matrix = np.nan_to_num(drawn.view(np.float32))
     weights = {"matrix": matrix, "heads": matrix[None], "ids": drawn}
     monkeypatch.setattr(scanned_layers, "platform", lambda: "tpu")
-    assert cast_in_loop(weights) is weights  # exported for any platform
+    assert keep_casts_in_loop(weights) is weights  # exported for any platform
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with axis_rules(mesh, LOGICAL_AXIS_RULES):
-        traced = jax.jit(lambda weights: cast_in_loop(weights)).trace(weights)
+        traced = jax.jit(lambda weights: keep_casts_in_loop(weights)).trace(weights)
     assert str(traced.jaxpr).count("reduce_precision") == 1
     found = traced.lower().compile()(weights)["matrix"]
     assert np.array_equal(np.asarray(found).view(np.uint32), matrix.view(np.uint32))

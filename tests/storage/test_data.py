@@ -127,7 +127,9 @@ def test_one_host_imports_while_the_others_wait(kept, tmp_path, bucket, emulator
         found = [*threads.map(lambda host: host.run(log), hosts)]
     assert lines.empty()
     assert sorted(path for path in read if "://" in path) == [file.path for file in hosts[0].files]
-    one, _ = (each.store(Arrays(each.folder)) for each in found if each.token_folder.startswith("gs://"))
+    one, _ = (
+        each.store(Arrays(each.folder)) for each in found if each.token_folder.startswith("gs://")
+    )
     system = fsspec.filesystem("gs")
     content = system.cat(one.files[1])
     system.pipe(one.files[1], bytes([content[0] ^ 64]) + content[1:])

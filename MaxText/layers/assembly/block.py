@@ -16,22 +16,27 @@ from MaxText.layers.part import DecodeState, FeedForward, LayerInputs, Mixer, Sc
 from MaxText.layers.part_outputs import check_output
 from MaxText.parallelism.logical_sharding import BRANCH_INPUT, HIDDEN, with_logical_constraint
 
-# RNG stream ids within a layer. Elsewhere: 0 attention dropout, 9 routing, 10 random slopes of
-# activations. Drop path uses the id of dropout plus _PATH.
-ATTENTION = 1
-MLP = 2
-_PATH = 2
+# RNG stream ids within a layer. Elsewhere: 0 dropout of attention probabilities, 5 Macaron branch,
+# 9 routing, 10 random slopes of activations, 11 those of Macaron. Drop path of a branch uses the id
+# of its dropout plus _PATH_OFFSET: 3, 4 and 7.
+MIXER_STREAM = 1
+FEED_FORWARD_STREAM = 2
+_PATH_OFFSET = 2
 
 
 class Block(nnx.Module):
-    """Pre-norm block (Radford et al. 2019): h = x + mixer(norm(x)); y = h + mlp(norm'(h)).
+    """Pre-norm block (Radford et al. 2019).
 
-    A part of a layer is built and applied by a method of its own, which variants override
-    (block_variants.py). Each branch's output passes `branch`, for dropout and drop path.
+    h = x + mixer(norm(x)), y = h + feed_forward(norm'(h)). Dropout and drop path of both branches
+    are in `finish_branch`. Variants are in block_variants.py.
+
+    Attributes:
+      position_index: Which of the decoder's position encodings its mixer has, as in
+        `ForwardContext.for_layer`.
     """
 
     not_recomputed: ClassVar[tuple[str, ...]] = ("mlp",)  # as in layers/part.py
-    positions = 0  # which positions of the decoder it has
+    position_index = 0
 
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         """Builds the layer.
@@ -79,14 +84,16 @@ class Block(nnx.Module):
         """Returns y_BTD, scalars to sum over layers, and the mixer's decode state.
 
         Args:
-          inputs: Of the layer: those of the mixer (q, k, v) and the residual stream (r).
+          inputs: Of the layer, [B, T, D] each: those of the mixer (q, k, v) and the residual stream
+            (r). Without dense connections all are the same array.
           context: Positions, segments, random keys.
           state: Decode state of the mixer for the next tokens; None for whole sequences.
         """
         out, scalars, state = self.mix(self.mixer_input(inputs), context, state)
-        h_BTD = inputs.r + self.branch(out, context, ATTENTION)
+        h_BTD = inputs.r + self.finish_branch(out, context, MIXER_STREAM)
         out, mlp_scalars = self.feed_forward(h_BTD, context)
-        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = h_BTD + self.finish_branch(out, context, FEED_FORWARD_STREAM)
+        y_BTD = with_logical_constraint(y_BTD, *HIDDEN)
         return y_BTD, add_scalars(scalars, mlp_scalars), state
 
     def mixer_input(self, inputs: LayerInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -139,17 +146,17 @@ class Block(nnx.Module):
             record(out, "feed_forward_output")
             return out, scalars
 
-    def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
-        """Applies dropout and drop path to a branch's output.
+    def finish_branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
+        """Returns what a branch adds to the residual stream: its output after dropout, drop path.
 
         Args:
-          x_BTD: The output.
+          x_BTD: The output of the mixer or feed-forward.
           context: Its `dropout_key` is None outside of training.
           stream: RNG stream id of the branch.
         """
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
-        key = context.key_for(stream + _PATH)
+        key = context.key_for(stream + _PATH_OFFSET)
         if self.path_rate == 0.0 or key is None:
             return x_BTD
         rate = self.path_rate

@@ -8,17 +8,22 @@ import jax
 from flax import nnx
 
 from MaxText.config.model_sections import LayerConfig
-from MaxText.layers.assembly.block import ATTENTION, MLP, Block, add_scalars
+from MaxText.layers.assembly.block import (
+    FEED_FORWARD_STREAM,
+    MIXER_STREAM,
+    Block,
+    add_scalars,
+)
 from MaxText.layers.attention.static_sgu import BesideStaticSGU
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.feed_forward.mlp import MLP as PlainMLP
+from MaxText.layers.feed_forward.mlp import MLP
 from MaxText.layers.params import Init, param, zeros
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
 # RNG stream ids; block.py has the others
-_MACARON = 5
+_MACARON_STREAM = 5
 _MACARON_RANDOM_SLOPES = 11
 
 
@@ -83,12 +88,13 @@ class ParallelBlock(Block):
         """Adds both branches of the same input to it; as Block.__call__."""
         normed = self.mixer_input(inputs)
         out, scalars, state = self.mix(normed, context, state)
-        h_BTD = inputs.r + self.branch(out, context, ATTENTION)
+        h_BTD = inputs.r + self.finish_branch(out, context, MIXER_STREAM)
         if self.pre_mlp_layer_norm is None:
             out, mlp_scalars = self.run_mlp(normed[0], context)
         else:
             out, mlp_scalars = self.feed_forward(inputs.r, context)
-        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = h_BTD + self.finish_branch(out, context, FEED_FORWARD_STREAM)
+        y_BTD = with_logical_constraint(y_BTD, *HIDDEN)
         return y_BTD, add_scalars(scalars, mlp_scalars), state
 
 
@@ -111,7 +117,8 @@ class BlockWithoutMixer(Block):
         """Applies the feed-forward alone; the decode state is passed on as it is."""
         h_BTD = inputs.r + inputs.r if self.doubles else inputs.r
         out, scalars = self.feed_forward(inputs.r if self.is_parallel else h_BTD, context)
-        y_BTD = with_logical_constraint(h_BTD + self.branch(out, context, MLP), *HIDDEN)
+        y_BTD = h_BTD + self.finish_branch(out, context, FEED_FORWARD_STREAM)
+        y_BTD = with_logical_constraint(y_BTD, *HIDDEN)
         return y_BTD, scalars, state
 
 
@@ -167,7 +174,7 @@ class Macaron(Block):
     def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
         super().__init__(layer, init, rngs)
         config = layer.config
-        self.macaron_mlp = PlainMLP(config.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
+        self.macaron_mlp = MLP(config.feed_forward, init, rngs, _MACARON_RANDOM_SLOPES)
         has_norm = config.block.macaron_prenorm
         self.macaron_layer_norm = self.norm(layer, init, rngs) if has_norm else Identity()
 
@@ -178,7 +185,7 @@ class Macaron(Block):
         with scope("macaron_mlp"):
             half, scalars = self.macaron_mlp(self.macaron_layer_norm(inputs.r), context)
             record(half, "feed_forward_output")
-        x_BTD = inputs.r + self.branch(0.5 * half, context, _MACARON)
+        x_BTD = inputs.r + self.finish_branch(0.5 * half, context, _MACARON_STREAM)
         y_BTD, block_scalars, state = super().__call__(LayerInputs.all(x_BTD), context, state)
         return y_BTD, add_scalars(scalars, block_scalars), state
 
@@ -209,11 +216,14 @@ class ReZero(Block):
         """Returns the identity: there are no norms."""
         return Identity()
 
-    def branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
-        """Multiplies a branch's output by its gate, before dropout and drop path."""
-        names = {ATTENTION: "attention_gate", MLP: "mlp_gate", _MACARON: "macaron_gate"}
+    def finish_branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
+        names = {
+            MIXER_STREAM: "attention_gate",
+            FEED_FORWARD_STREAM: "mlp_gate",
+            _MACARON_STREAM: "macaron_gate",
+        }
         gate = getattr(self, names[stream], None)
-        return super().branch(x_BTD if gate is None else gate(x_BTD), context, stream)
+        return super().finish_branch(x_BTD if gate is None else gate(x_BTD), context, stream)
 
 
 class Identity(nnx.Module):

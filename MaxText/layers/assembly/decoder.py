@@ -1,4 +1,10 @@
-"""The decoder: embedding, a stack of blocks, final norm, head."""
+"""The decoder: embedding, a stack of blocks, final norm, head.
+
+`hidden_states` is the forward pass of training, up to the final norm, and `logits` is the head.
+Between both the loss may divide the sequence into chunks (training/objective.py).
+
+Legend: B sequences, T tokens, D emb_dim, V vocab_size.
+"""
 
 import math
 from typing import Any, ClassVar
@@ -25,9 +31,7 @@ from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init, initializers
 from MaxText.layers.part import (
-    Carry,
     DecodeState,
-    LayerIndex,
     LayerInputs,
     Position,
     PreNormalized,
@@ -47,15 +51,11 @@ class Decoder(nnx.Module):
     rows: ClassVar = {"token_embedder": "token embedding"}
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        """Builds all parts of the model.
-
-        Positions that mixers read (rotary tables, ALiBi slopes) are built once for each kind of
-        layer that needs its own: those of the whole model are `position_embedder`, the others are
-        `other_positions`, and `Block.positions` says which of them a layer reads.
+        """Builds all parts.
 
         Args:
-          config: Of the model, with `auto` values resolved.
-          rngs: Draws the weights; `AbstractRngs` draws only their shapes.
+          config: With `auto` values resolved.
+          rngs: RNG streams that weights are drawn from. With AbstractRngs they have only shapes.
         """
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
@@ -84,26 +84,25 @@ class Decoder(nnx.Module):
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
         quantizer = Quantizer(numerics)
 
-        def positions(layer: LayerConfig) -> Position:
-            """Builds the position encoding of a layer."""
+        def build_positions(layer: LayerConfig) -> Position:
             part = lookup("position", layer.config.position.position_embedding)
             return part.build(layer, init_of(layer), rngs)
 
-        kinds: dict[Any, LayerConfig] = {}
+        # One encoding for the model, and one for each way in which layers differ from it.
+        first_layers: dict[Any, LayerConfig] = {}
         for layer_config in (whole_model, *layers):
-            kinds.setdefault(_positions_of(layer_config), layer_config)
-        self.position_embedder, *other_positions = map(positions, kinds.values())
+            first_layers.setdefault(_positions_key(layer_config), layer_config)
+        self.position_embedder, *other_positions = map(build_positions, first_layers.values())
         self.other_positions = nnx.List(other_positions)
 
-        def block(index: int, rngs: nnx.Rngs) -> Block:
-            """Builds the layer at an index, with quantized matmuls if they are configured."""
+        def build_block(index: int, rngs: nnx.Rngs) -> Block:
             layer = layers[index]
             built = block_class(layer)(layer, init_of(layer), rngs)
-            built.positions = list(kinds).index(_positions_of(layer))
+            built.position_index = list(first_layers).index(_positions_key(layer))
             return quantizer.quantize(built)
 
         self.layers, self.blueprint = stack(
-            block, config.layer_plan, rngs, shared=config.block.share_layer_params
+            build_block, config.layer_plan, rngs, shared=config.block.share_layer_params
         )
         quantizer.check()
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
@@ -126,16 +125,17 @@ class Decoder(nnx.Module):
         *,
         training: bool = False,
         drops_tokens: bool = True,
-    ) -> tuple[jax.Array, Scalars]:
-        """Returns final hidden states h_BTD, after the final norm, and auxiliary losses as sums.
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns final hidden states h_BTD, and auxiliary losses as sums over tokens.
 
-        Layers are unrolled, scanned, or on a mesh with several stages pipelined.
+        Layers are unrolled (scan_layers=false), scanned, or on the stages of a pipeline. All three
+        apply `_layer`, and compute the same except for rounding and a pipeline's dropout.
 
         Args:
-          batch: Tokens with positions and segments. Without positions they are 0..T-1.
-          dropout_key: Random key of dropout and routing; None for none.
-          training: Whether the model is trained. Experts have another capacity in training.
-          drops_tokens: Whether experts may drop tokens beyond their capacity.
+          batch: Arrays [B, T].
+          dropout_key: RNG key of dropout and routing in all layers; None disables them.
+          training: As in ForwardContext.
+          drops_tokens: As in ForwardContext.
         """
         memory = self.config.memory
         positions_BT = batch.positions_BT
@@ -155,7 +155,8 @@ class Decoder(nnx.Module):
             x_BTD, scalars, _ = self._unrolled(x_BTD, context, None, memory.remat_policy)
             return self._normalized(x_BTD), scalars
 
-        def apply(layer: Block, carry: Carry, index: LayerIndex, context=context):
+        # A pipeline passes the context of each microbatch.
+        def apply(layer: Block, carry: Any, index: jax.Array | int, context=context):
             return self._layer(layer, carry, context, index, None)[:2]
 
         arguments = self.layers, self.blueprint, self.connections.begin(x_BTD)
@@ -223,19 +224,19 @@ class Decoder(nnx.Module):
     def _unrolled(
         self, x_BTD: jax.Array, context: ForwardContext, states: States | None, policy: RematPolicy
     ) -> tuple[jax.Array, Scalars, States]:
-        """Applies all layers one by one.
+        """Applies the layers one by one, between the connections' beginning and end.
 
         Args:
-          x_BTD: Embeddings.
-          context: Of the whole model.
+          x_BTD: The embedding.
+          context: Facts about the batch.
           states: Decode state of each layer; None for whole sequences.
-          policy: Of rematerialization, for each layer.
+          policy: Of rematerialization.
 
         Returns:
-          y_BTD before the final norm, scalars summed over layers, and the layers' new states.
+          What the final norm reads [B, T, D], scalars summed over layers, and decode states.
         """
 
-        def apply(layer: Block, carry: Carry, index: int, state: DecodeState):
+        def apply(layer: Block, carry: Any, index: int, state: Any):
             with scope(f"layers/{index}"):
                 return self._layer(layer, carry, context, index, state)
 
@@ -255,42 +256,37 @@ class Decoder(nnx.Module):
         return y_BTD, scalars, states
 
     def _layer(
-        self,
-        layer: Block,
-        carry: Carry,
-        context: ForwardContext,
-        index: LayerIndex,
-        state: DecodeState,
-    ) -> tuple[Carry, Scalars, DecodeState]:
-        """Applies one layer, with what the connection reads before it and writes after it.
+        self, layer: Block, carry: Any, context: ForwardContext, index: jax.Array | int, state: Any
+    ) -> tuple[Any, Scalars, Any]:
+        """Applies one layer: the connection reads its inputs, the block computes, it writes.
+
+        With a residual stream, all inputs are `carry`, and the output is carried on.
 
         Args:
-          layer: The layer.
-          carry: What the connection carries from layer to layer: the residual stream, or the
-            outputs of all earlier layers.
-          context: Of the whole model; the layer gets its own random key and positions.
-          index: Of the layer, traced in a scan.
-          state: Its decode state; None for whole sequences.
+          layer: The block with its weights.
+          carry: What the layers before passed on, a tree of arrays [B, T, ...].
+          context: Facts about the batch.
+          index: Index of the layer, from 0; an array inside a scan.
+          state: Decode state of the mixer; None for whole sequences.
 
         Returns:
-          The new carry, scalars to sum over layers, and the layer's decode state.
+          What the layer passes on, scalars to sum over layers, and its decode state.
         """
-        # With a residual stream all inputs are `carry`, and y_BTD is carried on. Read inside the
-        # rematerialized layer, so that inputs are recomputed, not saved.
+        # Read inside the rematerialized layer, so that inputs are recomputed, not saved.
         with scope("connections"):
             read = self.connections.read(index, carry, layer.stream_norms)
             emb_dim = self.config.shape.dimensions.emb_dim
             inputs, carry_on = part_outputs.check_read(self.connections, read, carry, emb_dim)
             _record_inputs(inputs)
         shared = self.connections.shared(carry_on)
-        context = context.for_layer(index, shared, layer.positions)
+        context = context.for_layer(index, shared, layer.position_index)
         y_BTD, scalars, state = layer(inputs, context, state)
         record(y_BTD, "output")
         new_carry = self.connections.write(index, carry_on, y_BTD, context.shared)
         return part_outputs.check_write(self.connections, carry, new_carry), scalars, state
 
     def _for_mixers(self, positions_BT: jax.Array) -> dict[str, Any]:
-        """Returns fields of a ForwardContext: the model's positions, and those of other layers."""
+        """Returns the fields of ForwardContext that the position encodings set."""
         first, *others = [
             part_outputs.check_for_mixers(part, part.for_mixers(positions_BT), positions_BT)
             for part in (self.position_embedder, *self.other_positions)
@@ -300,7 +296,7 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        """Returns the input of the first layer: embeddings plus positions, with dropout."""
+        """Returns the embedding [B, T, D] of tokens, with their positions and dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
             record(x_BTD, "output")
@@ -312,8 +308,8 @@ class Decoder(nnx.Module):
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
-        stem_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
-        return dropout(x_BTD, self.config.dropout.rate("embedding"), stem_key)
+        embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
+        return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)
 
     def head_state(self, h_BTD: jax.Array, batch: Batch) -> DecodeState:
         """Returns the head's state of the whole sequence, an argument of `logits`."""
@@ -323,8 +319,8 @@ class Decoder(nnx.Module):
     def logits(
         self,
         h_BTD: jax.Array,
-        head_state: DecodeState = None,
-        positions_BT: jax.Array | None = None,
+        head_state: Any = None,  # `head_state` of the whole sequence, or the latest decode state
+        positions_BT: jax.Array | None = None,  # in the sequence, not the document; None is 0..T-1
     ) -> jax.Array:
         """Returns float32 logits [B, T, V]; T may be any part of the sequence.
 
@@ -344,7 +340,7 @@ class Decoder(nnx.Module):
         return with_logical_constraint(logits_BTV, *_HEAD_AXES, "activation_vocab")
 
     def _normalized(self, x_BTD: jax.Array) -> jax.Array:
-        """Applies the final norm, if there is one."""
+        """Returns x_BTD after the final norm, if the model has one."""
         if self.decoder_norm is None:
             return x_BTD
         with scope("decoder_norm"):
@@ -362,7 +358,7 @@ def _record_inputs(inputs: LayerInputs) -> None:
             record(x.x_BTD if isinstance(x, PreNormalized) else x, name)
 
 
-def _positions_of(layer: LayerConfig) -> Any:
+def _positions_key(layer: LayerConfig) -> Any:
     """Returns a key of a layer's positions; None if mixers read none."""
     config = layer.config.position
     d = layer.dimensions
@@ -372,5 +368,5 @@ def _positions_of(layer: LayerConfig) -> Any:
 
 
 def _positions(x_BT: jax.Array) -> jax.Array:
-    """Returns the positions 0..T-1, int32 [1, T]."""
+    """Returns positions 0 to T - 1 of an array [B, T, ...], int32 [1, T]."""
     return jnp.arange(x_BT.shape[1], dtype=jnp.int32)[None]

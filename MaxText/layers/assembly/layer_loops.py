@@ -2,6 +2,8 @@
 
 A scan compiles each kind of layer once. Unrolled layers compile one by one, and XLA may then
 optimize across them. stack.py says how their weights are stored; both loops read either form.
+config/layer_plan.py says what a cycle and its runs are. A model of L layers of one kind has a cycle
+of 1 layer that is repeated L times: `apply_scanned` is then a single jax.lax.scan over L.
 """
 
 import dataclasses
@@ -16,7 +18,7 @@ from flax import nnx
 from MaxText.config.model_sections import RematPolicy
 from MaxText.layers.assembly.remat import apply_remat
 from MaxText.layers.assembly.stack import Blueprint, weights_dict
-from MaxText.layers.lowering.scanned_layers import cast_in_loop, with_token_major_layout
+from MaxText.layers.lowering.scanned_layers import keep_casts_in_loop, with_token_major_layout
 from MaxText.layers.lowering.unrolled_layers import (
     SequentialWeights,
     postpones_weight_gradients,
@@ -92,7 +94,7 @@ class CycleScan:
     layers is a scan inside of the scan over cycles.
 
     Weights are given as they are stored, with a leading dimension of layers: one tree for all
-    layers of the cycle, or one for each run. `split_by_cycle` gives them a leading dimension of
+    layers of the cycle, or one for each run. `_split_by_cycle` gives them a leading dimension of
     repeats instead. Each layer then takes its own of those of a cycle:
 
         shared weights         row 0 of the tree, which is no input of the scan
@@ -195,7 +197,7 @@ class CycleScan:
             # Sliced in here, or the slices would be saved for the backward pass.
             if row is not None:
                 weights = take_layer(weights, row)
-            weights = cast_in_loop(weights)
+            weights = keep_casts_in_loop(weights)
             if self.select is not None:
                 weights = self.select(weights)
             return self.apply(nnx.merge(graphdef, weights), carry, index)

@@ -42,6 +42,8 @@ QUERY_AXES = ("activation_batch", "activation_length", "activation_heads", "acti
 KEY_AXES = ("activation_batch", "activation_length", "activation_kv_heads", "activation_kv")
 _WHOLE_KEY_AXES = (KEY_AXES[0], "activation_kv_length", *KEY_AXES[2:])  # all tokens on each device
 
+_DROPOUT_STREAM = 0  # RNG stream id within a layer; block.py has the others
+
 MixerInput = jax.Array | tuple[jax.Array, jax.Array, jax.Array]
 AttentionState = KeyValueCache | SlidingWindowCache
 
@@ -163,7 +165,7 @@ class Attention(Mixer):
         """Returns the output [B, T, D], and no losses.
 
         Args:
-          x: Inputs x_BTD of queries, keys and values.
+          x: Normalized inputs of queries, keys and values, [B, T, D] each.
           context: Facts about the batch.
         """
         q_BTNH, k_BTKH, v_BTKH = self.project_inputs(x, context)
@@ -251,7 +253,7 @@ class Attention(Mixer):
         config = self.config
         spec = self.spec(context)
         memories = self.memories(k_BTKH.dtype)
-        dropout = Dropout(self.dropout_rate, context.key_for(0))
+        dropout = Dropout(self.dropout_rate, context.key_for(_DROPOUT_STREAM))
         has_blocks = config.attention != "dot_product"
         block_size = config.attention_block_size if has_blocks else None
         sharding = _attention_sharding(q_BTNH, k_BTKH)
@@ -271,7 +273,7 @@ class Attention(Mixer):
         if self._uses_flash(q_BTNH, spec, sharding):
             assert memories is None, config
             assert not dropout.is_active, config
-            return flash_attention(
+            return flash_attention(  # tags its output itself, with what its backward pass reads
                 q_BTNH,
                 k_BTKH,
                 v_BTKH,

@@ -303,7 +303,8 @@ def softmax_attention(
 
     Args:
       q_BTNH: Queries.
-      k_BKSH: Keys, heads first; [K, S, H] for a batch of one (KeyValueCache).
+      k_BKSH: Keys, heads first; [K, S, H] for a batch of one in a KeyValueCache, a form for CPUs
+        (lowering/cpu_kv_cache.py).
       v_BKSH: Values, of the same shape.
       spec: Computation of scores. Its mask is not applied: `mask_BTS` is the whole mask.
       mask_BTS: Whether a query sees a key; B may be 1. Each query sees at least one.
@@ -323,10 +324,10 @@ def softmax_attention(
         mask_BTS = jnp.pad(mask_BTS, padding, constant_values=True)
         distance_BTS = jnp.pad(distance_BTS, padding)
     scores_BKRS = _scores(q_BTNH, k_BKSH, spec, distance_BTS)
-    mask_BKRS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
-    if k_BKSH.ndim == 3:
-        mask_BKRS = mask_BKRS[0]
-    scores_BKRS = jnp.where(mask_BKRS, scores_BKRS, -jnp.inf)
+    mask_B1RS = jnp.tile(mask_BTS, (1, group, 1))[:, None]
+    if k_BKSH.ndim == 3:  # no B
+        mask_B1RS = mask_B1RS[0]
+    scores_BKRS = jnp.where(mask_B1RS, scores_BKRS, -jnp.inf)
     reads_probabilities = dropout.key is not None or capture.is_on()
     if not reads_probabilities and fuses_softmax_on_cpu(v_BKSH, spec.precision):
         o_BKRH: jax.Array = cpu_softmax_product(spec.precision, scores_BKRS, v_BKSH)

@@ -34,8 +34,9 @@ class MLP(FeedForward):
     """wo(prod_i activation_i(wi_i x)), plain or gated.
 
     One activation is the feed-forward of Vaswani et al. 2017, equation 2; (silu, linear) is the
-    SwiGLU of Shazeer 2020, equation 6. Several activations have kernels wi_0,
-    wi_1, ... instead of wi, and their learned scalars are in activation_0, ...
+    SwiGLU of Shazeer 2020, equation 6. Kernels wi_i are [D, F], wo is [F, D]. A single wi is called
+    wi, several are wi_0, wi_1, ...; learned scalars of activations are in activation, or in
+    activation_0, ...
     """
 
     not_recomputed = ("wo",)

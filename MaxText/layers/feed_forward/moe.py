@@ -28,7 +28,7 @@ from MaxText.layers.feed_forward.activations import ACTIVATIONS
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
 from MaxText.layers.params import Init, Initializer, Shape, param
 from MaxText.layers.part import Scalars
-from MaxText.parallelism.logical_sharding import current_batch_axes, with_logical_constraint
+from MaxText.parallelism.logical_sharding import axes_of_current_mesh, with_logical_constraint
 
 _ROUTING = 9  # RNG stream id within a layer; block.py has the others
 
@@ -184,7 +184,7 @@ class RoutedMoE(nnx.Module):
         if factor < 0:
             return None
         if context.is_decoding or not context.drops_tokens:
-            mesh_axes = current_batch_axes("activation_exp")
+            mesh_axes = axes_of_current_mesh("activation_exp")
             has_sharded_experts = mesh_axes is not None and bool(mesh_axes[1][0])
             # Sharded experts need a capacity: room for all tokens.
             return group_size(config, length) if has_sharded_experts else None
@@ -340,7 +340,7 @@ class RoutedMoE(nnx.Module):
         """
         experts = self.experts
         operands = (x_GSD, routing, experts.inputs(), experts.outputs())
-        mesh_axes = current_batch_axes("activation_batch", "activation_length", "activation_mlp")
+        mesh_axes = axes_of_current_mesh("activation_batch", "activation_length", "activation_mlp")
         if mesh_axes is None:
             return self._dropless_on_one_device(*operands)
         mesh, (batch_axes, length_axes, tensor_axes) = mesh_axes

@@ -3,8 +3,6 @@
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -30,11 +28,14 @@ def target_logits(
     return jax.lax.optimization_barrier((target_logits_BT, log_normalizer_BT))
 
 
-def head_gradients_first(h_BTD: jax.Array, head: nnx.Module, token_embedder: nnx.Module) -> Any:
+def head_gradients_first(
+    h_BTD: jax.Array, head: nnx.Module, token_embedder: nnx.Module
+) -> jax.Array:
     """Returns h_BTD; on TPU its gradient waits for those of the head's parameters.
 
     XLA otherwise computes them after the backward pass of the layers, and keeps the gradient of
-    the logits until then: 1 of 12 GB for a 7B model (benchmarks/compiled.py).
+    the logits until then: 1 of 12 GB for a 7B model (benchmarks/compiled.py). The barrier is on
+    gradients alone, so call this before the head reads anything.
 
     Args:
       h_BTD: Hidden states that the head reads.

@@ -36,7 +36,7 @@ def with_token_major_layout(tree: Any) -> Any:
     return jax.tree.map(token_major, tree)
 
 
-def cast_in_loop(weights: Params) -> Params:
+def keep_casts_in_loop(weights: Params) -> Params:
     """Keeps casts of a layer's matrices in the loop over layers.
 
     On TPU, XLA otherwise casts the whole stack before the forward pass and keeps the copy through
