@@ -131,10 +131,11 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
     Args:
       kind: One of KINDS.
       name: Lower-case letters, digits and underscores.
-      keys: A Section with keys of the part's own.
+      keys: A Section with keys of the part's own; its docstring is their title.
 
     Raises:
-      RegistrationError: there is no such kind, or the name is malformed or taken.
+      RegistrationError: there is no such kind, the name is malformed or taken, or the section has
+        no docstring.
     """
     frame = sys._getframe(1)
     location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -146,6 +147,11 @@ def register(kind: str, name: str, *, keys: type[Section] | None = None) -> Call
             )
         if not _NAME.fullmatch(name):
             raise RegistrationError(f"{location}: {kind} {name!r}: a name is a-z, 0-9 and _")
+        if keys is not None and not (keys.__doc__ or "").strip():
+            raise RegistrationError(
+                f"{location}: {kind} {name!r}: {keys.__name__} has no docstring, the title of its "
+                "keys in --help"
+            )
         earlier = _all().get((kind, name))
         if earlier and earlier.is_built_in and earlier.is_of(target):
             return target

@@ -123,7 +123,11 @@ class Part(nnx.Module):
 
     @classmethod
     def config_of(cls, layer: LayerConfig) -> Any:
-        """Returns the part's own keys in a layer, or else the model's."""
+        """Returns the part's own keys in a layer, or else the model's.
+
+        The keys of a part come without the model's. A part that needs both, such as a subclass of
+        Attention, returns `layer.config` here and finds its own in `config.parts.of(cls)`.
+        """
         config = layer.config.parts.of(cls)
         return layer.config if config is None else config
 
@@ -182,7 +186,9 @@ class Mixer(Part):
     Attributes:
       has_separate_inputs: Whether x is a tuple of the inputs of queries, keys and values, which
         dense connections tell apart.
-      has_softmax: Whether it is softmax attention, computed as the key `attention` says.
+      has_softmax: Whether it is softmax attention, computed as the key `attention` says. Choices of
+        `attention` and estimates of time and memory count on it. Attention has True, so a subclass
+        without softmax sets False.
     """
 
     has_separate_inputs = False

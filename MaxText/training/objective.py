@@ -139,7 +139,11 @@ def per_token_losses(
     An objective is a function of its own keys (else of `config`), float32 logits
     [B, T, V] and targets [B, T]. It returns losses by name, float32 [B, T] each, whose sum is
     minimized, and log(Z) [B, T] or None. A loss named lm_loss is a cross entropy in nats, so it has
-    a perplexity. Beside an objective without one, `loss_sums` computes it from the logits.
+    a perplexity. Beside an objective without one, `loss_sums` computes it from the logits. Names of
+    other metrics of a step, such as grad_norm, are not free: that metric replaces the loss.
+
+    T may be a chunk of the sequence (num_vocab_tiling), and `is_in_nats` traces the objective with
+    logits [1, 1, 2], so the sizes come from the arrays and not from the configuration.
     """
     objective = lookup("objective", config.loss_type)
     outputs = objective(config.parts.of(objective) or config, logits_BTV, targets_BT)
@@ -152,7 +156,10 @@ def per_token_losses(
 
 
 def is_in_nats(config: ObjectiveConfig) -> bool:
-    """Returns whether a loss is in nats and has a perplexity."""
+    """Returns whether a loss is in nats and has a perplexity.
+
+    Traces the objective for the names of its losses, with a single token and a vocabulary of 2.
+    """
     shapes = jax.ShapeDtypeStruct((1, 1, 2), jnp.float32), jax.ShapeDtypeStruct((1, 1), jnp.int32)
     losses, _ = jax.eval_shape(functools.partial(per_token_losses, config=config), *shapes)
     return IN_NATS in losses

@@ -90,6 +90,10 @@ BROKEN = {
         "mixer 'My-Mixer': a name is a-z, 0-9 and _",
         4,
     ),
+    "keys without a title": (
+        HEAD + KEYS.replace("'Mine.'", "my_width: int = key(3, 'How wide.')") + "\n" + REGISTER,
+        "mixer 'mine': Keys has no docstring", 7,
+    ),
     "unknown kind": (
         HEAD + "register('mixture', 'mine')(Mixer)\n",
         "unknown kind of part 'mixture'",

@@ -93,6 +93,18 @@ def test_what_is_returned_wrongly(kind, body, words, tmp_path, own_modules):
     caught.match(rf"(?s)^{kind} wrong \(.*mine.py:{line}\).*{words}")
 
 
+def test_a_weight_without_logical_axes(tmp_path, own_modules):
+    part = """from flax import nnx
+@register("mixer", "wrong")
+class Wrong(Mixer):
+    def __init__(self, config, init, rngs): self.w = nnx.Param(jnp.ones(3))
+"""
+    (tmp_path / "mine.py").write_text(HEAD + part)
+    config = tiny_config(import_modules=["mine.py"], mixer="wrong")
+    with pytest.raises(UserError, match=r"self_attention/w of a layer .*nnx\.Param"):
+        setup_train(config, make_sharding_plan(config.mesh, jax.devices()[:1]))
+
+
 def test_updates_may_have_another_dtype():
     parameters = {"w": jax.ShapeDtypeStruct((3,), "float32")}
     transform = optax.stateless(lambda u, p: jax.tree.map(lambda x: x.astype("bfloat16"), u))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_plan import LayerPlan
+from MaxText.errors import UserError
 from MaxText.layers.lowering import unrolled_layers
 from MaxText.layers.params import AbstractRngs, Params
 
@@ -162,6 +163,12 @@ def _add_dimension(shapes: Params, size: int) -> Params:
 def _shapes(layer: Any) -> list[Any]:
     """Returns path, shape, dtype and logical axes of a layer's weights, to compare layers."""
     flat = nnx.to_flat_state(nnx.state(layer))
+    for path, parameter in flat:
+        if "logical_axes" not in parameter.get_metadata():
+            raise UserError(
+                f"the weight {'/'.join(map(str, path))} of a layer has no logical axes: declare it "
+                "by Dense or MaxText.layers.params.param, not as an nnx.Param"
+            )
     return [
         (path, parameter.shape, parameter.dtype, parameter.get_metadata()["logical_axes"])
         for path, parameter in flat

@@ -53,7 +53,12 @@ class Attention(Mixer):
     """Multi-head or grouped-query attention (Vaswani et al. 2017; Ainslie et al. 2023).
 
     A subclass may compute other values (`values`), see fewer keys (`sliding_window`), or replace
-    softmax attention between the projections (`attend`, and with it `prefill` and `decode_step`).
+    softmax attention between the projections (`attend`). With `attend` it also replaces
+    `decode_step` and `flops`, and `prefill` and `state_bytes` if its decode state is no cache of
+    keys and values; it sets `has_softmax` to False, and `has_memories` unless it reads them.
+
+    A registered subclass is built from the model's keys, as this class is. One with keys of its own
+    has a `config_of` that returns `layer.config`, and reads its keys by `config.parts.of`.
     """
 
     rows: ClassVar = {
@@ -249,6 +254,10 @@ class Attention(Mixer):
 
         Tokens of a sequence may be divided over devices. Then keys and values travel around a ring
         (context_parallel_strategy=ring), or the kernel or a sharding constraint gathers them.
+
+        A method in its place applies the mask (`spec.visible`, `context.segments_BT`) and the scale
+        (`spec.scale_for`) itself. Soft cap, ALiBi slopes, memories and dropout that it leaves out
+        have no effect, without a message.
         """
         config = self.config
         spec = self.spec(context)
