@@ -116,7 +116,7 @@ def open_run_logger(
     tensorboard = run_folder / TENSORBOARD_FOLDER
     if monitoring.enable_tensorboard:
         terminal.line(f"To see full metrics 'tensorboard --logdir={tensorboard}'")
-    makes_up_for_evaluation = config.evaluation.eval_interval > 0 and restored.metadata.get(
+    makes_up_for_evaluation = config.evaluation.eval_interval > 0 and restored.progress.get(
         "evaluation_is_due"
     )
     events = open_stream(
@@ -147,7 +147,7 @@ def open_run_logger(
         profiler=StepProfiler(monitoring, tensorboard, first_step),
         stats=stats,
         lineage=lineage,
-        trend=LossTrend(baseline, restored.metadata.get("loss_trend")),
+        trend=LossTrend(baseline, restored.progress.get("loss_trend")),
     )
 
 

@@ -49,6 +49,15 @@ class RestoreResult(NamedTuple):
     growth: Record | None = None  # how the parameters grew; None if they did not
     rollbacks: tuple[Rollback, ...] = ()  # of the run, including those after the checkpoint
 
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        """What the checkpoint recorded of the training that this run goes on with.
+
+        The trend of its loss, its rollbacks, and whether an evaluation is due. Empty if only
+        parameters were taken from another run: its losses and steps are not those of this one.
+        """
+        return self.metadata if self.how in ("resume", "full_state") else {}
+
 
 def restore_or_initialize(
     checkpoints: CheckpointManager,

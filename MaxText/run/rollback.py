@@ -79,7 +79,7 @@ class RollbackController:
     def __post_init__(self, restored: RestoreResult) -> None:
         self.trigger: RollbackTrigger | None = None
         recorded = active_rollbacks(restored, self.batches)
-        num_saved = int(restored.metadata.get("rollbacks", 0))
+        num_saved = int(restored.progress.get("rollbacks", 0))
         self.num_rollbacks = max(num_saved, *(rollback.number for rollback in recorded), 0)
         self._snapshots: collections.deque[_Snapshot] = collections.deque(maxlen=2)
         self._history: collections.deque[dict[str, float]] = collections.deque(

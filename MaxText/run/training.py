@@ -197,7 +197,7 @@ def train(
         resolved=growth,
     )
     last_step = restore_data_position(restored, train_batches, run.steps)
-    evaluation_is_due = bool(restored.metadata.get("evaluation_is_due"))
+    evaluation_is_due = bool(restored.progress.get("evaluation_is_due"))
     if restored.first_step > last_step and not evaluation_is_due:
         record = end_of_record(run_folder, restored)
         # Process 0 keeps the record. Without its end, this start makes up for what is missing.

@@ -10,6 +10,7 @@ from MaxText.checkpointing.compatibility import checkpoint_metadata
 from MaxText.checkpointing.manager import CheckpointManager
 from MaxText.config.training_sections import CheckpointingConfig
 from MaxText.errors import UserError
+from MaxText.run.restore import RestoreResult
 from MaxText.training.state import TrainState
 from tests.checkpointing.small_state import (
     CONFIG,
@@ -136,3 +137,13 @@ def test_masked_and_empty_optimizer_states_come_back(tmp_path):
     checkpoints.close()
     result, _ = start(tmp_path, state=state, initialize=pytest.fail)
     assert_bit_equal(result.state, on_host(state))
+
+
+@pytest.mark.parametrize("how", ["resume", "full_state", "parameters", "growth"])
+def test_only_the_training_itself_goes_on_with_recorded_progress(how):
+    # The loss of a run that only takes parameters begins anew, and so may be above the other's.
+    recorded = {"loss_trend": {"first": 1.0}, "rollbacks": 2, "evaluation_is_due": True}
+    restored = RestoreResult(
+        state=None, first_step=0, position=None, source="", how=how, metadata=recorded
+    )
+    assert restored.progress == (recorded if how in ("resume", "full_state") else {})

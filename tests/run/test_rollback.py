@@ -97,7 +97,7 @@ def made(
     rows = []
     sink = types.SimpleNamespace(write=rows.append, flush=lambda: None, close=lambda: None)
     state = state_after(first_step - 1, section, last_skipped)
-    start = RestoreResult(state, first_step, None, "", "scratch", {"rollbacks": rollbacks})
+    start = RestoreResult(state, first_step, None, "", "resume", {"rollbacks": rollbacks})
     start = start._replace(rollbacks=recorded)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
