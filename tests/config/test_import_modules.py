@@ -92,7 +92,8 @@ BROKEN = {
     ),
     "keys without a title": (
         HEAD + KEYS.replace("'Mine.'", "my_width: int = key(3, 'How wide.')") + "\n" + REGISTER,
-        "mixer 'mine': Keys has no docstring", 7,
+        "mixer 'mine': Keys has no docstring",
+        7,
     ),
     "unknown kind": (
         HEAD + "register('mixture', 'mine')(Mixer)\n",
