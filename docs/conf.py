@@ -22,6 +22,7 @@ myst_heading_anchors = 4
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
+napoleon_use_ivar = True  # attributes of a NamedTuple are members, too
 
 PROGRAMS = (
     "train", "prepare_data", "inspect_data", "plan", "train_compile", "launch", "report", "compare",
