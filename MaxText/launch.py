@@ -40,10 +40,10 @@ What follows -- are the arguments of train.py. --dry-run prints the commands and
 Exit codes: that of the run, 2 for a mistake, 128 + n for signal n; see
 docs/reference/exit_codes.md."""
 
-PLACES = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
+LAUNCHERS = {"local": LocalOptions, "gcloud": GcloudOptions, "slurm": SlurmOptions}
 ACTIONS = tuple(name.replace("_", "-") for name in vars(TpuVm) if not name.startswith("_"))
 _ANY_ACTION = "|".join(ACTIONS)
-# Place -> its operands, for messages and as a pattern.
+# Launcher -> its operands, for messages and as a pattern.
 OPERANDS = {
     "local": ("the number of processes", r"[1-9]\d*"),
     "gcloud": (f"one or more of {', '.join(ACTIONS)}", rf"({_ANY_ACTION})(\n({_ANY_ACTION}))*"),
@@ -52,9 +52,9 @@ OPERANDS = {
 
 
 class LaunchRequest(NamedTuple):
-    """What launch.py is to do: the place, its options, and the words after it."""
+    """What launch.py is to do: the launcher, its options, and its operands."""
 
-    place: str
+    launcher: str
     options: LaunchOptions
     operands: list[str]
 
@@ -65,21 +65,22 @@ def read_launch(arguments: Sequence[str]) -> LaunchRequest:
     Raises:
       ConfigurationError: The command line is invalid.
     """
-    place = arguments[0] if arguments else ""
-    if place not in PLACES:
-        message = f"the first word is {place!r} and not one of {', '.join(PLACES)}"
+    launcher = arguments[0] if arguments else ""
+    if launcher not in LAUNCHERS:
+        message = f"the first word is {launcher!r} and not one of {', '.join(LAUNCHERS)}"
         raise ConfigurationError([ConfigIssue(message)])
-    parsed = read_options(PLACES[place], arguments[1:], takes_keys=False)
+    parsed = read_options(LAUNCHERS[launcher], arguments[1:], takes_keys=False)
     operands = [*parsed.operands, *parsed.config_files]
-    expected, pattern = OPERANDS[place]
+    expected, pattern = OPERANDS[launcher]
     if not re.fullmatch(pattern, "\n".join(operands)):
         message = (
-            f"launch.py {place} takes {expected}, not {' '.join(operands) or 'nothing'}. Arguments "
-            "of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml steps=1000"
+            f"launch.py {launcher} takes {expected}, not {' '.join(operands) or 'nothing'}. "
+            "Arguments of train.py follow --, as in launch.py local 2 -- configs/quickstart.yml "
+            "steps=1000"
         )
         parsed.problems.append(ConfigIssue(message))
     parsed.check()
-    return LaunchRequest(place, parsed.options, operands)
+    return LaunchRequest(launcher, parsed.options, operands)
 
 
 def main() -> int:
@@ -90,7 +91,9 @@ def main() -> int:
         position = arguments.index("--")
         train_args = arguments[position + 1 :]
         arguments = arguments[:position]
-    kinds = [PLACES[arguments[0]]] if arguments and arguments[0] in PLACES else PLACES.values()
+    kinds = LAUNCHERS.values()
+    if arguments and arguments[0] in LAUNCHERS:
+        kinds = [LAUNCHERS[arguments[0]]]
     command_line.answer_about_options(arguments, USAGE, *kinds)
     with command_line.exit_on_user_error():
         request = read_launch(arguments)

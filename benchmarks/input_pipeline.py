@@ -219,7 +219,7 @@ def measure_loader(folder: pathlib.Path) -> None:
 def measure_starts(folder: pathlib.Path) -> None:
     """Starts with ten million documents and 50,000 files, and at step 10^6."""
     from MaxText.input_pipeline.formats import tf_example
-    from MaxText.input_pipeline.formats.tfrecord import frame
+    from MaxText.storage.tfrecord import frame
 
     documents = folder / "documents"
     files = folder / "files"

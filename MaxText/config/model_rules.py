@@ -73,13 +73,15 @@ def _rotary_rotates_pairs(config: Config) -> ConfigIssue | None:
 def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
     position = config.model.position
     if position.rope_type == "llama3.1":
-        low_key, low = "low_freq_factor", position.low_freq_factor
-        high_key, high = "high_freq_factor", position.high_freq_factor
+        low_key = "low_freq_factor"
+        high_key = "high_freq_factor"
     elif position.rope_type == "yarn":
-        low_key, low = "beta_slow", position.beta_slow
-        high_key, high = "beta_fast", position.beta_fast
+        low_key = "beta_slow"
+        high_key = "beta_fast"
     else:
         return None
+    low = getattr(position, low_key)
+    high = getattr(position, high_key)
     if position.position_embedding != "rotary" or low < high:
         return None
     return ConfigIssue(

@@ -41,8 +41,9 @@ class PageTable(NamedTuple):
         columns = zip(self.kinds, header, *self.rows, strict=True)
         width = 0  # in pixels
         for kind, *cells in columns:
-            words = [] if kind == "long" else " ".join(cells).split()
-            width += 8 + 5 * max(map(len, words), default=0)
+            # Cells of long texts may break anywhere between words; others only where they must.
+            unbreakable = [] if kind == "long" else " ".join(cells).split()
+            width += 8 + 5 * max(map(len, unbreakable), default=0)
         return width > _PAPER
 
 

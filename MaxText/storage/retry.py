@@ -16,18 +16,13 @@ def exponential_delays(count: int, first: float, longest: float) -> Iterator[flo
         delay *= 2
 
 
-def wait_seconds(seconds: float) -> None:
-    """Waits without a way to cancel it."""
-    time.sleep(seconds)
-
-
 def call_with_retries(
     call: Callable[[], _Result],
     *,
     delays: Iterable[float],
     is_retryable: Callable[[Exception], bool],
     report: Callable[[Exception, float], None] | None = None,
-    wait: Callable[[float], None] = wait_seconds,
+    wait: Callable[[float], None] = time.sleep,
 ) -> _Result:
     """Returns the result of the first successful `call`.
 

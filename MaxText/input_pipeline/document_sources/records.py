@@ -34,8 +34,9 @@ from MaxText.input_pipeline.document_sources.text_streams import (
     Skipped,
     missing_text_error,
 )
-from MaxText.input_pipeline.formats import array_record, tf_example, tfrecord
+from MaxText.input_pipeline.formats import array_record, tf_example
 from MaxText.input_pipeline.formats.torch_tensors import read_tensor
+from MaxText.storage import tfrecord
 from MaxText.storage.errors import BadRecordError
 from MaxText.storage.file_access import open_stream, reason
 

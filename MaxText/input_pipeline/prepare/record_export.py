@@ -39,7 +39,6 @@ from MaxText.formatting import pluralize
 from MaxText.input_pipeline.document_sources.tables import require_pyarrow
 from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.formats.array_record import ArrayRecordWriter
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.prepare.process_pool import run_jobs
 from MaxText.input_pipeline.sequences.slicing import concatenated_ranges
 from MaxText.input_pipeline.token_store.manifest import (
@@ -50,6 +49,7 @@ from MaxText.input_pipeline.token_store.manifest import (
 )
 from MaxText.input_pipeline.token_store.store import TokenStore, open_flat
 from MaxText.storage import atomic
+from MaxText.storage.tfrecord import TFRecordWriter
 
 FILE_LISTS = {
     **dict.fromkeys(("tfrecord", "parquet"), "records.json"),

@@ -9,7 +9,6 @@ touches it after an error. Only the protocol buffers are tensorboardX's.
 import contextlib
 import os
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from typing import Any
 from tensorboardX import summary as summaries
 from tensorboardX.proto.event_pb2 import Event as EventProto  # pyright: ignore
 from tensorboardX.proto.event_pb2 import SessionLog  # pyright: ignore
-from tensorboardX.record_writer import masked_crc32c
+
+from MaxText.storage.tfrecord import frame
 
 _SECONDS_BETWEEN_FLUSHES = 120.0
 _FILE_VERSION = "brain.Event:2"
@@ -84,7 +84,7 @@ class TensorBoardFile:
             self.flush()
 
     def _add(self, event: Any) -> None:
-        self._unwritten += _tf_record(event.SerializeToString())
+        self._unwritten += frame(event.SerializeToString())
 
     def _write_out(self) -> None:
         while self._unwritten:
@@ -109,11 +109,3 @@ class TensorBoardFile:
         self._unwritten.clear()
         with contextlib.suppress(OSError):
             self._file.close()
-
-
-def _tf_record(content: bytes) -> bytes:
-    """Returns a record of a TFRecord file: length, its checksum, content, its checksum."""
-    length = struct.pack("<Q", len(content))
-    length_checksum = struct.pack("<I", masked_crc32c(length))
-    content_checksum = struct.pack("<I", masked_crc32c(content))
-    return length + length_checksum + content + content_checksum

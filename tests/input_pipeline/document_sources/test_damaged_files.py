@@ -6,7 +6,8 @@ import pyarrow
 import pytest
 import zstandard
 
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.storage import tfrecord
 from tests.input_pipeline.document_sources.written_corpora import (
     COMPRESS,
     ENDINGS,

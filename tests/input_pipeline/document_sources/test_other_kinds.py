@@ -11,7 +11,8 @@ from pyarrow import parquet
 
 from MaxText.input_pipeline.document_sources.corpus import open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import LONGEST_TEXT
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.storage import tfrecord
 from tests.input_pipeline.document_sources.written_corpora import (
     read_documents,
     read_texts,

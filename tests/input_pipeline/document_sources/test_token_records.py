@@ -14,7 +14,8 @@ from pyarrow import parquet
 
 from MaxText.input_pipeline.document_sources.records import holds_text, read_ids
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.storage import tfrecord
 from MaxText.storage.errors import BadRecordError
 from tests.hostile.files import npy, tar_archive
 from tests.input_pipeline.document_sources.written_corpora import COMPRESS

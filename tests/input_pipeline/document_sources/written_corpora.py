@@ -17,7 +17,8 @@ from pyarrow import parquet
 
 from MaxText.input_pipeline.document_sources.corpus import Document, open_corpus
 from MaxText.input_pipeline.document_sources.text_streams import Skipped
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
+from MaxText.storage import tfrecord
 from tests.hostile.files import tar_archive
 from tests.input_pipeline.token_store.token_files import write_records
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from MaxText.config.data_sections import PreparationConfig
-from MaxText.input_pipeline.formats import tf_example, tfrecord
+from MaxText.input_pipeline.formats import tf_example
 from MaxText.input_pipeline.prepare import record_export
 from MaxText.input_pipeline.prepare.record_export import export_records, strided_windows
+from MaxText.storage import tfrecord
 from tests.input_pipeline.document_sources.written_corpora import tfrecord_contents
 from tests.input_pipeline.small_data import (
     EOS,

@@ -11,9 +11,9 @@ from pyarrow import parquet
 
 from MaxText.input_pipeline.document_sources.tables import TokenDocument
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.tfrecord import frame
 from MaxText.input_pipeline.token_store import opening
 from MaxText.input_pipeline.token_store.token_dataset import record_length
+from MaxText.storage.tfrecord import frame
 from tests.input_pipeline.small_data import data_keys, denying, open_train, take, write_data_set
 from tests.input_pipeline.token_store import token_files
 from tests.input_pipeline.token_store.token_files import documents, open_data, tokens_of

@@ -12,10 +12,10 @@ from pyarrow import parquet
 
 from MaxText.config.data_sections import DataConfig, PreparationConfig
 from MaxText.input_pipeline.formats import tf_example
-from MaxText.input_pipeline.formats.tfrecord import TFRecordWriter
 from MaxText.input_pipeline.token_store.megatron import DTYPES, HEADER, MAGIC
 from MaxText.input_pipeline.token_store.opening import OpenRequest, open_token_data
 from MaxText.input_pipeline.token_store.token_dataset import TokenDataset
+from MaxText.storage.tfrecord import TFRecordWriter
 from tests.hostile.files import npy, tar_archive, torch_file
 from tests.input_pipeline.small_data import write_data_set
 

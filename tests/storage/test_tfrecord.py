@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from MaxText.input_pipeline.formats import tfrecord
+from MaxText.storage import tfrecord
 from MaxText.storage.errors import BadRecordError
 
 RECORDS = [b"", b"a", b"\x00" * 5, bytes(range(256))]
