@@ -241,8 +241,10 @@ def _read_mapping(
         except values.InvalidValueError as error:
             contents.problems.append(ConfigIssue(f"{name}: {error}", location))
             continue
-        of_setting = dataclasses.replace(origin, line=line, raw=raw)
-        contents.settings.append(Setting(name=name, value=value, origin=of_setting, written=name))
+        setting_origin = dataclasses.replace(origin, line=line, raw=raw)
+        contents.settings.append(
+            Setting(name=name, value=value, origin=setting_origin, written=name)
+        )
 
 
 def _read_yaml(path: Path) -> tuple[str, yaml.Node | None]:

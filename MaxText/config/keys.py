@@ -69,8 +69,8 @@ Conditions = str | Mapping[str, Any]
 class Section(BaseModel):
     """An immutable group of keys for one part of the program.
 
-    Unknown fields are refused. ONLY_IF is the default of `only_if` for its keys, in addition to
-    that of the section around it. None adds nothing, and an empty one drops the others.
+    Unknown fields are refused. ONLY_IF has conditions of all its keys, those of sections inside
+    included, in addition to the conditions of the section around it. An empty one drops the latter.
     """
 
     ONLY_IF: ClassVar[Conditions | None] = None
@@ -82,18 +82,17 @@ class Section(BaseModel):
         """Accepts dotted keys of named sections."""
         return nested(values) if isinstance(values, dict) else values
 
-    def flat(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         """Returns the values of all keys in this section and those inside, by key.
 
         The section's own keys come first.
         """
-        flat = {name: value for name, value in self if not isinstance(value, Section)}
+        values = {name: value for name, value in self if not isinstance(value, Section)}
         for section_name, section in self:
-            if isinstance(section, NamedSection):
-                flat |= {f"{section_name}.{name}": value for name, value in section.flat().items()}
-            elif isinstance(section, Section):
-                flat |= section.flat()
-        return flat
+            if isinstance(section, Section):
+                prefix = f"{section_name}." if isinstance(section, NamedSection) else ""
+                values |= {prefix + name: item for name, item in section.values_by_key().items()}
+        return values
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Returns this section with other values of some keys, those of sections inside included.
@@ -106,7 +105,9 @@ class Section(BaseModel):
             if isinstance(value, Section):
                 prefix = f"{field_name}." if isinstance(value, NamedSection) else ""
                 inner_values = {
-                    name: values[prefix + name] for name in value.flat() if prefix + name in values
+                    name: values[prefix + name]
+                    for name in value.values_by_key()
+                    if prefix + name in values
                 }
                 if inner_values:
                     update[field_name] = value.with_values(inner_values)
@@ -116,9 +117,9 @@ class Section(BaseModel):
 
 
 class NamedSection(Section):
-    """A section whose name is part of its keys: `adafactor.momentum`.
+    """A section whose name is a part of the names of its keys: `adafactor.momentum`.
 
-    The name is that of the field that holds it. Wherever settings are read, a mapping under that
+    Its name is that of the field that holds it. Wherever settings are read, a mapping under that
     name stands for the keys: `adafactor: {momentum: 0.9}`.
     """
 

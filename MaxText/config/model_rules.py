@@ -381,8 +381,8 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
     mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
-    attention_values = attention.flat()
-    defaults = type(attention)().flat()
+    attention_values = attention.values_by_key()
+    defaults = type(attention)().values_by_key()
     for name, readers in _READ_BY.items():
         is_set = attention_values[name] != defaults[name]
         if is_set and not with_bases.intersection(readers):

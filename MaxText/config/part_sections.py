@@ -55,12 +55,12 @@ class Parts(Section):
         part = registration_of(target, self.with_keys())
         return None if part is None else self._section_of(part)
 
-    def flat(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         """Returns the values of the keys of all parts, by key."""
-        flat: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part in self.with_keys():
-            flat |= self._section_of(part).flat()
-        return flat
+            values |= self._section_of(part).values_by_key()
+        return values
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Returns these sections with other values of some keys, as Section.with_values."""

@@ -267,7 +267,7 @@ def named_sections() -> dict[str, list[Key]]:
 
 
 def _section_names(key: Key) -> list[str]:
-    """Returns the names of the named sections that a key is in."""
+    """Returns the names of the named sections that a key is in, the outermost first."""
     *section_names, _ = key.name.split(".")
     return list(itertools.accumulate(section_names, "{}.{}".format))
 
@@ -293,7 +293,7 @@ def _check_users_keys() -> None:
 
 
 def _meanings(keys: Iterable[Key]) -> dict[str, str]:
-    """Returns what each name stands for, the names of keys and of named sections."""
+    """Returns what each name stands for: the names of keys, and of the sections they are in."""
     meanings: dict[str, str] = {}
     for key in keys:
         path = ".".join(key.section)
@@ -389,7 +389,7 @@ def flatten(config: Config) -> dict[str, Any]:
     """Returns the values of a configuration by key."""
     return {
         name: value.as_dict() if isinstance(value, LayerKinds) else value
-        for name, value in config.flat().items()
+        for name, value in config.values_by_key().items()
     }
 
 

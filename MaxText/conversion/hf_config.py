@@ -282,7 +282,7 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in other_parts):
         return {}
     names = {KINDS[part.kind] for part in naming_parts}
-    names.update(*(part.keys().flat() for part in naming_parts if part.keys))
+    names.update(*(part.keys().values_by_key() for part in naming_parts if part.keys))
     of_letters = {name for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()

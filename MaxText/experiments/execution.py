@@ -406,7 +406,7 @@ def write_config(run: Trial) -> None:
     omitted: set[str] = set()
     for registration in registrations():
         if registration.keys and not registration.is_built_in:
-            names = registration.keys().flat()
+            names = registration.keys().values_by_key()
             omitted |= {name for name in names if values[name] == keys[name].default}
     run.config_path.write_text(resolved_yaml(run.config, omitted=omitted), encoding="utf-8")
 

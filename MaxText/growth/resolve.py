@@ -345,10 +345,10 @@ def _changed_scores(stored: Config | None, config: Config) -> list[str]:
     """Describes differing keys of model.pattention, except sizes and zoom."""
     if stored is None or not _slot_places(config):
         return []
-    stored_keys = stored.model.pattention.flat()
+    stored_keys = stored.model.pattention.values_by_key()
     return [
         f"{name} {stored_keys[name]} -> {value}"
-        for name, value in config.model.pattention.flat().items()
+        for name, value in config.model.pattention.values_by_key().items()
         if not name.endswith(("slot_num", "zoom_dim")) and not name.startswith("zoom_dims.")
         if stored_keys[name] != value
     ]

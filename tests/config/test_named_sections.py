@@ -141,7 +141,7 @@ def test_sections_in_the_keys_of_a_part():
     assert part.gate.bias == flatten(config)["gate.bias"] == 2
     assert "gate.bias" in schema.keys_of_layers()
     changed = config.model.with_values({"gate.bias": 3.0, "width_of_gate": 5})
-    assert changed.parts.flat() == {"width_of_gate": 5, "gate.bias": 3.0}
+    assert changed.parts.values_by_key() == {"width_of_gate": 5, "gate.bias": 3.0}
 
 
 @pytest.mark.usefixtures("_restored_parts")
