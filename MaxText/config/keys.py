@@ -15,20 +15,37 @@ documentation and the checks derive from one declaration.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
 import textwrap
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
 
 
-class Unequal(NamedTuple):
-    """A bound: a number other than the values."""
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """A bound: a number other than one.
+
+    pydantic calls `__get_pydantic_core_schema__` of what stands in `Annotated`.
+    """
 
     ne: int
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Adds this check to those of the annotated type."""
+        return no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, number: float) -> float:
+        if number == self.ne:
+            raise ValueError("is not allowed")
+        return number
 
 
 class OtherThan(tuple[Any, ...]):

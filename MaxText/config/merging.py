@@ -130,10 +130,7 @@ def converted_value(value: Any, key: Key) -> Any:
     if key.name == "layer_kinds":
         layer_keys = keys_of_layers()
         return parse_kinds(value, lambda name, typed: converted_value(typed, layer_keys[name]))
-    converted = values.convert(value, key.annotation)
-    if key.violates_bounds(converted):
-        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
-    return converted
+    return key.convert(value)
 
 
 def _options(value: Any, key: Key) -> Options:
@@ -191,8 +188,7 @@ def format_accepted(key: Key) -> str:
         return "{letter: {key: value}}, with keys of a layer's parts"
     if key.entries:
         return f"{{entry: value}}, of {', '.join(key.entries)}"
-    bounds = f", {key.bounds_text}" if key.bounds_text else ""
-    return values.type_name(key.annotation) + bounds
+    return values.type_name(key.annotation, key.constraints)
 
 
 def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:
