@@ -23,24 +23,28 @@ import textwrap
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core.core_schema import CoreSchema, no_info_after_validator_function
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Unequal:
     """A bound: a number other than one.
 
-    pydantic calls `__get_pydantic_core_schema__` of what stands in `Annotated`.
+    In `Annotated` it is a validator, as pydantic's own bounds are.
     """
 
     ne: int
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """Adds this check to those of the annotated type."""
-        return no_info_after_validator_function(self._check, handler(source))
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Adds this check to those of the annotated type; called by pydantic."""
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
 
     def _check(self, number: float) -> float:
         if number == self.ne:

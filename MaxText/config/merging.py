@@ -67,9 +67,8 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
     """
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
-    origins = {
-        name: Origin(source=Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys
-    }
+    defaults = {name: values.to_yaml(key.default) for name, key in keys.items()}
+    origins = {name: Origin(source=Source.DEFAULT, raw=raw) for name, raw in defaults.items()}
     typed["logical_axis_rules"] = ()
     merged = MergedSettings(typed=typed, origins=origins, settings=[], wrong=set())
     unknown: list[Setting] = []
@@ -80,15 +79,16 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
             if len(unknown) <= _MAX_UNKNOWN_KEYS:
                 problems.append(_unknown(setting))
             continue
+        # configs/base.yml lists every key so that people can read it. Its values are the schema's
+        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
+        is_of_base = setting.origin.file == config_files.BASE_YML
+        if is_of_base and values.to_yaml(setting.value) == defaults[setting.name]:
+            continue
         try:
             value = _typed(setting, key)
         except values.InvalidValueError as error:
             problems.append(_type_error(setting, key, str(error)))
             merged.wrong.add(key.name)
-            continue
-        # configs/base.yml lists every key so that people can read it. Its values are the schema's
-        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
-        if setting.origin.file == config_files.BASE_YML and value == key.default:
             continue
         if setting.name == "logical_axis_rules":
             value = axis_rules.merge(typed["logical_axis_rules"], value)

@@ -7,10 +7,11 @@ are always strings.
 
 import contextlib
 import functools
+import itertools
 import math
 import re
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
@@ -25,7 +26,6 @@ from pydantic import (
     WrapValidator,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
 from MaxText.errors import shorten
 
@@ -193,8 +193,12 @@ _REASONS = {
 }
 
 
-def _reason(error: ErrorDetails) -> str:
-    """Returns an error of pydantic in our words, beginning with the value."""
+def _reason(error: Mapping[str, Any]) -> str:
+    """Returns an error of pydantic in our words, beginning with the value.
+
+    Args:
+      error: One of `ValidationError.errors()`: its type, the input and the context.
+    """
     details = {
         name: format_bound(detail) if isinstance(detail, float) else detail
         for name, detail in error.get("ctx", {}).items()
@@ -341,15 +345,21 @@ def type_name(annotation: Any, constraints: Iterable[Any] = ()) -> str:
     if get_origin(annotation) is Annotated:
         field = FieldInfo.from_annotation(annotation)
         return type_name(field.annotation, (*field.metadata, *constraints))
-    bounds = bounds_text(constraints)
-    return _plain_type_name(annotation) + (f", {bounds}" if bounds else "")
-
-
-def _plain_type_name(annotation: Any) -> str:
     origin = get_origin(annotation)
     parts = get_args(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(type_name(part) for part in parts)
+        # Count | None is "an integer or null, >= 1".
+        fields = [FieldInfo.from_annotation(part) for part in parts]
+        name = " or ".join(type_name(field.annotation) for field in fields)
+        constraints = (*constraints, *itertools.chain(*(field.metadata for field in fields)))
+    else:
+        name = _plain_type_name(annotation, origin, parts)
+    bounds = bounds_text(constraints)
+    return f"{name}, {bounds}" if bounds else name
+
+
+def _plain_type_name(annotation: Any, origin: Any, parts: tuple[Any, ...]) -> str:
+    """Returns a type that is no union in words, without bounds."""
     if origin is Literal:
         return "one of " + ", ".join(choice or '"" (empty)' for choice in parts)
     if origin is tuple and len(parts) == 2 and parts[1] is Ellipsis:
