@@ -54,7 +54,7 @@ def _comment(key: Key) -> list[str]:
     if key.choices:
         facts.append(f"Choices: {', '.join(str(choice) or 'empty' for choice in key.choices)}.")
     facts += [f"Unit: {key.unit}."] if key.unit else []
-    facts += [f"Bounds: {key.bounds_text}."] if key.bounds_text else []
+    facts += [f"Bounds: {bounds}."] if (bounds := values.bounds_text(key.constraints)) else []
     facts += [f"Only if {_condition(key)}."] if key.conditions else []
     return _COMMENTS.wrap(" ".join(facts))
 

@@ -28,20 +28,41 @@ documentation and the checks derive from one declaration.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
 import textwrap
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 
 
-class Unequal(NamedTuple):
-    """A bound: a number other than the values."""
+@dataclasses.dataclass(frozen=True)
+class Unequal:
+    """A bound: a number other than one.
+
+    In `Annotated` it is a validator, as pydantic's own bounds are.
+    """
 
     ne: int
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        """Adds this check to those of the annotated type; called by pydantic."""
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def _check(self, number: float) -> float:
+        if number == self.ne:
+            raise ValueError("is not allowed")
+        return number
 
 
 class OtherThan(tuple[Any, ...]):

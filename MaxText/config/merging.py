@@ -72,9 +72,8 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
     """
     keys = all_keys()
     typed = {name: key.default for name, key in keys.items()}
-    origins = {
-        name: Origin(source=Source.DEFAULT, raw=values.to_yaml(typed[name])) for name in keys
-    }
+    defaults = {name: values.to_yaml(key.default) for name, key in keys.items()}
+    origins = {name: Origin(source=Source.DEFAULT, raw=raw) for name, raw in defaults.items()}
     typed["logical_axis_rules"] = ()
     merged = MergedSettings(typed=typed, origins=origins, settings=[], wrong=set())
     unknown: list[Setting] = []
@@ -85,15 +84,16 @@ def merge(settings: Sequence[Setting], problems: list[ConfigIssue]) -> MergedSet
             if len(unknown) <= _MAX_UNKNOWN_KEYS:
                 problems.append(_unknown(setting))
             continue
+        # configs/base.yml lists every key so that people can read it. Its values are the schema's
+        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
+        is_of_base = setting.origin.file == config_files.BASE_YML
+        if is_of_base and values.to_yaml(setting.value) == defaults[setting.name]:
+            continue
         try:
             value = _typed(setting, key)
         except values.InvalidValueError as error:
             problems.append(_type_error(setting, key, str(error)))
             merged.wrong.add(key.name)
-            continue
-        # configs/base.yml lists every key so that people can read it. Its values are the schema's
-        # defaults, so they rank as such: naming base.yml must not undo a decoder_block's choices.
-        if setting.origin.file == config_files.BASE_YML and value == key.default:
             continue
         if setting.name == "logical_axis_rules":
             value = axis_rules.merge(typed["logical_axis_rules"], value)
@@ -131,10 +131,7 @@ def converted_value(value: Any, key: Key) -> Any:
     if key.name == "layer_kinds":
         layer_keys = keys_of_layers()
         return parse_kinds(value, lambda name, typed: converted_value(typed, layer_keys[name]))
-    converted = values.convert(value, key.annotation)
-    if key.violates_bounds(converted):
-        raise values.InvalidValueError(f"{values.format_value(converted)} is not {key.bounds_text}")
-    return converted
+    return key.convert(value)
 
 
 def _unknown(setting: Setting) -> ConfigIssue:
@@ -188,8 +185,7 @@ def format_accepted(key: Key) -> str:
         return f"a list of [name, axis], [name, [axes]] or [name, null]; {axis_rules.KNOWN_AXES}"
     if key.name == "layer_kinds":
         return "{letter: {key: value}}, with keys of a layer's parts"
-    bounds = f", {key.bounds_text}" if key.bounds_text else ""
-    return values.type_name(key.annotation) + bounds
+    return values.type_name(key.annotation, key.constraints)
 
 
 def _type_error(setting: Setting, key: Key, message: str) -> ConfigIssue:

@@ -12,7 +12,6 @@ allows; `dotted` brings nested settings into the flat form.
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -62,16 +61,6 @@ class Config(Section):
     guard: training_sections.GuardConfig = training_sections.GuardConfig()
 
 
-# pydantic's name of a bound -> (the comparison that holds for allowed values, its text).
-_BOUNDS = {
-    "ge": (operator.ge, ">="),
-    "gt": (operator.gt, ">"),
-    "le": (operator.le, "<="),
-    "lt": (operator.lt, "<"),
-    "ne": (operator.ne, "other than"),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Key:
     """What is declared about one key.
@@ -86,7 +75,7 @@ class Key:
       owner: Class that declares it.
       short_help: Its help, or empty if that is the string literal below the field.
       unit: For example "steps", or empty.
-      bounds: Pairs of "ge", "gt", "le", "lt" or "ne" and a number.
+      constraints: pydantic's constraints and validators of the value, such as Ge(ge=1).
       conditions: Groups of other keys with the values under which this one has an effect. One key
         of each group must have one of its values.
     """
@@ -99,7 +88,7 @@ class Key:
     owner: type[Section]
     short_help: str
     unit: str
-    bounds: tuple[tuple[str, float], ...]
+    constraints: tuple[Any, ...]
     conditions: tuple[dict[str, Any], ...]
 
     @property
@@ -112,19 +101,18 @@ class Key:
         """What the key does, in one line."""
         return self.short_help or field_docstrings(self.owner).get(self.field_name, "")
 
-    def violates_bounds(self, value: Any) -> bool:
-        """Returns whether a number is out of bounds; other values never are."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return False
-        return not all(_BOUNDS[kind][0](value, bound) for kind, bound in self.bounds)
+    def convert(self, value: Any) -> Any:
+        """Returns a value in the key's type and within its bounds.
+
+        Raises:
+          values.InvalidValueError: the value does not fit.
+        """
+        return values.convert(value, self.annotation, self.constraints)
 
     @property
-    def bounds_text(self) -> str:
-        """For example ">= 0 and < 1"; empty without bounds."""
-        return " and ".join(
-            f"{_BOUNDS[kind][1]} {bound if isinstance(bound, int) else f'{bound:g}'}"
-            for kind, bound in self.bounds
-        )
+    def bounds(self) -> tuple[tuple[str, float], ...]:
+        """Pairs of "ge", "gt", "le", "lt" or "ne" and a number."""
+        return values.bounds_of(self.constraints)
 
     @staticmethod
     def condition_text(group: dict[str, Any]) -> str:
@@ -173,12 +161,6 @@ def _key(
         raise RegistrationError(f"key {name!r} is not declared with key(...)")
     part_name = next((mark for mark in field.metadata if isinstance(mark, Name)), None)
     annotation: Any = field.annotation if part_name is None else Literal[part_name.choices]
-    bounds = tuple(
-        (kind, getattr(constraint, kind))
-        for constraint in field.metadata
-        for kind in _BOUNDS
-        if hasattr(constraint, kind)
-    )
     # The switch of a section has an effect on its own.
     inherited = {} if name in section_conditions else section_conditions
     only_if = _with_conditions(inherited, facts["only_if"])
@@ -193,7 +175,7 @@ def _key(
         owner=section,
         short_help=field.description or "",
         unit=str(facts["unit"]),
-        bounds=bounds,
+        constraints=tuple(mark for mark in field.metadata if mark is not part_name),
         conditions=tuple(group for group in groups if group),
     )
 

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 from MaxText.config import values as typed_values
+from MaxText.config.keys import Count
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import KINDS, Registration, registration
@@ -143,14 +144,11 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     is_converted = setting.values is not None or setting.read is not None
     for key in () if is_converted else [all_keys()[key_name] for key_name in setting.keys]:
         try:
-            number = typed_values.convert(value, key.annotation)
+            if key.annotation is int:  # -1 means "computed" for some of our keys only
+                typed_values.convert(value, Count)
+            key.convert(value)
         except typed_values.InvalidValueError as error:
             return f"{name}: {error}"
-        # -1 means "computed" for some of our keys only.
-        if key.annotation is int and number < 1:
-            return f"{name}={number} is not >= 1"
-        if key.violates_bounds(number):
-            return f"{name}={number} is not {key.bounds_text}"
     computed_value = evaluate(setting.default, config) if setting.is_computed else REQUIRED
     if computed_value not in (value, REQUIRED):
         return f"{name}={value} contradicts the other keys, which give {computed_value}"

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from MaxText.config import import_modules
+from MaxText.config.keys import CountOrAuto
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
-from MaxText.config.program_options import option, read_options, whole_number
+from MaxText.config.program_options import option, read_options
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, local_path
@@ -41,12 +42,6 @@ def _bytes(text: str) -> int:
     if num_bytes < 1:
         raise ValueError(f"{text!r} is not a size")
     return int(num_bytes)
-
-
-def _length(text: str) -> int:
-    if text == "-1":
-        return -1
-    return whole_number(1)(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +81,9 @@ class ConvertOptions:
     tokenizer: str = option("", "Tokenizer to export; default: that of the run's data set.")
     query_scaling: str = option("", "Of MaxText checkpoints.", choices=("weights", "model"))
     export: str = option("", "Write the forward pass as one file.", choices=("stablehlo",))
-    length: int = option(
+    length: CountOrAuto = option(
         -1,
-        "Sequence length of export=stablehlo; default: max_target_length.",
-        read=_length,
-        accepts="an integer, >= 1, or -1 for the default",
+        "Sequence length of export=stablehlo; default (-1): max_target_length.",
         metavar="TOKENS",
     )
 
