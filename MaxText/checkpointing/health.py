@@ -78,9 +78,11 @@ class HealthyCheckpoints:
         """Returns whether a state is healthy: the only definition in the program.
 
         It is if nothing speaks against it and `healthy_after_steps` steps in a row were accepted.
-        So a checkpoint that stays on disk becomes healthy some day. A rule that refuses some for
-        good has to change `steps_to_preserve` as well, or retention keeps one of them in place of
-        each later one.
+
+        Retention asks about candidates, too, with `num_accepted` infinite: whether one becomes
+        healthy if all steps from now on are accepted. It protects the first one that does. So a
+        rule may refuse a state for good, for its validation loss for example. One that waits for
+        an evaluation after the state must not refuse it before.
         """
         return not evidence.problems and evidence.num_accepted >= self._healthy_after_steps
 
@@ -171,12 +173,17 @@ class HealthyCheckpoints:
         }
 
     def steps_to_preserve(self) -> set[int]:
-        """Returns the newest healthy step and the first candidate after it.
+        """Returns the newest healthy step and the first candidate after it that can become healthy.
 
-        Without the latter, retention would delete each candidate before it becomes healthy.
+        Without the latter, retention would delete each candidate before it becomes healthy. One
+        that accepted steps cannot make healthy would take the place of all later ones.
         """
         newest = max(self.steps, default=-1)
-        later_candidates = (step for step in self._candidates if step > newest)
+        later_candidates = (
+            step
+            for step in self._candidates
+            if step > newest and self.is_healthy(self._evidence(step, math.inf))
+        )
         next_candidate = min(later_candidates, default=-1)
         return {step for step in (newest, next_candidate) if step >= 0}
 

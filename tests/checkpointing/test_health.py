@@ -52,6 +52,26 @@ def test_the_rule_decides_about_checkpoints_and_the_newest_state(tmp_path):
         assert health.is_newest_healthy() == expected
 
 
+def test_retention_protects_the_first_candidate_that_is_not_refused_for_good(tmp_path):
+    class EvenSteps(HealthyCheckpoints):
+        def is_healthy(self, evidence):
+            return evidence.step % 2 == 0 and super().is_healthy(evidence)
+
+    health = EvenSteps(epath.Path(tmp_path), 3, pytest.fail)
+    assert health.steps_to_preserve() == set()
+    for step in (5, 7):
+        health.add_candidate(step)
+    assert health.steps_to_preserve() == set()
+    for step in (8, 10):
+        health.add_candidate(step)
+    assert health.steps_to_preserve() == {8}
+    health.observe_steps(11, last_skipped=-1)
+    assert health.steps_to_preserve() == {8, 10}
+    health.observe_steps(13, last_skipped=-1)
+    health.add_candidate(13)
+    assert health.steps_to_preserve() == {10}
+
+
 @pytest.mark.parametrize(
     ("first_step", "skipped_before", "last_step", "last_skipped", "expected"),
     [
