@@ -8,7 +8,7 @@ be broken before any metric shows it.
 knows about a state (`HealthEvidence`) and is asked
 
   - about each saved checkpoint when it is saved and after every later step, until it is healthy;
-  - about the newest state, before it is copied to memory as a target of rollbacks (before the
+  - about the newest state, before it is copied to memory as a target of rollbacks (after the
     evaluation of the same step, if there is one);
   - about the final state, when a run ends on purpose.
 """

@@ -38,7 +38,7 @@ SNAPSHOT = "snapshot"
 GRADIENT_CHECK = "gradient_check"
 EVALUATION = "evaluation"
 CHECKPOINT = "checkpoint"
-BUILT_IN = (SNAPSHOT, GRADIENT_CHECK, EVALUATION, CHECKPOINT)
+BUILT_IN = (GRADIENT_CHECK, EVALUATION, SNAPSHOT, CHECKPOINT)
 
 
 @dataclasses.dataclass(frozen=True)

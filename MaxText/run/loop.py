@@ -241,10 +241,7 @@ class Loop:
     def _hooks_in_order(self, user_hooks: Sequence[Hook]) -> list[Hook]:
         """Returns the hooks of a step; those of the user see a state that no check refused."""
         checks = self.supervision.learning_checks
-        hooks = [
-            Hook(self._take_snapshot, every=1, name=SNAPSHOT),
-            Hook(self._check_gradients, when=checks.gradients_due, name=GRADIENT_CHECK),
-        ]
+        hooks = [Hook(self._check_gradients, when=checks.gradients_due, name=GRADIENT_CHECK)]
         for user_hook in user_hooks:
             call = functools.partial(self._call_user_hook, user_hook)
             hooks.append(dataclasses.replace(user_hook, function=call))
@@ -253,6 +250,9 @@ class Loop:
         if self.config.evaluation.eval_interval > 0:
             interval = self.config.evaluation.eval_interval
             hooks.append(Hook(self._evaluate_step, every=interval, name=EVALUATION))
+        # Last, so that the decision whether the state is healthy knows all that the hooks before
+        # have found: its validation loss, and the metrics of the step, which they may have reported.
+        hooks.append(Hook(self._take_snapshot, every=1, name=SNAPSHOT))
         return hooks
 
     def run(self, evaluation_due: bool) -> str:
