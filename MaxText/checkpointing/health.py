@@ -92,10 +92,28 @@ class HealthyCheckpoints:
         Args:
           problems: See `HealthEvidence`.
         """
-        num_accepted = math.inf
-        if self._last_skipped >= 0:
-            num_accepted = self._newest_step - self._last_skipped
-        return self.is_healthy(self._evidence(self._newest_step, num_accepted, problems))
+        return self.is_healthy(
+            self._evidence(self._newest_step, self._accepted_up_to_newest, problems)
+        )
+
+    def why_newest_is_not_healthy(self, problems: Sequence[str] = ()) -> str:
+        """Returns why the newest state of the run is not healthy, for a message; "" if it is."""
+        if self.is_newest_healthy(problems):
+            return ""
+        if problems:
+            return "; ".join(problems)
+        if self._accepted_up_to_newest < self._healthy_after_steps:
+            return (
+                f"{self._accepted_up_to_newest} steps were accepted since step "
+                f"{self._last_skipped} was skipped, fewer than "
+                f"healthy_after_steps={self._healthy_after_steps}"
+            )
+        return "the rule for healthy checkpoints refuses it"
+
+    @property
+    def _accepted_up_to_newest(self) -> float:
+        """Accepted steps in a row up to the newest one; math.inf if none was ever skipped."""
+        return self._newest_step - self._last_skipped if self._last_skipped >= 0 else math.inf
 
     def _evidence(
         self, step: int, num_accepted: float, problems: Sequence[str] = ()

@@ -537,13 +537,39 @@ class Loop:
             skipped = f"the last {num_skipped} steps, up to step {last_step}, were all skipped"
         if not reason:
             problems = [*self.supervision.rollback.problems, skipped, trend.diverged]
-            self.records.checkpoints.promote_final(last_step, list(filter(None, problems)))
-            return f"{skipped}; the state before them is healthy" if skipped else ""
+            self._promote_final(
+                last_step,
+                list(filter(None, problems)),
+                ends_with_error=bool(skipped or trend.diverged),
+            )
+            return f"{skipped}; the state before them is not broken" if skipped else ""
         broken_since = last_step - num_skipped  # no later step changed the parameters
         problem = f"the state after step {broken_since} is broken ({reason})"
         if skipped:
             problem = f"{skipped}: {problem}"
         return problem + self._set_aside(broken_since)
+
+    def _promote_final(
+        self, last_step: int, problems: Sequence[str], *, ends_with_error: bool
+    ) -> None:
+        """Promotes the final checkpoint if its state is healthy; else logs why it is not.
+
+        That alone is no failure: the state is not broken, and its checkpoint can be used.
+
+        Args:
+          last_step: The last step of the run.
+          problems: What speaks against the state.
+          ends_with_error: Whether the run ends with an error that names the problems.
+        """
+        checkpoints = self.records.checkpoints
+        if checkpoints.promote_final(last_step, problems) or ends_with_error:
+            return
+        if self.config.checkpoint.enable_checkpointing:
+            self.records.run_logger.terminal.line(
+                f"WARNING: the state after step {last_step} is not promoted as healthy: "
+                f"{checkpoints.health.why_newest_is_not_healthy(problems)}. It can be used; if "
+                "more steps follow, a rollback takes an earlier checkpoint until it is."
+            )
 
     def _judging_batches(self, last_step: int) -> Iterator[Batch]:
         """Yields batches for the final state, the newest first.
