@@ -24,6 +24,8 @@ from etils import epath
 from MaxText.checkpointing.history import read_run_file
 from MaxText.storage.atomic import write_json_with_digest
 
+_MAX_EVALUATIONS = 1_000  # that are remembered; each checkpoint stores them, in some 20 KB
+
 
 @dataclasses.dataclass(frozen=True)
 class HealthEvidence:
@@ -37,11 +39,12 @@ class HealthEvidence:
         last steps up to it, math.inf if no step of the run was ever skipped.
       problems: What speaks against the state besides skipped steps, in words: a rollback that is
         due, a diverged loss. Known for the newest state only; empty for checkpoints.
-      validation_losses: Validation loss after each evaluated step, also of steps after the state.
-        Checkpoints do not store them: those of earlier starts are missing, as are those that a
-        rollback undid. An evaluated step rarely has a checkpoint: with periods of 100, evaluations
-        follow steps 99, 199, and checkpoints 100, 200. The unit is that of the objective, as in
-        `eval/avg_loss`; a loss may be NaN. The rule does not depend on it.
+      validation_losses: Validation loss after each evaluated step, also of steps after the state
+        and of earlier starts of the run; only those that a rollback undid are missing, and all but
+        the newest 1,000. An evaluated step rarely has a checkpoint: with periods of 100,
+        evaluations follow steps 99, 199, and checkpoints 100, 200. The unit is that of the
+        objective, as in `eval/avg_loss`; NaN if the loss was not finite. The rule does not depend
+        on it.
     """
 
     step: int
@@ -157,7 +160,23 @@ class HealthyCheckpoints:
 
     def observe_evaluation(self, step: int, validation_loss: float) -> None:
         """Observes the validation loss of the state after `step`."""
-        self._validation_losses[step] = validation_loss
+        is_finite = math.isfinite(validation_loss)  # JSON has one word for all others
+        self._validation_losses[step] = validation_loss if is_finite else math.nan
+        while len(self._validation_losses) > _MAX_EVALUATIONS:
+            del self._validation_losses[min(self._validation_losses)]
+
+    @property
+    def evaluations(self) -> list[tuple[int, float | None]]:
+        """The remembered validation losses by step, for a checkpoint; None for NaN."""
+        return [
+            (step, None if math.isnan(loss) else loss)
+            for step, loss in sorted(self._validation_losses.items())
+        ]
+
+    def restore_evaluations(self, evaluations: Sequence[tuple[int, float | None]]) -> None:
+        """Remembers the `evaluations` of a checkpoint, as if they had been observed."""
+        for step, loss in evaluations:
+            self.observe_evaluation(step, math.nan if loss is None else loss)
 
     # --- Checkpoints ------------------------------------------------------------------------------
 

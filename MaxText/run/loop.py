@@ -250,8 +250,8 @@ class Loop:
         if self.config.evaluation.eval_interval > 0:
             interval = self.config.evaluation.eval_interval
             hooks.append(Hook(self._evaluate_step, every=interval, name=EVALUATION))
-        # Last, so that the decision whether the state is healthy knows all that the hooks before
-        # have found: its validation loss, and the metrics of the step, which they may have reported.
+        # Last, so that the decision whether the state is healthy knows what the others found out:
+        # its validation loss, and the metrics of the step if one of them has reported those.
         hooks.append(Hook(self._take_snapshot, every=1, name=SNAPSHOT))
         return hooks
 
@@ -488,8 +488,8 @@ class Loop:
         """Saves a checkpoint, after all events before it.
 
         Its metadata hold what a restart needs besides the state and the data position:
-        `RollbackController` reads "rollbacks", `open_run_logger` reads "loss_trend", `train`
-        "evaluation_is_due", and `Lineage` what it has added.
+        `RollbackController` reads "rollbacks" and "evaluations", `open_run_logger` reads
+        "loss_trend", `train` "evaluation_is_due", and `Lineage` what it has added.
 
         Args:
           step: The step after which the state is saved.
@@ -507,6 +507,7 @@ class Loop:
                 **run_logger.lineage.metadata(step),
                 "evaluation_is_due": evaluation_is_due,
                 "rollbacks": self.supervision.rollback.num_rollbacks,
+                "evaluations": self.records.checkpoints.health.evaluations,
                 "loss_trend": run_logger.trend.state,
             }
             position = self.data.train.get_state()

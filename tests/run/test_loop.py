@@ -44,6 +44,15 @@ def test_the_order_of_a_step(monkeypatch):
     ] * 3
 
 
+def test_a_checkpoint_has_the_validation_losses_up_to_its_step(monkeypatch):
+    small = SmallLoop(
+        monkeypatch, checkpoints_after={2, 3, 5}, eval_interval=3, eval_losses={2: 7.0}
+    )
+    small.run()
+    saved = {step: metadata["evaluations"] for step, metadata in small.checkpoints.saved.items()}
+    assert saved == {2: [(2, 7.0)], 3: [(2, 7.0)], 5: [(2, 7.0), (5, 9.0)]}
+
+
 def test_a_stop_request_saves_and_leaves_the_evaluation_to_the_next_start(monkeypatch):
     small = SmallLoop(monkeypatch, eval_interval=3, stop_after={2})
     assert small.run() == PREEMPTED
