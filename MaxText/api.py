@@ -161,8 +161,8 @@ def load(path: epath.PathLike, **keys: Any) -> "Run":
     """
     if not str(path or "").strip():
         raise UserError(
-            f'path={path!r} names no weights. Give a run folder, a checkpoint of one, or "hf:FOLDER" '
-            "for a Hugging Face folder."
+            f"path={path!r} names no weights. Give a run folder, a checkpoint of one, or "
+            '"hf:FOLDER" for a Hugging Face folder.'
         )
     from MaxText.config import values
     from MaxText.inference import checkpoint_config

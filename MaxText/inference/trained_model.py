@@ -65,6 +65,7 @@ def load_model(
     """
     import jax
     import jax.numpy as jnp
+    from jax.core import Tracer
 
     from MaxText.conversion.open_weights import open_pretrained
     from MaxText.layers.assembly.model import Model
@@ -73,7 +74,7 @@ def load_model(
 
     run = config.run
     devices = start_up.find_devices(run.hardware)
-    if isinstance(jnp.zeros(()), jax.core.Tracer):
+    if isinstance(jnp.zeros(()), Tracer):
         raise UserError(
             f"{config.checkpoint.load_parameters_path}: weights cannot be loaded inside of a JAX "
             "trace (jax.jit, an objective). Load them before, or in "
