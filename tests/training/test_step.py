@@ -231,11 +231,12 @@ def test_each_microbatch_drops_out_other_values():
     assert step(later, both)[1]["loss"] != dropped
 
 
-@pytest.mark.parametrize("place", ["embedding", "attention", "residual"])
+@pytest.mark.parametrize("place", ["embedding", "attention", "residual", "path"])
 def test_dropout_at_each_place(place):
-    keys = {"dropout_rate": 0.5, "enable_dropout": False}
+    keys = {"dropout_rate": 0.5, "drop_path": 0.5, "enable_dropout": False}
     assert tiny_config(**keys).model.dropout.rate(place) == 0
-    config = tiny_config(**{f"dropout_rates.{place}": 0.5}, base_num_decoder_layers=1)
+    key = "drop_path" if place == "path" else f"dropout_rates.{place}"
+    config = tiny_config(**{key: 0.5}, base_num_decoder_layers=1)
     batch, model = random_batch(config, rows=2), Model(config.model)
     plain = Model(tiny_config(base_num_decoder_layers=1).model)
     params = jax.jit(model.initialize)(jax.random.key(1))

@@ -7,6 +7,7 @@ Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +22,7 @@ from MaxText.layers.assembly.block_variants import block_class
 from MaxText.layers.assembly.layer_loops import apply_scanned, apply_unrolled
 from MaxText.layers.assembly.pipeline import pipeline_apply
 from MaxText.layers.assembly.remat import apply_remat
-from MaxText.layers.assembly.stack import stack
+from MaxText.layers.assembly.stack import Blueprint, stack
 from MaxText.layers.batch import Batch
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
@@ -59,57 +60,20 @@ class Decoder(nnx.Module):
         """
         assert config.numerics.dtype != "auto", "resolve backend defaults first"
         assert "auto" not in (config.memory.scan_layers, config.memory.remat_policy)
-        numerics = config.numerics
-        precision = config.numerics.matmul_precision
-        whole_model = LayerConfig(config, config.shape.dimensions)
+        whole_model = LayerConfig(config, config.shape.dimensions)  # for parts outside of layers
         layers = config.layers
-
-        def init_of(layer: LayerConfig) -> Init:
-            """Returns sizes, initializers and dtypes of a layer's parts."""
-            return Init(
-                dimensions=layer.dimensions,
-                initializers=initializers(config.initialization, layer.dimensions),
-                dtype=jnp.dtype(numerics.dtype),
-                weight_dtype=jnp.dtype(numerics.weight_dtype),
-                precision=None if precision == "default" else precision,
-                zero_centered_norms=config.block.normalization_zero_centered,
-            )
-
-        init = init_of(whole_model)
-        D = init.dimensions.emb_dim
-        V = init.dimensions.vocab_size
+        init = _make_init(config, whole_model)
         self.config = config
-        scale = math.sqrt(D) if config.embedding.scale_embedding else None
-        used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
-        self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
-        quantizer = Quantizer(numerics)
-
-        def build_positions(layer: LayerConfig) -> Position:
-            part = lookup("position", layer.config.position.position_embedding)
-            return part.build(layer, init_of(layer), rngs)
-
-        # One encoding for the model, and one for each way in which layers differ from it.
-        first_layers: dict[Any, LayerConfig] = {}
-        for layer_config in (whole_model, *layers):
-            first_layers.setdefault(_positions_key(layer_config), layer_config)
-        self.position_embedder, *other_positions = map(build_positions, first_layers.values())
+        # Each part draws its weights from `rngs`, in this order.
+        self.token_embedder = _make_embedding(config, init, rngs)
+        layer_of_positions = _layer_of_positions([whole_model, *layers])
+        self.position_embedder, *other_positions = [
+            _make_position(config, layer, rngs) for layer in layer_of_positions.values()
+        ]
         self.other_positions = nnx.List(other_positions)
-
-        def build_block(index: int, rngs: nnx.Rngs) -> Block:
-            layer = layers[index]
-            built = block_class(layer)(layer, init_of(layer), rngs)
-            built.position_index = list(first_layers).index(_positions_key(layer))
-            return quantizer.quantize(built)
-
-        self.layers, self.blueprint = stack(
-            build_block, config.layer_plan, rngs, shared=config.block.share_layer_params
-        )
-        quantizer.check()
+        self.layers, self.blueprint = _make_layers(config, layers, list(layer_of_positions), rngs)
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
-        kind = config.head.final_normalization_type
-        kind = None if kind == "auto" else kind
-        has_norm = config.head.final_norm
-        self.decoder_norm = make_norm(config.block, init, rngs, kind=kind) if has_norm else None
+        self.decoder_norm = _make_final_norm(config, init, rngs)
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, rngs)
 
@@ -347,6 +311,83 @@ class Decoder(nnx.Module):
             h_BTD = self.decoder_norm(x_BTD)
             record(h_BTD, "output")
         return h_BTD
+
+
+def _make_init(config: ModelConfig, layer: LayerConfig) -> Init:
+    """Returns sizes of a layer's parts, with the initializers and dtypes of the model."""
+    numerics = config.numerics
+    precision = numerics.matmul_precision
+    return Init(
+        dimensions=layer.dimensions,
+        initializers=initializers(config.initialization, layer.dimensions),
+        dtype=jnp.dtype(numerics.dtype),
+        weight_dtype=jnp.dtype(numerics.weight_dtype),
+        precision=None if precision == "default" else precision,
+        zero_centered_norms=config.block.normalization_zero_centered,
+    )
+
+
+def _make_embedding(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Embedding:
+    """Builds the table of tokens."""
+    D = init.dimensions.emb_dim
+    V = init.dimensions.vocab_size
+    scale = math.sqrt(D) if config.embedding.scale_embedding else None
+    used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
+    return Embedding(V, "vocab", init, rngs, scale, used_in)
+
+
+def _layer_of_positions(layers: Sequence[LayerConfig]) -> dict[Any, LayerConfig]:
+    """Returns the first layer of each position encoding, by the encoding's `_positions_key`.
+
+    Args:
+      layers: The whole model, then its layers, which may differ from it.
+    """
+    first_layers: dict[Any, LayerConfig] = {}
+    for layer in layers:
+        first_layers.setdefault(_positions_key(layer), layer)
+    return first_layers
+
+
+def _make_position(config: ModelConfig, layer: LayerConfig, rngs: nnx.Rngs) -> Position:
+    """Builds the position encoding that a layer reads."""
+    part = lookup("position", layer.config.position.position_embedding)
+    return part.build(layer, _make_init(config, layer), rngs)
+
+
+def _make_layers(
+    config: ModelConfig,
+    layers: Sequence[LayerConfig],
+    positions_keys: Sequence[Any],
+    rngs: nnx.Rngs,
+) -> tuple[Any, Blueprint]:
+    """Builds all blocks as one module, and its blueprint.
+
+    Args:
+      config: Of the model.
+      layers: Keys and sizes of each layer.
+      positions_keys: Those of the model's position encodings, in their order.
+      rngs: Draws the weights.
+    """
+    quantizer = Quantizer(config.numerics)
+
+    def make_block(index: int, rngs: nnx.Rngs) -> Block:
+        layer = layers[index]
+        block = block_class(layer)(layer, _make_init(config, layer), rngs)
+        block.position_index = positions_keys.index(_positions_key(layer))
+        return quantizer.quantize(block)
+
+    shared = config.block.share_layer_params
+    module_and_blueprint = stack(make_block, config.layer_plan, rngs, shared=shared)
+    quantizer.check()
+    return module_and_blueprint
+
+
+def _make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    """Builds the norm between the last layer and the head; None if the model has none."""
+    if not config.head.final_norm:
+        return None
+    kind = config.head.final_normalization_type
+    return make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
 
 
 def _record_inputs(inputs: LayerInputs) -> None:
