@@ -68,13 +68,14 @@ def rotary_table(
       num_dims: R, the rotary dimensions of a head.
       config: Frequencies, and the dtype that the table is rounded to.
     """
+    positions_BT11 = positions_BT[:, :, None, None].astype(jnp.float32)
     rates = frequencies(num_dims, config)
     if config.rope_type == "longrope":
         last_position_B = jnp.max(positions_BT, axis=1)
         is_long_B = last_position_B >= config.original_max_position_embeddings
         long_rates = frequencies(num_dims, config, is_long=True)
         rates = jnp.where(is_long_B[:, None, None, None], long_rates, rates)
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * rates
+    angles = positions_BT11 * rates
     sin = jnp.sin(angles)
     cos = jnp.cos(angles)
     if config.rope_type in ("yarn", "longrope"):
