@@ -215,11 +215,11 @@ class PositionConfig(Section):
     """Factor of sines and cosines. null is 0.1 ln(rope_factor) + 1 with yarn, and with longrope
     sqrt(1 + ln(rope_factor) / ln(original_max_position_embeddings))."""
     rope_short_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
-    """Divisors of the frequencies in sequences up to original_max_position_embeddings, one for each
+    """Divisors of the frequencies in documents up to original_max_position_embeddings, one for each
     pair of rotary dimensions."""
     rope_long_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
-    """Divisors of the frequencies in longer sequences. While a text grows beyond the original
-    length, keys in the cache stay as they are."""
+    """Divisors of the frequencies in longer documents. In generation a prompt's length decides for
+    its tokens, and the position of each new token for that token, as in transformers."""
     rope_pairs: Literal["halves", "adjacent"] = key("halves", only_if=_ROTARY)
     """Dimensions of a head that rotate as a pair. halves: i and i + R/2 of R rotary ones. adjacent:
     2i and 2i + 1 (Cohere, GLM-4, Llama 4)."""

@@ -100,6 +100,8 @@ def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
     "rope_type",
     "rope_short_factors",
     "rope_long_factors",
+    "rope_attention_factor",
+    "original_max_position_embeddings",
     "rotary_pct",
     *_SIZE_OF_HEADS,
     "position_embedding",
@@ -124,6 +126,12 @@ def _longrope_divides_each_pair(config: Config) -> ConfigIssue | None:
                 "it",
                 keys=(name,),
             )
+    if position.rope_attention_factor is None and position.original_max_position_embeddings == 1:
+        return ConfigIssue(
+            message="rope_attention_factor=null divides by the logarithm of "
+            "original_max_position_embeddings=1, which is 0",
+            keys=("rope_attention_factor", "original_max_position_embeddings"),
+        )
     return None
 
 
