@@ -97,10 +97,13 @@ def test_values(shared):
     assert ("value" in weights) != shared
     assert "value_norm" not in weights
     x = np.random.default_rng(0).normal(size=(B, T, 32))
-    _, _, v_BTKH = attention.project_inputs((jnp.float32(x),) * 3, context)
+    _, k_BTKH, v_BTKH = attention.project_inputs((jnp.float32(x),) * 3, context)
     kernel = weights["key" if shared else "value"]["kernel"]
     expected = normed(np.einsum("btd,dnh->btnh", x, kernel), None)
     np.testing.assert_allclose(v_BTKH, expected, rtol=1e-4, atol=2e-5)
+    keys = np.einsum("btd,dnh->btnh", x, weights["key"]["kernel"])
+    expected = rotated(normed(keys, weights["key_norm"]["scale"]))
+    np.testing.assert_allclose(k_BTKH, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_temperature_of_queries():
