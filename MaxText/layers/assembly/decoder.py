@@ -26,7 +26,7 @@ from MaxText.layers.assembly.stack import Blueprint, stack
 from MaxText.layers.batch import Batch
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.dense import Embedding
+from MaxText.layers.dense import Embedding, scaled
 from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
@@ -66,6 +66,7 @@ class Decoder(nnx.Module):
         self.config = config
         # Each part draws its weights from `rngs`, in this order.
         self.token_embedder = _make_embedding(config, init, rngs)
+        self.embedding_norm = _make_embedding_norm(config, init, rngs)
         layer_of_positions = _layer_of_positions([whole_model, *layers])
         self.position_embedder, *other_positions = [
             _make_position(config, layer, rngs) for layer in layer_of_positions.values()
@@ -260,9 +261,11 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        """Returns the embedding [B, T, D] of tokens, with their positions and dropout."""
+        """Returns the embedding [B, T, D] of tokens, with their positions, norm and dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
+            if self.config.embedding.embedding_multiplier != 1.0:
+                x_BTD = scaled(x_BTD, self.config.embedding.embedding_multiplier)
             record(x_BTD, "output")
         part = self.position_embedder
         with scope("position_embedder"):
@@ -271,6 +274,8 @@ class Decoder(nnx.Module):
                 record(added_BTD, "output")
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)
@@ -382,12 +387,26 @@ def _make_layers(
     return module_and_blueprint
 
 
+def _make_embedding_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
+    """Builds the norm between the embedding and the first layer; None if the model has none."""
+    embedding = config.embedding
+    if not embedding.embedding_norm:
+        return None
+    return make_norm(config.block, init, rngs, parametric=embedding.embedding_norm_parametric)
+
+
 def _make_final_norm(config: ModelConfig, init: Init, rngs: nnx.Rngs) -> Any:
     """Builds the norm between the last layer and the head; None if the model has none."""
     if not config.head.final_norm:
         return None
     kind = config.head.final_normalization_type
-    return make_norm(config.block, init, rngs, kind=None if kind == "auto" else kind)
+    return make_norm(
+        config.block,
+        init,
+        rngs,
+        parametric=config.head.final_norm_parametric,
+        kind=None if kind == "auto" else kind,
+    )
 
 
 def _record_inputs(inputs: LayerInputs) -> None:
