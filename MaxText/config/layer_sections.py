@@ -280,6 +280,12 @@ class AttentionConfig(Section):
     attention_k_eq_v)."""
     attn_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
+    attention_sinks: bool = key(False)
+    """A learned score per head that takes part in the softmax without a value, so that a query may
+    attend to nothing (gpt-oss)."""
+    attention_output_gate: bool = key(False)
+    """Multiply the heads' outputs by sigmoid(W x) before the output projection, x the input of the
+    layer's attention (Qiu et al. 2025; Qwen3-Next)."""
     attention_scale: float | None = key(None, gt=0)
     """Factor of attention scores; null is 1 / sqrt(head_dim). GPT-Neo: 1."""
     attention_types: tuple[tuple[tuple[AttentionKind, ...], int], ...] = key(())

@@ -417,6 +417,8 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "gpt_neo_none_attention_bug": ("none",),
     "attention_scale": SOFTMAX_MIXERS,
     "attn_logits_soft_cap": SOFTMAX_MIXERS,
+    "attention_sinks": SOFTMAX_MIXERS,
+    "attention_output_gate": ATTENTION_MIXERS,
 }
 
 
@@ -425,17 +427,57 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
     mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
+    with_softmax = {name for name in mixers if not _replaces_softmax(name)}
+    softmax_with_bases = with_softmax.union(*map(_base_mixers, with_softmax))
     attention_values = attention.values_by_key()
     defaults = type(attention)().values_by_key()
     for name, readers in _READ_BY.items():
-        is_set = attention_values[name] != defaults[name]
-        if is_set and not with_bases.intersection(readers):
+        if attention_values[name] == defaults[name]:
+            continue
+        # A part that replaces the softmax may still read the scale, or have the gate.
+        is_of_scores = name in ("attn_logits_soft_cap", "attention_sinks", "num_mem_kv")
+        reading_mixers = softmax_with_bases if is_of_scores else with_bases
+        if not reading_mixers.intersection(readers):
             return ConfigIssue(
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
                 keys=(name,),
             )
     return None
+
+
+@rule("position_embedding", "attention_types", finds_unused=True)
+def _alibi_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
+    mixers = set(config.model.mixers) - {"none"}
+    is_alibi = config.model.position.position_embedding == "alibi"
+    if not mixers or not is_alibi or not all(map(_replaces_softmax, mixers)):
+        return None
+    return ConfigIssue(
+        message="position_embedding=alibi lowers scores before a softmax, which mixer="
+        f"{', '.join(sorted(mixers))} does not compute",
+        keys=("position_embedding",),
+    )
+
+
+@rule("dropout_rates", "dropout_rate", "attention_types", finds_unused=True)
+def _attention_dropout_is_read_by_a_softmax(config: Config) -> ConfigIssue | None:
+    mixers = set(config.model.mixers) - {"none"}
+    rate = config.model.dropout.dropout_rates.attention
+    if not mixers or not rate or not all(map(_replaces_softmax, mixers)):
+        return None
+    return ConfigIssue(
+        message=f"dropout_rates.attention={rate:g} drops probabilities of a softmax, which mixer="
+        f"{', '.join(sorted(mixers))} does not compute",
+        keys=("dropout_rates",),
+    )
+
+
+def _replaces_softmax(name: str) -> bool:
+    """Returns whether a mixer is derived from attention and has an `attend` of its own."""
+    if name == "linear_attention":
+        return True
+    has_softmax = getattr(registration("mixer", name).target, "has_softmax", True)
+    return not has_softmax and bool(_base_mixers(name).intersection(ATTENTION_MIXERS))
 
 
 def _base_mixers(name: str) -> set[str]:

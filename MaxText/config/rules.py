@@ -10,6 +10,7 @@ from MaxText.config.data_sections import SAMPLINGS, mix_part
 from MaxText.config.model_rules import undivided_lengths
 from MaxText.config.model_sections import NO_STAGES, PipelineConfig
 from MaxText.config.problems import ConfigIssue, InvalidCombinationError
+from MaxText.config.registry import registration
 from MaxText.config.rule import RULES, rule
 from MaxText.config.schema import Config
 from MaxText.config.training_sections import MeshConfig
@@ -178,6 +179,26 @@ def _ring_has_no_dropout(config: Config) -> ConfigIssue | None:
         remedies=("context_parallel_strategy=all_gather", "dropout_rates.attention=0"),
         keys=("context_parallel_strategy", "dropout_rates.attention"),
     )
+
+
+@rule("context_parallel_strategy", *_CONTEXT, "mixer", "layer_kinds")
+def _ring_computes_the_weights(config: Config) -> ConfigIssue | None:
+    splits = any(getattr(config.mesh, name) not in (0, 1) for name in _CONTEXT)
+    is_ring = config.model.attention.context_parallel_strategy == "ring"
+    if not splits or not is_ring:
+        return None
+    for name in config.model.mixers:
+        mixer = registration("mixer", name).target
+        if not hasattr(mixer, "hooks") or "weights" not in mixer.hooks():
+            continue
+        if mixer.weights_scope != "score":
+            return ConfigIssue(
+                message=f"context_parallel_strategy=ring has a part of the keys at a time, and "
+                f"weights of mixer={name} depend on all scores of a {mixer.weights_scope}",
+                remedies=("context_parallel_strategy=all_gather",),
+                keys=("context_parallel_strategy", "mixer"),
+            )
+    return None
 
 
 # ---- Data

@@ -6,6 +6,7 @@ activation functions are not. Per token and over all layers, forward:
     query, key, value    2 L D H (N + 2 K)
     attention scores     2 L N H S             q k^T
     attention values     2 L N H S             probabilities times v
+    attention gate       2 L D N H             with attention_output_gate
     attention output     2 L N H D
     feed-forward         2 L (A + 1) D F       A activations: 1 is plain, 2 is gated
     experts              2 L (A + 1) D F k     of k experts that a token visits
@@ -59,6 +60,7 @@ _AGGREGATION = "depth aggregation"
 # rows of registered parts only come last.
 _BEGINNING = ("token embedding", "position embedding", "query, key, value", "memories")
 _END = (
+    "attention gate",
     "attention output",
     "router",
     "feed-forward",
