@@ -402,9 +402,12 @@ class Run:
 
     @functools.cached_property
     def _eval_step(self) -> Callable[..., Any]:
-        from MaxText.evaluation.validation import make_eval_step
+        from MaxText.evaluation.validation import make_eval_step, with_frozen
+        from MaxText.training.model_objective import read_frozen_params
 
-        return self.trained.sharding.jit(make_eval_step(self.trained.model))
+        sharding = self.trained.sharding
+        frozen = read_frozen_params(self.trained.model.config, sharding)
+        return with_frozen(sharding.jit(make_eval_step(self.trained.model)), frozen)
 
 
 __all__ = [

@@ -1,5 +1,6 @@
 """Impossible combinations of the model's keys, one small function each."""
 
+import inspect
 from collections.abc import Sequence
 from typing import get_args
 
@@ -306,21 +307,47 @@ def _layer_pattern_fits(config: Config) -> ConfigIssue | None:
     "position_embedding",
     "connection_type",
     "head_type",
+    "loss_type",
     "dense_streams",
 )
 def _parts_accept_their_keys(config: Config) -> ConfigIssue | None:
     for layer in dict.fromkeys(config.model.layers):
         model = layer.config
         for kind, base_class, name in (
-            ("mixer", "Mixer", model.block.mixer),
-            ("feed_forward", "FeedForward", model.feed_forward.feed_forward_type),
-            ("position", "Position", model.position.position_embedding),
-            ("connection", "Connection", model.connection),
-            ("head", "Head", model.head.name),
+            ("mixer", "layers.part.Mixer", model.block.mixer),
+            ("feed_forward", "layers.part.FeedForward", model.feed_forward.feed_forward_type),
+            ("position", "layers.part.Position", model.position.position_embedding),
+            ("connection", "layers.part.Connection", model.connection),
+            ("head", "layers.part.Head", model.head.name),
         ):
             registered = registration(kind, name)
             if registered.checks_itself and (issue := _part_issue(registered, base_class, layer)):
                 return issue
+    registered = registration("objective", config.model.objective.loss_type)
+    if not registered.checks_itself:
+        return None
+    if not isinstance(registered.load(), type):
+        return _function_issue(registered)
+    whole_model = LayerConfig(config.model, config.model.shape.dimensions)
+    return _part_issue(registered, "training.model_objective.Objective", whole_model)
+
+
+def _function_issue(registered: Registration) -> ConfigIssue | None:
+    """Returns the issue of an objective that does not take the arguments of one, or None."""
+    objective = registered.load()
+    signature = inspect.signature(objective)
+    try:
+        signature.bind("config", "logits_BTV", "targets_BT")
+    except TypeError:
+        return ConfigIssue(
+            message=f"loss_type={registered.name}: {objective.__name__}{signature} "
+            f"({registered.location}) has to take (config, logits_BTV, targets_BT)",
+            remedies=(
+                "a class derived from MaxText.training.model_objective.Objective, for an objective "
+                "that reads more than logits and targets",
+            ),
+            keys=("loss_type",),
+        )
     return None
 
 
@@ -331,7 +358,7 @@ def _part_issue(
 
     Args:
       registered: The part.
-      base_class: Name of the class in MaxText.layers.part from which it has to be derived.
+      base_class: The class in MaxText from which it has to be derived.
       layer: Keys and sizes of the layer.
     """
     part = registered.load()
@@ -339,7 +366,7 @@ def _part_issue(
     if not hasattr(part, "problem"):
         return ConfigIssue(
             message=f"{key}={registered.name}: {part.__name__} ({registered.location}) is not "
-            f"derived from MaxText.layers.part.{base_class}",
+            f"derived from MaxText.{base_class}",
             keys=(key,),
         )
     # A part writes its remedies in further lines, so that it needs no import for them.

@@ -53,6 +53,8 @@ from MaxText.layers.feed_forward.moe import expert_capacity
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.part import Flops, Part
 from MaxText.parallelism.logical_sharding import ParamSpec
+from MaxText.training.model_objective import objective_class
+from MaxText.training.objective import abstract_loss_sums
 
 _TOKEN_TABLE = "token_embedder/embedding"
 _AGGREGATION = "depth aggregation"
@@ -173,6 +175,7 @@ def count_flops(model: Model, sequence_length: int) -> FlopCount:
         sequence_length: T, on which products between tokens depend.
     """
     entries = list(_entries(model, sequence_length))
+    entries += _second_head_pass(model, entries)
     parameters_by_row: collections.Counter[str] = collections.Counter()
     for spec in model.parameters.values():
         parameters_by_row[spec.row] += spec.size
@@ -234,6 +237,22 @@ def _entries(model: Model, length: int) -> Iterator[_WeightFlops]:
                 yield entry
     yield from _declared("connections", lookup("connection", config.connection), head_layer, length)
     yield from _declared("head", head, head_layer, length)
+    objective = objective_class(config)
+    if objective is not None:
+        yield from _declared("objective", objective, head_layer, length)
+
+
+def _second_head_pass(model: Model, entries: Sequence[_WeightFlops]) -> Iterator[_WeightFlops]:
+    """Yields the FLOPs of the head for a cross entropy that is reported and not minimized.
+
+    An objective that reads the model may return none, and then the head runs once more, without a
+    backward pass. The MFU rule does not count it.
+    """
+    if objective_class(model.config) is None or abstract_loss_sums(model).nats is None:
+        return
+    executed = sum(entry.flops.hardware_flops or 0.0 for entry in entries if entry.owner == "head")
+    flops = Flops(by_rule=0.0, hardware_flops=executed, backward=0)
+    yield _WeightFlops("objective", "lm_loss", flops)
 
 
 def _declared(
@@ -270,10 +289,12 @@ def _recomputed(config: ModelConfig, entries: Sequence[_WeightFlops]) -> float |
         return None
     owners = ("layers", "connections") if policy == "full" else ()
     if config.objective.num_vocab_tiling > 1:
-        owners += ("head",)
+        owners += ("head", "objective")
     recomputed_flops = 0.0
     for entry in entries:
         recomputed_flops += entry.flops.recomputed
+        if entry.owner == "objective" and entry.is_declared:
+            continue  # an objective says itself what is recomputed, besides its weights
         if entry.owner in owners:
             recomputed_flops += (entry.flops.hardware_flops or 0.0) - entry.flops.kept
     return None if math.isnan(recomputed_flops) else recomputed_flops
