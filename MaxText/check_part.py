@@ -28,7 +28,8 @@ usage: check_part.py MODULE[:CLASS] [key=value ...]
 Builds a small model with a part, on the CPU, and checks what every part must do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
-updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
+updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
+that they repeat, resuming, two hosts (docs/how-to/add_a_data_source.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -94,6 +95,8 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
+    if part.kind == "data_source":
+        return _check_source(part, keys)
     from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
@@ -117,6 +120,25 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
         else:
             result = "ok" if failure is None else f"FAILED: {failure}"
         print(f"  {check.name:<16}{result}")
+        if failure is not None:
+            print(f"{'':18}{check.remedy}")
+            has_failed = True
+    return has_failed
+
+
+def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
+    """Prints the result of each check of a data source; returns whether one failed."""
+    from MaxText.conformance.checks import SOURCE_CHECKS, find_problem
+    from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        config = load_config(**SOURCE_KEYS | {"dataset_type": part.name} | keys)
+    print(f"{part.kind} {part.name} ({part.location})")
+    subject = SourceSubject(config)
+    has_failed = False
+    for check in SOURCE_CHECKS:
+        failure = find_problem(check, subject)
+        print(f"  {check.name:<16}{'ok' if failure is None else f'FAILED: {failure}'}")
         if failure is not None:
             print(f"{'':18}{check.remedy}")
             has_failed = True

@@ -6,17 +6,16 @@ with full remat, logits of sequences that differ in one token, and logits from t
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from MaxText.conformance import model_checks, training_checks
-from MaxText.conformance.subject import Subject
+from MaxText.conformance import model_checks, source_checks, training_checks
 
 
 class Check(NamedTuple):
     """One property; `problem` describes its violation, or is None."""
 
     name: str
-    problem: Callable[[Subject], str | None]
+    problem: Callable[[Any], str | None]  # of a Subject or a SourceSubject
     remedy: str
 
 
@@ -90,7 +89,29 @@ OPTIMIZER_CHECKS = (
 )
 
 
-def find_problem(check: Check, subject: Subject) -> str | None:
+# Checks of a data source.
+SOURCE_CHECKS = (
+    Check(
+        "token ids",
+        source_checks.token_ids,
+        "return integers below vocab_size, as an array of one dimension",
+    ),
+    Check(
+        "deterministic",
+        source_checks.is_deterministic,
+        "depend on the index, the keys and context alone: np.random.default_rng([seed, index])",
+    ),
+    Check("lengths", source_checks.lengths, "lengths() counts the tokens of each document"),
+    Check(
+        "resume",
+        source_checks.resume,
+        "the state of an iterator is all that its next documents depend on",
+    ),
+    Check("two hosts", source_checks.two_hosts, "give the same documents on every host, in order"),
+)
+
+
+def find_problem(check: Check, subject: Any) -> str | None:
     """Returns the problem of a subject; an exception counts as one."""
     try:
         return check.problem(subject)
