@@ -29,7 +29,7 @@ Builds a small model with a part, on the CPU, and checks what every part must do
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
 updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
-that they repeat, resuming, two hosts (docs/how-to/add_a_data_source.md).
+that they repeat, its lengths, resuming (docs/how-to/add_a_data_source.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -132,7 +132,8 @@ def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
     from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
 
     with contextlib.redirect_stderr(io.StringIO()):
-        config = load_config(**SOURCE_KEYS | {"dataset_type": part.name} | keys)
+        source_keys: dict[str, Any] = SOURCE_KEYS | {"dataset_type": part.name} | keys
+        config = load_config(**source_keys)
     print(f"{part.kind} {part.name} ({part.location})")
     subject = SourceSubject(config)
     has_failed = False

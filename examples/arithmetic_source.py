@@ -1,7 +1,7 @@
 """A data source of one's own: sums, generated while training, whose digits are the tokens.
 
-    python MaxText/train.py configs/quickstart.yml run_name=sums prepare_source= \
-        dataset_type=arithmetic import_modules=[examples/arithmetic_source.py] max_digits=3
+    python MaxText/train.py configs/quickstart.yml run_name=sums \
+        dataset_type=arithmetic import_modules=[examples/arithmetic_source.py]
 
 The loss counts the digits of the sum and the end of the text, as in Lee et al. 2023, "Teaching
 Arithmetic to Small Transformers" (arXiv 2307.03381).

@@ -107,7 +107,6 @@ SOURCE_CHECKS = (
         source_checks.resume,
         "the state of an iterator is all that its next documents depend on",
     ),
-    Check("two hosts", source_checks.two_hosts, "give the same documents on every host, in order"),
 )
 
 

@@ -16,7 +16,6 @@ from MaxText.input_pipeline.loader import make_train_iterator
 from MaxText.input_pipeline.registered_sources.opening_sources import make_reader
 from MaxText.input_pipeline.registered_sources.source_reader import SourceReader, first_documents
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
-from MaxText.input_pipeline.sequences.batch_source import WHOLE_BATCH, BatchShard
 from MaxText.layers.batch import Batch
 
 _NUM_DOCUMENTS = 200  # looked at
@@ -43,11 +42,11 @@ class SourceSubject:
         """Yields the first documents or records of a new instance."""
         return itertools.islice(first_documents(self.reader()), _NUM_DOCUMENTS)
 
-    def batches(self, shard: BatchShard = WHOLE_BATCH) -> TrainIterator:
+    def batches(self) -> TrainIterator:
         """Returns new training batches of the source."""
         length = self.config.model.shape.max_target_length
         schedule = BatchSchedule.constant(_BATCH_SIZE, length)
-        return make_train_iterator(self.config, schedule, shard, log=lambda line: None)
+        return make_train_iterator(self.config, schedule, log=lambda line: None)
 
 
 def token_ids(subject: SourceSubject) -> str | None:
@@ -106,19 +105,8 @@ def resume(subject: SourceSubject) -> str | None:
     resumed.set_state(interrupted.get_state())
     expected = uninterrupted[_RESUMED_STEP:]
     for index, batch in enumerate(_take(resumed, len(expected))):
-        if not _same_batches([batch], [expected[index]]):
+        if not _same_batch(batch, expected[index]):
             return f"step {_RESUMED_STEP + index} differs after a resume"
-    return None
-
-
-def two_hosts(subject: SourceSubject) -> str | None:
-    """Returns the step at which two hosts do not read the halves of the batch."""
-    whole = _take(subject.batches(), _NUM_STEPS)
-    first = _take(subject.batches(BatchShard(0, 2)), _NUM_STEPS)
-    second = _take(subject.batches(BatchShard(1, 2)), _NUM_STEPS)
-    for step, halves in enumerate(zip(first, second, strict=True)):
-        if not _same_batches(halves, [whole[step]]):
-            return f"step {step} differs between one host and two"
     return None
 
 
@@ -129,12 +117,7 @@ def _take(batches: TrainIterator, count: int) -> list[Batch]:
     return taken
 
 
-def _same_batches(parts: list[Batch] | tuple[Batch, ...], whole: list[Batch]) -> bool:
-    """Returns whether the sequences of batches, one after the other, are those of others."""
-    return all(
-        np.array_equal(
-            np.concatenate([getattr(batch, field) for batch in parts]),
-            np.concatenate([getattr(batch, field) for batch in whole]),
-        )
-        for field in ("tokens_BT", "targets_BT", "loss_mask_BT")
-    )
+def _same_batch(batch: Batch, other: Batch) -> bool:
+    """Returns whether two batches have the same tokens, targets and loss mask."""
+    fields = ("tokens_BT", "targets_BT", "loss_mask_BT")
+    return all(np.array_equal(getattr(batch, name), getattr(other, name)) for name in fields)

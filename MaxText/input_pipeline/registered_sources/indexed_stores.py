@@ -24,8 +24,6 @@ class SourceStore(TokenReader):
       reader: The source.
     """
 
-    dtype = np.dtype(np.int32)
-
     def __init__(self, reader: SourceReader):
         self.reader = reader
         # Those of the last read: the loss mask is read after the ids.
@@ -33,6 +31,11 @@ class SourceStore(TokenReader):
 
     def __reduce__(self):
         return type(self), (self.reader,)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the ids."""
+        return np.dtype(np.int32)
 
     @property
     def file_of_document(self) -> None:

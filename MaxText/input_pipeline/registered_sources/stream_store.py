@@ -54,8 +54,6 @@ class StreamStore(TokenReader):
       reader: The source.
     """
 
-    dtype = np.dtype(np.int32)
-
     def __init__(self, reader: SourceReader):
         """Initializes without reading."""
         self.reader = reader
@@ -64,6 +62,11 @@ class StreamStore(TokenReader):
 
     def __len__(self) -> int:
         return sys.maxsize
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Type of the ids."""
+        return np.dtype(np.int32)
 
     @property
     def file_of_document(self) -> None:
