@@ -25,6 +25,8 @@ Activation = Literal[
     "relu2",
     "gelu",
     "gelu_erf",
+    "quick_gelu",
+    "linear_plus_one",
     "silu",
     "swish",
     "tanh",
@@ -67,7 +69,15 @@ Activation = Literal[
 ]
 # Over all features of a token, with learned numbers, or random in training: only in an MLP.
 NotElementwise = Literal[
-    "softmax", "logsoftmax", "aria", "prelu", "parcsinh", "psoftplus", "proottanh", "rrelu"
+    "softmax",
+    "logsoftmax",
+    "aria",
+    "prelu",
+    "parcsinh",
+    "psoftplus",
+    "xielu",
+    "proottanh",
+    "rrelu",
 ]
 MLPActivation = Literal[Activation, NotElementwise]
 
@@ -107,8 +117,11 @@ class BlockConfig(Section):
     parallel_residual_shared_norm: bool = key(False, only_if={"block_arrangement": "parallel"})
     """Share one norm between both branches of a parallel layer (GPT-J, fused residuals of
     fattorib/transformer)."""
+    norm_placement: Literal["pre", "post", "sandwich"] = key("pre")
+    """Norms of a layer's branches. pre: x + f(norm(x)). post: x + norm(f(x)) (OLMo 2). sandwich:
+    x + norm2(f(norm1(x))) (Gemma 2, GLM-4)."""
     normalization_type: Annotated[str, Name("norm")] = key("rms_norm")
-    """Norm before each branch. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar 2019).
+    """Norms of branches. scale_norm: g x / |x| with a scalar g (Nguyen and Salazar 2019).
     scale_norm_centered: LayerNorm with a scalar scale and no bias (GPT-Neo's scalenorm)."""
     normalization_bias: bool = key(True, only_if={"normalization_type": "layer_norm"})
     """Whether LayerNorm has a bias."""
@@ -117,8 +130,8 @@ class BlockConfig(Section):
     """Store norm scales as their difference from 1 (Gemma): they start at 0, and weight decay pulls
     them to 1."""
     block_norm_parametric: bool = key(True, only_if={"use_rezero": False})
-    """Give the norms of a layer scale and bias (TokenFormer: false). The final norm always has
-    them."""
+    """Give the norms of a layer scale and bias (TokenFormer: false). The final norm has keys
+    of its own."""
     use_rezero: bool = key(False)
     """ReZero: multiply each branch by a learned scalar that starts at 0, without norms before
     branches."""
@@ -129,6 +142,10 @@ class BlockConfig(Section):
     connection_type: Annotated[str, Name("connection", "auto")] = key("auto")
     """Input of a layer. residual: the previous output. dense: sums of all previous outputs. auto:
     dense if dense_conn=true, else residual."""
+    residual_multiplier: Positive = key(1.0)
+    """Factor of each branch before it is added to the residual stream (Granite)."""
+    use_layer_scalar: bool = key(False)
+    """Multiply the output of a layer by a learned scalar that starts at 1 (Gemma 4)."""
     share_layer_params: bool = key(False)
     """Share one set of parameters between all layers (ALBERT)."""
 
@@ -144,8 +161,12 @@ SOFTMAX_MIXERS = ("attention", "local_attention")
 ATTENTION_MIXERS = (*SOFTMAX_MIXERS, "linear_attention")  # with the same projections
 
 _ROTARY = {"position_embedding": "rotary"}
-_SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn"]}
-_EXTENDED = _ROTARY | {"rope_type": ["llama3.1", "yarn"]}
+_SCALED = _ROTARY | {"rope_type": ["linear", "llama3.1", "yarn", "longrope"]}
+_READS_ORIGINAL_LENGTH = {
+    "rope_type": ["llama3.1", "yarn", "longrope"],
+    "temperature_tuning_beta": OtherThan((0,)),
+}
+_LONGROPE = _ROTARY | {"rope_type": "longrope"}
 _LLAMA = _ROTARY | {"rope_type": "llama3.1"}
 _YARN = _ROTARY | {"rope_type": "yarn"}
 _LEARNED = {"position_embedding": "learned"}
@@ -165,12 +186,18 @@ class PositionConfig(Section):
     trainable_position_size: int = key(-1, unit="tokens", only_if=_LEARNED, ge=-1)
     """Rows of the learned position table; -1 is max_target_length."""
     rope_max_timescale: float = key(10_000.0, "Rotary base (theta).", only_if=_ROTARY, gt=1)
-    rope_type: Literal["default", "linear", "llama3.1", "yarn"] = key("default", only_if=_ROTARY)
+    rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope", "proportional"] = key(
+        "default", only_if=_ROTARY
+    )
     """Rotary frequency scaling for long contexts. linear: divide all by rope_factor. llama3.1:
-    divide low frequencies. yarn: the same with another transition, and scaled scores."""
+    divide low frequencies. yarn: the same with another transition, and scaled scores. longrope:
+    divide each by its number in rope_short_factors or rope_long_factors, with scaled scores (Phi).
+    proportional: the rotary_pct highest frequencies of a whole head, all others 0 (Gemma 4)."""
     rope_factor: float = key(8.0, only_if=_SCALED, ge=1)
     """Divisor of rotary frequencies (Llama 3.1: 8; Llama 3.2: 32)."""
-    original_max_position_embeddings: Count = key(8192, unit="tokens", only_if=_EXTENDED)
+    original_max_position_embeddings: Count = key(
+        8192, unit="tokens", only_if=_ROTARY, only_if_any=_READS_ORIGINAL_LENGTH
+    )
     """Context length before frequencies were scaled."""
     low_freq_factor: Positive = key(1.0, only_if=_LLAMA)
     """Rotations within the original length up to which a frequency is fully divided."""
@@ -180,6 +207,25 @@ class PositionConfig(Section):
     """Rotations within the original length from which a frequency is unchanged."""
     beta_slow: Positive = key(1.0, only_if=_YARN)
     """Rotations within the original length up to which a frequency is fully divided."""
+    rope_truncate: bool = key(True, only_if=_YARN)
+    """Round the ends of yarn's transition to whole pairs (gpt-oss: false)."""
+    rope_attention_factor: float | None = key(
+        None, gt=0, only_if=_ROTARY | {"rope_type": ["yarn", "longrope"]}
+    )
+    """Factor of sines and cosines. null is 0.1 ln(rope_factor) + 1 with yarn, and with longrope
+    sqrt(1 + ln(rope_factor) / ln(original_max_position_embeddings))."""
+    rope_short_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
+    """Divisors of the frequencies in sequences up to original_max_position_embeddings, one for each
+    pair of rotary dimensions."""
+    rope_long_factors: tuple[float, ...] = key((), only_if=_LONGROPE)
+    """Divisors of the frequencies in longer sequences. While a text grows beyond the original
+    length, keys in the cache stay as they are."""
+    rope_pairs: Literal["halves", "adjacent"] = key("halves", only_if=_ROTARY)
+    """Dimensions of a head that rotate as a pair. halves: i and i + R/2 of R rotary ones. adjacent:
+    2i and 2i + 1 (Cohere, GLM-4, Llama 4)."""
+    temperature_tuning_beta: NonNegative = key(0.0, only_if=_ROTARY)
+    """Multiply the query at position t by 1 + beta ln(1 + floor(t /
+    original_max_position_embeddings)) (Ministral 3: llama_4_scaling_beta); 0 disables."""
     rotary_pct: float = key(1.0, only_if=_ROTARY, gt=0, le=1)
     """Fraction of each head's dimensions that rotary rotates (GPT-NeoX: 0.25)."""
     rope_table_dtype: Literal["float32", "bfloat16", "float16"] = key("float32", only_if=_ROTARY)
@@ -219,7 +265,20 @@ class AttentionConfig(Section):
     causal: bool = key(True, "Mask later tokens. mlm_training=true turns it off.")
     qkv_bias: bool = key(False, "Biases of the query, key and value projections.")
     proj_bias: bool = key(False, "Bias of the attention output projection.")
-    use_qk_norm: bool = key(False, "RMSNorm with scale on each head of q and k, before rotary.")
+    use_qk_norm: bool = key(False, "Norms of queries and keys.")
+    qk_norm_type: Literal["rms_norm", "layer_norm"] = key("rms_norm", only_if="use_qk_norm")
+    """Type of these norms; layer_norm has no bias."""
+    qk_norm_scope: Literal["head", "separate", "joint"] = key("head", only_if="use_qk_norm")
+    """head: normalize each head, with one scale for all heads (Qwen 3). separate: each head, with a
+    scale for each (StableLM 2, Cohere). joint: all heads together (OLMo 2, MiniMax M2)."""
+    qk_norm_with_scale: bool = key(True, only_if="use_qk_norm")
+    """Give these norms a scale (Llama 4, nanochat: false)."""
+    qk_norm_after_rotary: bool = key(False, only_if="use_qk_norm")
+    """Normalize after rotary instead of before it (Hunyuan, nanochat)."""
+    use_v_norm: bool = key(False, "RMSNorm without scale on each head of the values (Gemma 4).")
+    share_kv_projections: bool = key(False)
+    """Use the projection to keys for values, too, before norms and rotary (Gemma 4:
+    attention_k_eq_v)."""
     attn_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c of attention scores: c * tanh(score / c); 0 disables."""
     attention_scale: float | None = key(None, gt=0)
@@ -266,8 +325,12 @@ class FeedForwardConfig(Section):
     mlp_activations: tuple[MLPActivation, ...] = key(("silu", "linear"), only_if=_MLP)
     """One name is a plain MLP; two or more are gated: ["silu", "linear"] is SwiGLU. gelu is the
     tanh approximation, gelu_erf the exact one. elish is the paper's, x sigmoid(x) for x > 0;
-    elish_gpt_neo is GPT-Neo's, x / (1 + e^x). aria, prelu, parcsinh, psoftplus and proottanh have
-    learned scalars."""
+    elish_gpt_neo is GPT-Neo's, x / (1 + e^x). aria, prelu, parcsinh, psoftplus, proottanh and xielu
+    (Apertus) have learned scalars. [quick_gelu, linear_plus_one] with mlp_activations_limit is the
+    GLU of gpt-oss."""
+    mlp_activations_limit: NonNegative = key(0.0, only_if=_MLP)
+    """Clamp what activations read: the first (the gate) from above at this limit, others on both
+    sides (gpt-oss: 7); 0 disables."""
     ffn_bias: bool = key(False, "Biases of the feed-forward projections.")
     dynamic_mlp_dim: bool = key(False, only_if=_MLP)
     """Shift feed-forward width from early to late layers (MUDDFormer): from 0.5 mlp_dim in the

@@ -97,6 +97,9 @@ REFERENCE_KEYS = {
     for name, key in keys.items()
 }
 
+# With these, a norm follows the mixer and the feed-forward; norm_placement=sandwich is both.
+SANDWICH_KEYS = frozenset({"use_post_attn_norm", "use_post_ffw_norm"})
+
 # Ways to say that something is off, which is true of everything that is not here.
 _OFF = (None, False, 0.0, (), {})
 # A file with this many keys of MaxText that are not here is a copy of its base.yml, which has all

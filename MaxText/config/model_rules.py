@@ -46,13 +46,18 @@ def _heads_divide_width(config: Config) -> ConfigIssue | None:
     )
 
 
-@rule("rotary_pct", "head_dim", "base_emb_dim", "base_num_query_heads", "position_embedding")
+_SIZE_OF_HEADS = ("head_dim", "base_emb_dim", "base_num_query_heads")
+
+
+@rule("rotary_pct", "rope_type", *_SIZE_OF_HEADS, "position_embedding")
 def _rotary_rotates_pairs(config: Config) -> ConfigIssue | None:
     position = config.model.position
     head_dim = config.model.shape.dimensions.head_dim
     if position.position_embedding != "rotary" or head_dim < 1:
         return None
     num_rotated = int(head_dim * position.rotary_pct)
+    if position.rope_type == "proportional" and head_dim % 2 == 0:
+        num_rotated -= num_rotated % 2  # pairs span the whole head
     if num_rotated >= 2 and num_rotated % 2 == 0:
         return None
     return ConfigIssue(
@@ -89,6 +94,37 @@ def _rotary_bands_are_ordered(config: Config) -> ConfigIssue | None:
         "frequencies between the two are interpolated",
         keys=(low_key, high_key),
     )
+
+
+@rule(
+    "rope_type",
+    "rope_short_factors",
+    "rope_long_factors",
+    "rotary_pct",
+    *_SIZE_OF_HEADS,
+    "position_embedding",
+)
+def _longrope_divides_each_pair(config: Config) -> ConfigIssue | None:
+    position = config.model.position
+    if position.position_embedding != "rotary" or position.rope_type != "longrope":
+        return None
+    head_dim = config.model.shape.dimensions.head_dim
+    num_pairs = int(head_dim * position.rotary_pct) // 2
+    for name in ("rope_short_factors", "rope_long_factors"):
+        factors = getattr(position, name)
+        if len(factors) != num_pairs:
+            return ConfigIssue(
+                message=f"{name}: rope_type=longrope needs a number for each of the {num_pairs} "
+                f"pairs of rotary dimensions, and {len(factors)} are given",
+                keys=(name, "rope_type"),
+            )
+        if min(factors) <= 0:
+            return ConfigIssue(
+                message=f"{name}: {min(factors):g} is not above 0, and frequencies are divided by "
+                "it",
+                keys=(name,),
+            )
+    return None
 
 
 @rule("global_parameter_scale")
@@ -458,6 +494,32 @@ def _rezero_shares_no_norm(config: Config) -> ConfigIssue | None:
     )
 
 
+@rule("norm_placement", "use_rezero", "use_macaron", "parallel_residual_shared_norm")
+def _norms_can_be_placed(config: Config) -> ConfigIssue | None:
+    """Norms of branch outputs fit the arrangement of the layer."""
+    block = config.model.block
+    placement = f"norm_placement={block.norm_placement}"
+    shares_norm = block.block_arrangement == "parallel" and block.parallel_residual_shared_norm
+    if block.norm_placement == "pre":
+        return None
+    if block.use_rezero:
+        key = "use_rezero"
+        reason = "use_rezero=true has no norms"
+    elif block.use_macaron:
+        key = "use_macaron"
+        reason = "use_macaron=true halves the output of a feed-forward, which a norm would undo"
+    elif shares_norm and block.norm_placement == "post":
+        key = "parallel_residual_shared_norm"
+        reason = "there is no norm before the branches to share"
+    else:
+        return None
+    return ConfigIssue(
+        message=f"{placement}: {reason}",
+        remedies=(f"{key}=false", "norm_placement=pre"),
+        keys=("norm_placement", key),
+    )
+
+
 @rule("use_macaron", "parallel_residual_shared_norm", "static_sgu", "dense_streams")
 def _attention_can_have_several_inputs(config: Config) -> ConfigIssue | None:
     model = config.model
@@ -479,6 +541,20 @@ def _attention_can_have_several_inputs(config: Config) -> ConfigIssue | None:
         message=f"{reason}, but dense_conn=true gives queries, keys and values inputs of their own",
         remedies=("dense_streams=[r]",),
         keys=(key, "dense_streams"),
+    )
+
+
+@rule("share_kv_projections", "dense_streams")
+def _shared_projections_have_one_input(config: Config) -> ConfigIssue | None:
+    dense = config.model.dense_connections
+    has_separate_inputs = dense.dense_conn and not {"k", "v"}.isdisjoint(dense.dense_streams)
+    if not config.model.attention.share_kv_projections or not has_separate_inputs:
+        return None
+    return ConfigIssue(
+        message="share_kv_projections=true: keys and values are one product, but dense_conn=true "
+        "gives them inputs of their own",
+        remedies=("dense_streams=[q, r]", "share_kv_projections=false"),
+        keys=("share_kv_projections", "dense_streams"),
     )
 
 

@@ -108,6 +108,12 @@ class EmbeddingConfig(Section):
     scale_embedding: bool = key(False)
     """Multiply token embeddings by sqrt(emb_dim) (Gemma). Use a small embedding_init_std with
     it."""
+    embedding_multiplier: Positive = key(1.0)
+    """Factor of token embeddings, not of a tied head (Granite)."""
+    embedding_norm: bool = key(False)
+    """Norm of the embedding, of normalization_type, positions included (BLOOM, nanochat)."""
+    embedding_norm_parametric: bool = key(True, only_if="embedding_norm")
+    """Give that norm scale and bias (nanochat: false)."""
 
 
 _TIED = "logits_via_embedding"
@@ -126,6 +132,8 @@ class HeadConfig(Section):
         "auto", only_if="final_norm"
     )
     """Type of the final norm; auto is normalization_type."""
+    final_norm_parametric: bool = key(True, only_if="final_norm")
+    """Give the final norm scale and bias (nanochat: false)."""
     head_qk: bool = key(False, only_if={"head_type": ["auto", "head_qk"]})
     """Head-QK: add to the logit of each id the scores between the current token and earlier tokens
     with that id (fattorib/transformer)."""
@@ -138,6 +146,8 @@ class HeadConfig(Section):
     TokenFormer's JAX program, whatever dtype is."""
     logits_dot_in_fp32: bool = key(False)
     """Compute the head's matmul in float32, whatever dtype is."""
+    logits_scaling: Positive = key(1.0)
+    """Divisor of logits, before their soft cap (Granite; Cohere's logit_scale is its inverse)."""
     final_logits_soft_cap: NonNegative = key(0.0)
     """Soft cap c of logits: c * tanh(logit / c); 0 disables."""
 

@@ -19,6 +19,7 @@ from MaxText.config import axis_rules, config_files, values
 from MaxText.config.config_files import Origin, Setting, Source, short_path
 from MaxText.config.maxtext_keys import (
     ALIASES,
+    SANDWICH_KEYS,
     UNSUPPORTED,
     find_mapping,
     find_unsupported,
@@ -455,6 +456,7 @@ def distinct(
       result: Gets notices of other names and values, and problems.
       last_wins: Whether a key may be set twice; otherwise that is a problem.
     """
+    result.problems += _single_output_norms(settings)
     by_name: dict[str, Setting] = {}
     for written in settings:
         notices: list[str] = []
@@ -479,6 +481,31 @@ def distinct(
             )
         by_name[name] = setting
     return list(by_name.values())
+
+
+def _single_output_norms(settings: Sequence[Setting]) -> list[ConfigIssue]:
+    """Returns the issue of a norm after one of both branches.
+
+    MaxText has a key for each branch, and here norm_placement is about both.
+    """
+    switched_on = [
+        setting
+        for setting in settings
+        if setting.name in SANDWICH_KEYS
+        and (mapping := find_mapping(setting.name, setting.value))
+        and mapping.name
+    ]
+    if {setting.name for setting in switched_on} in (set(), SANDWICH_KEYS):
+        return []
+    [missing] = SANDWICH_KEYS - {switched_on[0].name}
+    return [
+        ConfigIssue(
+            message=f"{switched_on[0].name}=true without {missing}=true: norm_placement is about "
+            "the outputs of both branches",
+            location=(switched_on[0].place,),
+            context=(("instead", f"{missing}=true, or norm_placement=sandwich"),),
+        )
+    ]
 
 
 def _under_our_name(setting: Setting, notices: list[str]) -> Setting | None:

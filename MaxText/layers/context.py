@@ -25,6 +25,10 @@ class MixerPositions(TypedDict, total=False):
 
     rotary: tuple[jax.Array, jax.Array] | None
     slopes_N: jax.Array | None
+    query_scale: jax.Array | None
+
+
+_BY_TOKEN = ("rotary", "query_scale")  # the fields of MixerPositions that are arrays [B, T, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,8 +44,9 @@ class ForwardContext:
         scored, as their padding would decide which.
       layer: Index of the layer, an array inside a scan; None outside of layers.
       slopes_N: Slopes of ALiBi, float32.
-      other_positions: `rotary` and `slopes_N` of layers with other positions than the model's, by
-        Block.position_index.
+      query_scale: Factors of queries by position, float32 [B or 1, T, 1, 1].
+      other_positions: `rotary`, `slopes_N` and `query_scale` of layers with other positions than the
+        model's, by Block.position_index.
       capacity: During prefill, the tokens that decode states have room for.
       lengths_B: During prefill, the tokens of each prompt; padding follows.
       positions_BT: During decoding, the positions of the new tokens.
@@ -56,6 +61,7 @@ class ForwardContext:
     drops_tokens: bool = True
     layer: jax.Array | int | None = None
     slopes_N: jax.Array | None = None
+    query_scale: jax.Array | None = None
     other_positions: tuple[MixerPositions, ...] = ()
     capacity: int | None = None
     lengths_B: jax.Array | None = None
@@ -79,18 +85,22 @@ class ForwardContext:
             # The whole batch shares one row.
             return x[None] if x.shape[0] == 1 else split_batch(x, num_parts)
 
-        rotary_tables = [self.rotary, *(fields.get("rotary") for fields in self.other_positions)]
-        split_arrays = jax.tree.map(split_array, (self.segments_BT, rotary_tables))
+        own_positions: MixerPositions = {"rotary": self.rotary, "query_scale": self.query_scale}
+        by_token = [
+            {name: fields.get(name) for name in _BY_TOKEN}
+            for fields in (own_positions, *self.other_positions)
+        ]
+        split_arrays = jax.tree.map(split_array, (self.segments_BT, by_token))
 
         def part(part_index: jax.Array) -> ForwardContext:
             def select(x: jax.Array) -> jax.Array:
                 index = 0 if x.shape[0] == 1 else part_index
                 return jax.lax.dynamic_index_in_dim(x, index, keepdims=False)
 
-            segments_BT, (rotary, *other_tables) = jax.tree.map(select, split_arrays)
-            other_positions: list[MixerPositions] = [
-                {**fields, "rotary": table}
-                for fields, table in zip(self.other_positions, other_tables, strict=True)
+            segments_BT, (own_arrays, *other_arrays) = jax.tree.map(select, split_arrays)
+            other_positions: list[Any] = [
+                {**fields, **arrays}
+                for fields, arrays in zip(self.other_positions, other_arrays, strict=True)
             ]
             key = self.dropout_key
             if key is not None:
@@ -98,7 +108,7 @@ class ForwardContext:
             return dataclasses.replace(
                 self,
                 segments_BT=segments_BT,
-                rotary=rotary,
+                **own_arrays,
                 other_positions=tuple(other_positions),
                 dropout_key=key,
             )
@@ -129,7 +139,8 @@ class ForwardContext:
         }
         if position_index:
             own_positions = self.other_positions[position_index - 1]
-            fields |= {"rotary": None, "slopes_N": None, **own_positions}
+            nothing = {"rotary": None, "slopes_N": None, "query_scale": None}
+            fields |= {**nothing, **own_positions}
         return dataclasses.replace(self, **fields)
 
     def key_for(self, stream: int) -> jax.Array | None:

@@ -147,6 +147,14 @@ class Embedding(nnx.Module):
         return logits[..., : self.embedding.shape[0]]
 
 
+def scaled(x: jax.Array, factor: float) -> jax.Array:
+    """Returns x times a number, computed in float32, in the dtype of x.
+
+    In bfloat16 JAX would round the number first.
+    """
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def dot_general(
     x: jax.Array,
     kernel: jax.Array,

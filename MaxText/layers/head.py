@@ -57,6 +57,8 @@ class LinearHead(Head):
         else:
             logits_BTV = self.logits_dense(h_BTD)
         logits_BTV = logits_BTV.astype(jnp.float32)
+        if head.logits_scaling != 1.0:
+            logits_BTV = logits_BTV / head.logits_scaling
         if head.final_logits_soft_cap:
             cap = head.final_logits_soft_cap
             logits_BTV = cap * jnp.tanh(logits_BTV / cap)

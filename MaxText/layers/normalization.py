@@ -4,7 +4,9 @@ The parameter `scale` is the factor, or with normalization_zero_centered its dif
 that weight decay pulls the factor to 1 instead of 0.
 """
 
+import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,22 +85,91 @@ class ScaleNorm(RMSNorm):
         return (y if self.scale is None else y * self.factors()).astype(x.dtype)
 
 
-def rms_normalize(x: jax.Array, factors: jax.Array | None, epsilon: float) -> jax.Array:
+class HeadNorm(nnx.Module):
+    """Norm of queries, keys or values: RMSNorm, or LayerNorm without bias.
+
+    scope says what the statistics are over, and what share a scale:
+
+        head      each head; one scale [H] for all heads (Qwen 3, Gemma 3)
+        separate  each head; a scale for each, [N, H] (StableLM 2, Cohere)
+        joint     all heads of a token together; scale [N, H] (OLMo 2)
+
+    Where tensor parallelism divides the heads, joint statistics are summed over its devices.
+
+    Legend: B sequences, T tokens, N heads, H head_dim.
+    """
+
+    rows = "norms"
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        heads_axis: str,
+        init: Init,
+        rngs: nnx.Rngs,
+        *,
+        epsilon: float,
+        parametric: bool = True,
+        scope: Literal["head", "separate", "joint"] = "head",
+        kind: Literal["rms_norm", "layer_norm"] = "rms_norm",
+    ):
+        """Declares the scale.
+
+        Args:
+          shape: N and H.
+          heads_axis: Logical axis of the heads.
+          init: dtype of the scale, and whether it is stored as its difference from 1.
+          rngs: RNG streams that weights are drawn from.
+          epsilon: Added to the mean square.
+          parametric: Whether there is a scale.
+          scope: As above.
+          kind: layer_norm subtracts the mean.
+        """
+        self.epsilon = epsilon
+        self.zero_centered = init.zero_centered_norms
+        self.statistics_axes = (-2, -1) if scope == "joint" else -1
+        self.subtracts_mean = kind == "layer_norm"
+        has_one_scale = scope == "head"
+        declare = functools.partial(
+            param,
+            rngs,
+            shape[1:] if has_one_scale else shape,
+            ("norm",) if has_one_scale else (heads_axis, "kv"),
+            constant(0.0 if self.zero_centered else 1.0),
+            dtype=init.weight_dtype,
+        )
+        self.scale = declare() if parametric else None
+
+    def __call__(self, x_BTNH: jax.Array) -> jax.Array:
+        """Returns the normalized heads, in their dtype."""
+        factors = None if self.scale is None else effective_scale(self.scale, self.zero_centered)
+        axes = self.statistics_axes
+        if not self.subtracts_mean:
+            return rms_normalize(x_BTNH, factors, self.epsilon, axes)
+        x_float = x_BTNH.astype(jnp.float32)
+        x_float = x_float - jnp.mean(x_float, axis=axes, keepdims=True)
+        return rms_normalize(x_float, factors, self.epsilon, axes).astype(x_BTNH.dtype)
+
+
+def rms_normalize(
+    x: jax.Array, factors: jax.Array | None, epsilon: float, axis: int | tuple[int, ...] = -1
+) -> jax.Array:
     """Returns x / sqrt(mean(x^2) + epsilon) * factors, in the dtype of x.
 
     Args:
-      x: Any array; the mean is over its last dimension.
+      x: Any array.
       factors: Float32 factors that broadcast to x; None is 1.
       epsilon: Epsilon inside of the root.
+      axis: Dimensions that the mean is over.
     """
     x_float = x.astype(jnp.float32)
-    y = x_float * inverse_rms(x_float, epsilon)
+    y = x_float * inverse_rms(x_float, epsilon, axis)
     return (y if factors is None else y * factors).astype(x.dtype)
 
 
-def inverse_rms(x: jax.Array, epsilon: float) -> jax.Array:
-    """Returns 1 / sqrt(mean(x^2) + epsilon), float32 [..., 1]."""
-    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+def inverse_rms(x: jax.Array, epsilon: float, axis: int | tuple[int, ...] = -1) -> jax.Array:
+    """Returns 1 / sqrt(mean(x^2) + epsilon), float32, with `axis` of size 1."""
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True)
     return jax.lax.rsqrt(mean_square + epsilon)
 
 

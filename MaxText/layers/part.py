@@ -275,7 +275,7 @@ class Position(Part):
         return None
 
     def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
-        """Returns fields of ForwardContext for mixers: `rotary` or `slopes_N`.
+        """Returns fields of ForwardContext for mixers: `rotary`, `slopes_N` or `query_scale`.
 
         Args:
           positions_BT: Positions of the tokens within their documents; B may be 1.

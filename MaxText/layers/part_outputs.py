@@ -79,13 +79,18 @@ def check_embedding(part: Position, added: Any, x_BTD: jax.Array) -> Any:
 def check_for_mixers(part: Position, fields: Any, positions_BT: jax.Array) -> Any:
     """Returns the fields of ForwardContext that a position encoding sets."""
     T = positions_BT.shape[1]
-    holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N"}
+    holds = isinstance(fields, Mapping) and set(fields) <= {"rotary", "slopes_N", "query_scale"}
     if holds:
         table = fields.get("rotary")
         slopes_N = fields.get("slopes_N")
         holds = table is None or _is_rotary_table(table, T)
         holds = holds and (slopes_N is None or len(_shape(slopes_N)) == 1)
-    expected = f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, or slopes_N: [N]"
+        query_scale = fields.get("query_scale")
+        holds = holds and (query_scale is None or _shape(query_scale)[1:] == (T, 1, 1))
+    expected = (
+        f"a dictionary of rotary: (sin, cos), [B or 1, {T}, 1, R/2] each, slopes_N: [N], or "
+        f"query_scale: [B or 1, {T}, 1, 1]"
+    )
     check(holds, part, "for_mixers", fields, expected)
     return fields
 

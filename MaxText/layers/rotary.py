@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al. 2021), halves convention.
+"""Rotary position embedding (Su et al. 2021).
 
-Dimension i of the R rotary ones pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama.
+Dimension i of the R rotary ones pairs with i + R/2, as in GPT-NeoX and Hugging Face's Llama, or
+with rope_pairs=adjacent dimension 2i with 2i + 1, as in the paper.
 
 Legend: B sequences, T tokens, N heads, H head_dim, R rotary dimensions.
 """
@@ -27,11 +28,30 @@ class Rotary(Position):
 
     def __init__(self, config: ModelConfig, init: Init, rngs: nnx.Rngs):
         self.config = config.position
-        self.num_dims = int(init.dimensions.head_dim * config.position.rotary_pct)
+        head_dim = init.dimensions.head_dim
+        is_whole_head = config.position.rope_type == "proportional"
+        self.num_dims = head_dim if is_whole_head else int(head_dim * config.position.rotary_pct)
 
     def for_mixers(self, positions_BT: jax.Array) -> MixerPositions:
-        """Returns the rotary table of the positions."""
-        return {"rotary": rotary_table(positions_BT, self.num_dims, self.config)}
+        """Returns the rotary table of the positions, and the factors of queries."""
+        table = rotary_table(positions_BT, self.num_dims, self.config)
+        if self.config.temperature_tuning_beta == 0:
+            return {"rotary": table}
+        return {"rotary": table, "query_scale": query_scale(positions_BT, self.config)}
+
+
+def query_scale(positions_BT: jax.Array, config: PositionConfig) -> jax.Array:
+    """Returns 1 + beta ln(1 + floor(t / original length)) of positions t, float32 [B, T, 1, 1].
+
+    It sharpens attention in long sequences (temperature tuning of Llama 4, Ministral 3).
+
+    Args:
+      positions_BT: Positions of the tokens within their documents; B may be 1.
+      config: temperature_tuning_beta, and the original length.
+    """
+    num_lengths = positions_BT // config.original_max_position_embeddings
+    scale_BT = 1.0 + config.temperature_tuning_beta * jnp.log1p(num_lengths.astype(jnp.float32))
+    return scale_BT[:, :, None, None]
 
 
 def rotary_table(
@@ -39,18 +59,26 @@ def rotary_table(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sin and cos of position * frequency, float32 [B, T, 1, R/2].
 
-    rope_type=yarn multiplies both by 0.1 ln(rope_factor) + 1 (Peng et al. 2023, section 3.4).
+    yarn and longrope multiply both by `attention_factor`. longrope takes the long factors for the
+    sequences of a batch, and during decoding for the tokens, whose last position is beyond the
+    original length.
 
     Args:
       positions_BT: Positions of the tokens within their documents; B may be 1.
       num_dims: R, the rotary dimensions of a head.
       config: Frequencies, and the dtype that the table is rounded to.
     """
-    angles = positions_BT[:, :, None, None].astype(jnp.float32) * frequencies(num_dims, config)
+    rates = frequencies(num_dims, config)
+    if config.rope_type == "longrope":
+        last_position_B = jnp.max(positions_BT, axis=1)
+        is_long_B = last_position_B >= config.original_max_position_embeddings
+        long_rates = frequencies(num_dims, config, is_long=True)
+        rates = jnp.where(is_long_B[:, None, None, None], long_rates, rates)
+    angles = positions_BT[:, :, None, None].astype(jnp.float32) * rates
     sin = jnp.sin(angles)
     cos = jnp.cos(angles)
-    if config.rope_type == "yarn":
-        factor = 0.1 * math.log(config.rope_factor) + 1.0
+    if config.rope_type in ("yarn", "longrope"):
+        factor = attention_factor(config)
         sin = factor * sin
         cos = factor * cos
     if config.rope_table_dtype != "float32":
@@ -58,7 +86,24 @@ def rotary_table(
     return sin, cos
 
 
-def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray:
+def attention_factor(config: PositionConfig) -> float:
+    """Returns the factor of sines and cosines of yarn and longrope.
+
+    rope_attention_factor if it is given; else 0.1 ln(s) + 1 of yarn (Peng et al. 2023, section 3.4)
+    or sqrt(1 + ln(s) / ln(original length)) of longrope (Ding et al. 2024, equation 9), with s =
+    rope_factor.
+    """
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    log_factor = math.log(config.rope_factor)
+    if config.rope_type == "yarn":
+        return 0.1 * log_factor + 1.0
+    return math.sqrt(1.0 + log_factor / math.log(config.original_max_position_embeddings))
+
+
+def frequencies(
+    num_dims: int, config: PositionConfig, *, is_long: bool = False
+) -> jax.Array | np.ndarray:
     """Returns radians per token of each pair of dimensions, float32 [R/2].
 
     default   f_i = theta^(-2i/R)
@@ -67,10 +112,13 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
               f_i / s below low_freq_factor times, interpolated between (Grattafiori 2024)
     yarn      interpolated by i between pairs that turn beta_fast and beta_slow times
               (Peng et al. 2023, section 3.2)
+    longrope  f_i / s_i with a factor of its own for each pair (Ding et al. 2024)
+    proportional  f_i for the first p R/2 pairs with p = rotary_pct, 0 for the others
 
     Args:
       num_dims: R, the rotary dimensions of a head.
       config: rope_type and its constants; theta is rope_max_timescale.
+      is_long: Whether longrope's factors are those of long sequences.
     """
     theta = config.rope_max_timescale
     factor = config.rope_factor
@@ -80,6 +128,12 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
         return 1.0 / (theta**exponents)
     plain = theta ** -(np.arange(0, num_dims, 2) / num_dims)
     original_length = config.original_max_position_embeddings
+    if config.rope_type == "proportional":
+        num_turning = int(num_dims * config.rotary_pct) // 2
+        return np.where(np.arange(num_dims // 2) < num_turning, plain, 0.0).astype(np.float32)
+    if config.rope_type == "longrope":
+        factors = config.rope_long_factors if is_long else config.rope_short_factors
+        return (plain / np.array(factors)).astype(np.float32)
     if config.rope_type == "linear":
         share_unscaled = np.zeros_like(plain)
     elif config.rope_type == "llama3.1":
@@ -95,8 +149,13 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
                 num_dims * math.log(original_length / (times * 2 * math.pi)) / (2 * math.log(theta))
             )
 
-        low = max(math.floor(pair_that_turns(config.beta_fast)), 0)
-        high = min(math.ceil(pair_that_turns(config.beta_slow)), num_dims - 1)
+        low = pair_that_turns(config.beta_fast)
+        high = pair_that_turns(config.beta_slow)
+        if config.rope_truncate:
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, num_dims - 1)
         # Both on one pair would divide by zero; 0.001 is the authors' choice.
         width = max(high - low, 0.001)
         share_unscaled = 1 - np.clip((np.arange(num_dims // 2) - low) / width, 0, 1)
@@ -104,7 +163,9 @@ def frequencies(num_dims: int, config: PositionConfig) -> jax.Array | np.ndarray
     return scaled.astype(np.float32)
 
 
-def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def apply_rotary(
+    x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array], *, adjacent: bool = False
+) -> jax.Array:
     """Returns queries or keys with the first R dimensions of each head rotated.
 
     Pair (i, i + R/2) turns by its angle: (a, b) becomes (a cos - b sin, b cos + a sin) (Su et al.
@@ -113,17 +174,25 @@ def apply_rotary(x_BTNH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.A
     Args:
       x_BTNH: Queries or keys.
       table: sin and cos, float32 [B or 1, T, 1, R/2]; their size says R.
+      adjacent: Whether pairs are (2i, 2i + 1) instead.
     """
     if platform() == "tpu":
-        return apply_rotary_tpu(x_BTNH, *table)
+        return apply_rotary_tpu(x_BTNH, *table, adjacent)
     sin, cos = table
     half = sin.shape[-1]
     x_float = x_BTNH[..., : 2 * half].astype(jnp.float32)
-    first = x_float[..., :half]
-    second = x_float[..., half:]
-    rotated = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x_BTNH.dtype)
+    if adjacent:
+        first = x_float[..., 0::2]
+        second = x_float[..., 1::2]
+    else:
+        first = x_float[..., :half]
+        second = x_float[..., half:]
+    pair = [first * cos - second * sin, second * cos + first * sin]
+    if adjacent:
+        rotated = jnp.stack(pair, axis=-1).reshape(x_float.shape)
+    else:
+        rotated = jnp.concatenate(pair, axis=-1)
+    rotated = rotated.astype(x_BTNH.dtype)
     if 2 * half == x_BTNH.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x_BTNH[..., 2 * half :]], axis=-1)

@@ -62,12 +62,19 @@ def test_what_is_not_here_can_be_switched_off(off, capsys):
 def test_translated_values_are_accepted(capsys):
     common = ["run_name=r", "decoder_block=muddformer_prepost"]  # where its keys have an effect
     for (name, value), found in maxtext_keys.TRANSLATIONS.items():
-        loaded = load([f"{name}={value}", *common])
+        pair = maxtext_keys.SANDWICH_KEYS  # of which one alone has no counterpart here
+        names = pair if name in pair else [name]
+        loaded = load([*(f"{switched}={value}" for switched in names), *common])
         assert f"note: {name}={value} {found.sentence}" in capsys.readouterr().err
         if found.name:
             assert loaded.config == load([f"{found.name}={found.text}", *common]).config
         else:
             assert loaded.config == load(common).config
+
+
+def test_a_norm_after_one_branch_is_refused():
+    with pytest.raises(ConfigurationError, match="use_post_attn_norm=true without use_post_ffw"):
+        load(["use_post_attn_norm=true", "use_post_ffw_norm=false"])
 
 
 def test_python_values_and_files_are_translated_too(write):

@@ -55,6 +55,8 @@ FORMULAS = {
     "elish_gpt_neo": np.where(
         X > 0, X / (1 + np.exp(np.minimum(X, 80))), (np.exp(X) - 1) * SIGMOID
     ),
+    "quick_gelu": X / (1 + np.exp(-1.702 * X)),
+    "linear_plus_one": X + 1,
     "arcsinh": SINH,
     "maxsig": np.maximum(X, SIGMOID),
     "cosid": np.cos(X) - X,
@@ -72,6 +74,7 @@ FORMULAS = {
     "prelu": leaky(0.2),
     "parcsinh": np.log(X * (1 + LN2) + np.sqrt(1 + (X * (1 + LN2)) ** 2)),
     "psoftplus": SOFTPLUS,
+    "xielu": 0.8 * np.where(X > 0, X**2, np.exp(X) - 1 - X) + 0.5 * X,
     "proottanh": (np.abs(X) ** (2 + LN2) + 1 + LN2) ** (1 / (3 + LN2)) * np.tanh(X),
 }
 FUNCTIONS = (

@@ -9,6 +9,7 @@ from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import lookup
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
+from MaxText.layers.dense import scaled
 from MaxText.layers.dropout import drop_path, dropout
 from MaxText.layers.normalization import make_norm
 from MaxText.layers.params import Init
@@ -27,8 +28,8 @@ _PATH_OFFSET = 2
 class Block(nnx.Module):
     """Pre-norm block (Radford et al. 2019).
 
-    h = x + mixer(norm(x)), y = h + feed_forward(norm'(h)). Dropout and drop path of both branches
-    are in `finish_branch`. Variants are in block_variants.py.
+    h = x + mixer(norm(x)), y = h + feed_forward(norm'(h)). What is done to the outputs of both
+    branches is in `finish_branch`. Variants are in block_variants.py.
 
     Attributes:
       position_index: Which of the decoder's position encodings its mixer has, as in
@@ -51,6 +52,7 @@ class Block(nnx.Module):
         self.path_rate = config.dropout.rate("path")
         self.path_ramps = config.dropout.drop_path_schedule == "linear"
         self.num_layers = layer.dimensions.num_layers
+        self.residual_multiplier = config.block.residual_multiplier
         self.build_mixer(layer, init, rngs)
         self.build_feed_forward(layer, init, rngs)
 
@@ -147,7 +149,9 @@ class Block(nnx.Module):
             return out, scalars
 
     def finish_branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
-        """Returns what a branch adds to the residual stream: its output after dropout, drop path.
+        """Returns what a branch adds to the residual stream.
+
+        It is the branch's output times residual_multiplier, after dropout and drop path.
 
         Args:
           x_BTD: The output of the mixer or feed-forward.
@@ -155,6 +159,8 @@ class Block(nnx.Module):
           stream: RNG stream id of the branch.
         """
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
+        if self.residual_multiplier != 1.0:
+            x_BTD = scaled(x_BTD, self.residual_multiplier)
         x_BTD = dropout(x_BTD, self.dropout_rate, context.key_for(stream))
         key = context.key_for(stream + _PATH_OFFSET)
         if self.path_rate == 0.0 or key is None:

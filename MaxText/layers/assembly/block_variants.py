@@ -1,4 +1,4 @@
-"""Block variants: parallel, without a mixer, static SGU, Macaron, ReZero."""
+"""Block variants: parallel, post-norm, sandwich, without a mixer, static SGU, Macaron, ReZero."""
 
 import functools
 import types
@@ -18,7 +18,7 @@ from MaxText.layers.attention.static_sgu import BesideStaticSGU
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.feed_forward.mlp import MLP
-from MaxText.layers.params import Init, param, zeros
+from MaxText.layers.params import Init, constant, param
 from MaxText.layers.part import DecodeState, LayerInputs, Mixer, PreNormalized, Scalars
 from MaxText.parallelism.logical_sharding import HIDDEN, with_logical_constraint
 
@@ -42,10 +42,16 @@ def block_class(layer: LayerConfig) -> type[Block]:
         bases.append(WithStaticSGU)
     if layer.config.dense_connections.mixes_attention_inputs and block.mixer != "none":
         bases.append(WithSeparateNorms)
+    if block.norm_placement in ("post", "sandwich"):
+        bases.append(SandwichNorms)
+    if block.norm_placement == "post":
+        bases.append(WithoutPreNorms)
     if block.use_macaron:
         bases.append(Macaron)
     if block.use_rezero:
         bases.append(ReZero)
+    if block.use_layer_scalar:
+        bases.append(WithLayerScalar)
     return combine(*reversed(bases))
 
 
@@ -163,6 +169,39 @@ class WithSeparateNorms(Block):
         return f"pre_self_attention_layer_norm_{stream}"
 
 
+class SandwichNorms(Block):
+    """Norms of the branches' outputs, too: x + norm2(f(norm1(x))) (Ding et al. 2021; Gemma 2)."""
+
+    not_recomputed = ()  # these norms read all outputs
+
+    def build_mixer(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the mixer with its norms, post_self_attention_layer_norm the second one."""
+        super().build_mixer(layer, init, rngs)
+        if layer.config.block.mixer != "none":
+            self.post_self_attention_layer_norm = Block.norm(self, layer, init, rngs)
+
+    def build_feed_forward(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> None:
+        """Builds the feed-forward with its norms, post_mlp_layer_norm the second one."""
+        super().build_feed_forward(layer, init, rngs)
+        self.post_mlp_layer_norm = Block.norm(self, layer, init, rngs)
+
+    def finish_branch(self, x_BTD: jax.Array, context: ForwardContext, stream: int) -> jax.Array:
+        """Returns what a branch adds to the residual stream, from its normalized output."""
+        if stream == MIXER_STREAM:
+            norm = self.post_self_attention_layer_norm
+        else:
+            norm = self.post_mlp_layer_norm
+        return super().finish_branch(norm(x_BTD), context, stream)
+
+
+class WithoutPreNorms(Block):
+    """No norms of the branches' inputs: with SandwichNorms, x + norm(f(x)) (OLMo 2)."""
+
+    def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
+        """Returns the identity: branches read the residual stream itself."""
+        return Identity()
+
+
 class Macaron(Block):
     """Half a feed-forward before and after the mixer (Lu et al. 2019).
 
@@ -207,10 +246,10 @@ class ReZero(Block):
         super().__init__(layer, init, rngs)
         block = layer.config.block
         if block.mixer != "none":
-            self.attention_gate = ReZeroScale(init, rngs)
-        self.mlp_gate = ReZeroScale(init, rngs)
+            self.attention_gate = LearnedScalar(0.0, init, rngs)
+        self.mlp_gate = LearnedScalar(0.0, init, rngs)
         if block.use_macaron and block.macaron_prenorm:
-            self.macaron_gate = ReZeroScale(init, rngs)
+            self.macaron_gate = LearnedScalar(0.0, init, rngs)
 
     def norm(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs) -> Any:
         """Returns the identity: there are no norms."""
@@ -226,6 +265,23 @@ class ReZero(Block):
         return super().finish_branch(x_BTD if gate is None else gate(x_BTD), context, stream)
 
 
+class WithLayerScalar(Block):
+    """A learned scalar factor of the layer's output, initially 1 (Gemma 4's layer_scalar)."""
+
+    not_recomputed = ()  # the scalar's gradient reads all outputs
+
+    def __init__(self, layer: LayerConfig, init: Init, rngs: nnx.Rngs):
+        super().__init__(layer, init, rngs)
+        self.layer_scalar = LearnedScalar(1.0, init, rngs)
+
+    def __call__(
+        self, inputs: LayerInputs, context: ForwardContext, state: DecodeState = None
+    ) -> tuple[jax.Array, Scalars, DecodeState]:
+        """Returns the layer's output times the scalar; as Block.__call__."""
+        y_BTD, scalars, state = super().__call__(inputs, context, state)
+        return with_logical_constraint(self.layer_scalar(y_BTD), *HIDDEN), scalars, state
+
+
 class Identity(nnx.Module):
     """The identity, in place of a norm."""
 
@@ -233,13 +289,13 @@ class Identity(nnx.Module):
         return x
 
 
-class ReZeroScale(nnx.Module):
-    """A learned scalar factor of a branch, initially 0."""
+class LearnedScalar(nnx.Module):
+    """A learned scalar factor, of a branch or of a layer."""
 
     rows = "gates"
 
-    def __init__(self, init: Init, rngs: nnx.Rngs):
-        self.scale = param(rngs, (), (), zeros, dtype=init.weight_dtype)
+    def __init__(self, initial: float, init: Init, rngs: nnx.Rngs):
+        self.scale = param(rngs, (), (), constant(initial), dtype=init.weight_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x * self.scale[...].astype(x.dtype)

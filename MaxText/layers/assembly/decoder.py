@@ -6,6 +6,7 @@ Between both the loss may divide the sequence into chunks (training/objective.py
 Legend: B sequences, T tokens, D emb_dim, V vocab_size.
 """
 
+import functools
 import math
 from typing import Any, ClassVar
 
@@ -25,7 +26,7 @@ from MaxText.layers.assembly.stack import stack
 from MaxText.layers.batch import Batch
 from MaxText.layers.capture import record, scope
 from MaxText.layers.context import ForwardContext
-from MaxText.layers.dense import Embedding
+from MaxText.layers.dense import Embedding, scaled
 from MaxText.layers.dropout import dropout
 from MaxText.layers.head import head_and_layer
 from MaxText.layers.normalization import make_norm
@@ -82,6 +83,10 @@ class Decoder(nnx.Module):
         scale = math.sqrt(D) if config.embedding.scale_embedding else None
         used_in = jnp.dtype(jnp.float32) if config.head.logits_dot_in_fp32 else None
         self.token_embedder = Embedding(V, "vocab", init, rngs, scale, used_in)
+        make_model_norm = functools.partial(make_norm, config.block, init, rngs)
+        parametric = config.embedding.embedding_norm_parametric
+        has_norm = config.embedding.embedding_norm
+        self.embedding_norm = make_model_norm(parametric=parametric) if has_norm else None
         quantizer = Quantizer(numerics)
 
         def build_positions(layer: LayerConfig) -> Position:
@@ -108,8 +113,9 @@ class Decoder(nnx.Module):
         self.connections = lookup("connection", config.connection).build(whole_model, init, rngs)
         kind = config.head.final_normalization_type
         kind = None if kind == "auto" else kind
+        parametric = config.head.final_norm_parametric
         has_norm = config.head.final_norm
-        self.decoder_norm = make_norm(config.block, init, rngs, kind=kind) if has_norm else None
+        self.decoder_norm = make_model_norm(parametric=parametric, kind=kind) if has_norm else None
         head, head_config = head_and_layer(config)
         self.head = head.build(head_config, init, rngs)
 
@@ -296,9 +302,11 @@ class Decoder(nnx.Module):
     def _embed(
         self, tokens_BT: jax.Array, positions_BT: jax.Array, context: ForwardContext
     ) -> jax.Array:
-        """Returns the embedding [B, T, D] of tokens, with their positions and dropout."""
+        """Returns the embedding [B, T, D] of tokens, with their positions, norm and dropout."""
         with scope("token_embedder"):
             x_BTD = self.token_embedder(tokens_BT)
+            if self.config.embedding.embedding_multiplier != 1.0:
+                x_BTD = scaled(x_BTD, self.config.embedding.embedding_multiplier)
             record(x_BTD, "output")
         part = self.position_embedder
         with scope("position_embedder"):
@@ -307,6 +315,8 @@ class Decoder(nnx.Module):
                 record(added_BTD, "output")
         if added_BTD is not None:
             x_BTD = x_BTD + added_BTD.astype(x_BTD.dtype)
+        if self.embedding_norm is not None:
+            x_BTD = self.embedding_norm(x_BTD)
         x_BTD = with_logical_constraint(x_BTD, *HIDDEN)
         embedding_key = context.for_layer(2**31 - 1).dropout_key  # an index that no layer has
         return dropout(x_BTD, self.config.dropout.rate("embedding"), embedding_key)

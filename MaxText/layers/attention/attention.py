@@ -12,6 +12,7 @@ import functools
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from MaxText.config.layer_sections import AttentionConfig, Dimensions
@@ -32,7 +33,7 @@ from MaxText.layers.capture import tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dropout import Dropout
 from MaxText.layers.kv_cache import KeyValueCache, SlidingWindowCache
-from MaxText.layers.normalization import RMSNorm
+from MaxText.layers.normalization import HeadNorm
 from MaxText.layers.params import Init, param
 from MaxText.layers.part import Flops, Mixer, Scalars
 from MaxText.layers.rotary import apply_rotary
@@ -83,6 +84,7 @@ class Attention(Mixer):
         D, N, K, H = init.dimensions[:4]
         draw = init.initializers
         self.config = attention
+        self.has_adjacent_pairs = config.position.rope_pairs == "adjacent"
         self.dropout_rate = config.dropout.rate("attention")
         self.max_length = init.dimensions.max_target_length
         self.precision = init.precision
@@ -107,7 +109,7 @@ class Attention(Mixer):
             use_bias=attention.qkv_bias,
         )
         self.key = key_or_value()
-        self.value = key_or_value()
+        self.value = None if attention.share_kv_projections else key_or_value()
         self.out = projection(
             "proj",
             (N, H),
@@ -127,10 +129,30 @@ class Attention(Mixer):
         has_memories = self.has_memories and attention.num_mem_kv > 0
         self.memory_key = memory() if has_memories else None
         self.memory_value = memory() if has_memories else None
-        norm = attention.use_qk_norm
         epsilon = config.block.normalization_layer_epsilon
-        self.query_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
-        self.key_norm = RMSNorm(H, epsilon, init, rngs) if norm else None
+        norm = functools.partial(HeadNorm, init=init, rngs=rngs, epsilon=epsilon)
+        qk_norm = functools.partial(
+            norm,
+            parametric=attention.qk_norm_with_scale,
+            scope=attention.qk_norm_scope,
+            kind=attention.qk_norm_type,
+        )
+        has_qk_norm = attention.use_qk_norm
+        self.query_norm = qk_norm((N, H), "q_heads") if has_qk_norm else None
+        self.key_norm = qk_norm((K, H), "kv_heads") if has_qk_norm else None
+        has_v_norm = attention.use_v_norm
+        self.value_norm = norm((K, H), "kv_heads", parametric=False) if has_v_norm else None
+
+    @classmethod
+    def problem(cls, config: Any, dimensions: Dimensions) -> str | None:
+        """Returns why a subclass cannot have the keys; see `Part.problem`."""
+        computes_values = cls.values is not Attention.values
+        if not computes_values or not config.attention.share_kv_projections:
+            return None
+        return (
+            "it computes values of its own, and share_kv_projections=true takes the keys\n"
+            "share_kv_projections=false"
+        )
 
     @classmethod
     def sliding_window(cls, config: AttentionConfig) -> int | None:
@@ -204,22 +226,35 @@ class Attention(Mixer):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns queries [B, T, N, H], keys and values [B, T, K, H].
 
-        Queries and keys are normalized (use_qk_norm) and then rotated (rotary positions).
+        Queries and keys are normalized (use_qk_norm) and rotated (rotary positions), or with
+        qk_norm_after_rotary rotated and normalized. With share_kv_projections values are the keys
+        before both.
         """
         query_input_BTD, key_input_BTD, value_input_BTD = x
         q_BTNH = tag(self.query(query_input_BTD), "query_proj")
         k_BTKH = tag(self.key(key_input_BTD), "key_proj")
-        v_BTKH = self.values(value_input_BTD, context)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_BTNH = self.query_norm(q_BTNH)
-            k_BTKH = self.key_norm(k_BTKH)
+        v_BTKH = k_BTKH if self.value is None else self.values(value_input_BTD, context)
+        if self.value_norm is not None:
+            v_BTKH = self.value_norm(v_BTKH)
+        if not self.config.qk_norm_after_rotary:
+            q_BTNH, k_BTKH = self._normalized(q_BTNH, k_BTKH)
         if context.rotary is not None:
-            q_BTNH = apply_rotary(q_BTNH, context.rotary)
-            k_BTKH = apply_rotary(k_BTKH, context.rotary)
+            q_BTNH = apply_rotary(q_BTNH, context.rotary, adjacent=self.has_adjacent_pairs)
+            k_BTKH = apply_rotary(k_BTKH, context.rotary, adjacent=self.has_adjacent_pairs)
+        if self.config.qk_norm_after_rotary:
+            q_BTNH, k_BTKH = self._normalized(q_BTNH, k_BTKH)
+        if context.query_scale is not None:
+            q_BTNH = (q_BTNH.astype(jnp.float32) * context.query_scale).astype(q_BTNH.dtype)
         q_BTNH = with_logical_constraint(q_BTNH, *QUERY_AXES)
         k_BTKH = with_logical_constraint(k_BTKH, *KEY_AXES)
         v_BTKH = with_logical_constraint(v_BTKH, *KEY_AXES)
         return q_BTNH, k_BTKH, v_BTKH
+
+    def _normalized(self, q_BTNH: jax.Array, k_BTKH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns queries and keys after their norms, if there are any."""
+        if self.query_norm is None or self.key_norm is None:
+            return q_BTNH, k_BTKH
+        return self.query_norm(q_BTNH), self.key_norm(k_BTKH)
 
     def values(self, v_BTD: jax.Array, context: ForwardContext) -> jax.Array:
         """Returns the values [B, T, K, H] of their inputs."""

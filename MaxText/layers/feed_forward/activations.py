@@ -5,6 +5,7 @@ scalars that are trained (`LearnedActivation`). `rrelu` draws random slopes in t
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -30,6 +31,9 @@ ACTIVATIONS: dict[str, Function] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # Primer (So et al. 2021)
     "gelu": functools.partial(jax.nn.gelu, approximate=True),
     "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
+    # Hendrycks and Gimpel 2016, section 2: the sigmoid approximation, as in gpt-oss.
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "linear_plus_one": lambda x: x + 1,
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "tanh": jnp.tanh,
@@ -126,6 +130,21 @@ def _proottanh(x: jax.Array, *, power: jax.Array, offset: jax.Array, root: jax.A
     return powered ** (1 / (3 + jax.nn.softplus(root))) * jnp.tanh(x)
 
 
+def _xielu(x: jax.Array, *, alpha_p: jax.Array, alpha_n: jax.Array) -> jax.Array:
+    """Returns xIELU with beta = 0.5 (Huang and Schlag 2024, equation 11)."""
+    beta = 0.5
+    positive = jax.nn.softplus(alpha_p) * jnp.square(x)
+    # Of inputs up to -1e-6 as in Apertus, also against overflow for the other sign.
+    exponential = jnp.expm1(jnp.minimum(x, -1e-6))
+    negative = (beta + jax.nn.softplus(alpha_n)) * (exponential - x)
+    return jnp.where(x > 0, positive, negative) + beta * x
+
+
+def _before_softplus(y: float) -> float:
+    """Returns the number whose softplus is y."""
+    return math.log(math.expm1(y))
+
+
 LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # initial scalars
     "aria": (
         _aria2,
@@ -140,8 +159,23 @@ LEARNED: dict[str, tuple[Callable[..., jax.Array], dict[str, float]]] = {  # ini
         lambda x, *, scale, rate, offset: scale * jax.nn.softplus(rate * x) + offset,
         {"scale": 1.0, "rate": 1.0, "offset": 0.0},
     ),
+    "xielu": (_xielu, {"alpha_p": _before_softplus(0.8), "alpha_n": _before_softplus(0.3)}),
     "proottanh": (_proottanh, {"power": 0.0, "offset": 0.0, "root": 0.0}),
 }
+
+
+def clamped(x: jax.Array, index: int, limit: float) -> jax.Array:
+    """Returns a branch's input of its activation, clamped by mlp_activations_limit.
+
+    Args:
+      x: Output of the kernel before the activation.
+      index: Which branch it is. The first is clamped from above alone, as most activations bound it
+        from below (gpt-oss).
+      limit: The largest value; 0 for none.
+    """
+    if limit == 0:
+        return x
+    return jnp.minimum(x, limit) if index == 0 else jnp.clip(x, -limit, limit)
 
 
 class LearnedActivation(nnx.Module):

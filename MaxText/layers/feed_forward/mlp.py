@@ -19,6 +19,7 @@ from MaxText.layers.feed_forward.activations import (
     LEARNED,
     OVER_FEATURES,
     LearnedActivation,
+    clamped,
     rrelu,
 )
 from MaxText.layers.feed_forward.moe import RoutedMoE, input_kernel_names
@@ -47,7 +48,7 @@ class MLP(FeedForward):
         config = layer.config.feed_forward
         experts = layer.config.mixture_of_experts
         if experts.num_experts > 1:
-            return RoutedMoE(experts, config.mlp_activations, init, rngs)
+            return RoutedMoE(experts, config, init, rngs)
         return cls(config, init, rngs)
 
     @classmethod
@@ -76,6 +77,7 @@ class MLP(FeedForward):
         draw = init.initializers
         bias = config.ffn_bias
         self.activations = config.mlp_activations
+        self.limit = config.mlp_activations_limit
         self.input_names = input_kernel_names(self.activations)
         for name in self.input_names:
             dense = Dense((D,), (F,), ("embed", "mlp"), draw.kernel, init, rngs, use_bias=bias)
@@ -90,8 +92,10 @@ class MLP(FeedForward):
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns the output [B, T, D], and no losses."""
         h_BTF = None
-        for name, activation in zip(self.input_names, self.activations, strict=True):
+        branches = zip(self.input_names, self.activations, strict=True)
+        for index, (name, activation) in enumerate(branches):
             branch_BTF = tag(getattr(self, name)(x_BTD), "mlpwi")
+            branch_BTF = clamped(branch_BTF, index, self.limit)
             branch_BTF = self._activated(name, activation, branch_BTF, context)
             h_BTF = branch_BTF if h_BTF is None else h_BTF * branch_BTF
         assert h_BTF is not None

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from MaxText.config.layer_sections import MoEConfig
+from MaxText.config.layer_sections import FeedForwardConfig, MoEConfig
 from MaxText.layers.capture import record, tag
 from MaxText.layers.context import ForwardContext
 from MaxText.layers.dense import Dense, dot_in_double, is_exact_on_cpu
-from MaxText.layers.feed_forward.activations import ACTIVATIONS
+from MaxText.layers.feed_forward.activations import ACTIVATIONS, clamped
 from MaxText.layers.lowering.gathers import inverse_index, take_rows
 from MaxText.layers.params import Init, Initializer, Shape, param
 from MaxText.layers.part import Scalars
@@ -73,20 +73,23 @@ class Experts(nnx.Module):
     """E MLPs without biases, plain or gated, stacked along an expert axis."""
 
     def __init__(
-        self, num_experts: int, width: int, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs
+        self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
     ):
         """Declares the matrices.
 
         Args:
-          num_experts: E.
-          width: F.
-          activations: One is plain; the branches of several are multiplied, as in `MLP`.
+          config: Number of experts E, their width F and activations.
+          feed_forward: Activations if experts have none of their own, and the limit of activations.
           init: Sizes, initializers and dtypes.
           rngs: RNG streams that weights are drawn from.
         """
+        num_experts = config.num_experts
+        width = init.dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
+        activations = config.moe_activations or feed_forward.mlp_activations
         D = init.dimensions.emb_dim
         draw = init.initializers
         self.activations = activations
+        self.limit = feed_forward.mlp_activations_limit
         self.dtype = init.dtype
         self.precision = init.precision
         self.dot_general = jax.lax.dot_general  # replaced in quantized layers
@@ -120,10 +123,11 @@ class Experts(nnx.Module):
 
     def gated(self, branches: Sequence[jax.Array]) -> jax.Array:
         """Returns the product of the activated branches, one per activation."""
-        return math.prod(
-            (ACTIVATIONS[name](x) for name, x in zip(self.activations, branches, strict=True)),
-            start=1,  # type: ignore[arg-type]
-        )
+        activated = [
+            ACTIVATIONS[name](clamped(x, index, self.limit))
+            for index, (name, x) in enumerate(zip(self.activations, branches, strict=True))
+        ]
+        return math.prod(activated, start=1)  # type: ignore[arg-type]
 
 
 def input_kernel_names(activations: Sequence[str]) -> list[str]:
@@ -148,15 +152,16 @@ class RoutedMoE(nnx.Module):
     rows: ClassVar = {"gate": "router", "experts": "feed-forward"}
     not_recomputed = ()  # gates read the output of each expert
 
-    def __init__(self, config: MoEConfig, activations: tuple[str, ...], init: Init, rngs: nnx.Rngs):
+    def __init__(
+        self, config: MoEConfig, feed_forward: FeedForwardConfig, init: Init, rngs: nnx.Rngs
+    ):
         D = init.dimensions.emb_dim
         E = config.num_experts
         draw = init.initializers.kernel
         self.config = config
         used_in = jnp.dtype(jnp.float32)  # rounding could send a token to another expert
         self.gate = Dense((D,), (E,), ("embed", None), draw, init, rngs, used_in=used_in)
-        width = init.dimensions.mlp_dim if config.moe_mlp_dim == -1 else config.moe_mlp_dim
-        self.experts = Experts(E, width, config.moe_activations or activations, init, rngs)
+        self.experts = Experts(config, feed_forward, init, rngs)
 
     def __call__(self, x_BTD: jax.Array, context: ForwardContext) -> tuple[jax.Array, Scalars]:
         """Returns y_BTD, and losses summed over tokens without padding."""
