@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ usage: check_part.py MODULE[:CLASS] [key=value ...]
 Builds a small model with a part, on the CPU, and checks what every part must do: causality, no
 leak between documents or into padding, gradients, scanned = unrolled, remat, decoding from its
 state, FLOPs, bfloat16, 8 simulated devices, resuming, growth. Of an optimizer: its state, its
-updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md).
+updates, 8 devices, resuming (docs/tutorials/add_an_architecture.md). Of a data source: its ids,
+that they repeat, its lengths, resuming (docs/how-to/add_a_data_source.md).
 
   python MaxText/check_part.py examples/gated_deltanet.py
   python MaxText/check_part.py my_package.parts:MyMixer my_key=3 base_num_kv_heads=2
@@ -94,7 +96,9 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, Problem, find_problem
+    if part.kind == "data_source":
+        return _check_source(part, keys)
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
     part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
@@ -109,12 +113,31 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     part_under_test = Subject(make_config, decodes=decodes)
     is_optimizer = part.kind == "optimizer"
     checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
+    unsupported: dict[str, str] = {}
+    if not decodes:
+        unsupported["decode state"] = "no prefill and decode_step, so decode.py rejects it"
+    return _print_results(checks, part_under_test, part, unsupported)
+
+
+def _print_results(
+    checks: Sequence[Any], subject: Any, part: registry.Registration, unsupported: Mapping[str, str]
+) -> bool:
+    """Prints the result of each check; returns whether one failed.
+
+    Args:
+      checks: The checks of the part's kind (`conformance.checks.Check`).
+      subject: What they examine.
+      part: The part.
+      unsupported: Reasons why the part does not support what a check is about, by its name.
+    """
+    from MaxText.conformance.checks import Problem, find_problem
+
     file, _, _ = part.location.rpartition(":")
     first_check: dict[Problem, str] = {}  # that has found a problem
     for check in checks:
-        problem = find_problem(check, part_under_test, file)
-        if check.name == "decode state" and not decodes:
-            result = "not supported: no prefill and decode_step, so decode.py rejects it"
+        problem = find_problem(check, subject, file)
+        if check.name in unsupported:
+            result = f"not supported: {unsupported[check.name]}"
         elif problem is None:
             result = "ok"
         elif problem in first_check:
@@ -124,6 +147,18 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
             first_check[problem] = check.name
         print(f"  {check.name:<16}{result}")
     return bool(first_check)
+
+
+def _check_source(part: registry.Registration, keys: dict[str, Any]) -> bool:
+    """Prints the result of each check of a data source; returns whether one failed."""
+    from MaxText.conformance.checks import SOURCE_CHECKS
+    from MaxText.conformance.source_checks import SOURCE_KEYS, SourceSubject
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        source_keys: dict[str, Any] = SOURCE_KEYS | {"dataset_type": part.name} | keys
+        config = load_config(**source_keys)
+    print(f"{part.kind} {part.name} ({part.location})")
+    return _print_results(SOURCE_CHECKS, SourceSubject(config), part, unsupported={})
 
 
 if __name__ == "__main__":

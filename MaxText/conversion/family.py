@@ -18,13 +18,15 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import yaml
 
 from MaxText.config.config_files import DECODER_BLOCKS
 from MaxText.config.schema import all_keys, flatten, unflatten
+from MaxText.conversion.layer_table import LayerTable
+from MaxText.conversion.rotary_config import RotaryDefaults
 
 REQUIRED = object()
 Computed = Callable[[Mapping[str, Any]], Any]  # a value from those of other keys
@@ -38,35 +40,12 @@ _DIMENSION = re.compile(r"\([A-Z ]+\)|[A-Z]")
 
 
 @dataclasses.dataclass(frozen=True)
-class WeightMapping:
-    """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
+class _Layout:
+    """Two patterns of the same numbers: of (a part of) a tensor, and of the parameters in it."""
 
-    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
-    hf_name: str
-    # parameters in the tensor, in the order of J, separated by spaces. Names in layers begin with
-    # `layers/`, however layers are stored; one array holds all experts, after the layer dimension.
-    # The row applies only to models with the first parameter: a model without biases has no bias
-    # rows.
-    params: str
-    # patterns for one layer and one expert
     hf_axes: str  # for example "(N J H) D"
     param_axes: str  # for example "D N H"; the same letters without J
-    legacy_names: tuple[str, ...] = ()  # alternative names in published files
-
-    @property
-    def param_names(self) -> tuple[str, ...]:
-        """The parameters in the tensor, in the order of J."""
-        return tuple(self.params.split())
-
-    @property
-    def in_layers(self) -> bool:
-        """Whether there is such a tensor in each layer."""
-        return "{layer" in self.hf_name
-
-    @property
-    def in_experts(self) -> bool:
-        """Whether there is such a tensor for each expert."""
-        return "{expert}" in self.hf_name
+    num_params: int  # J
 
     @functools.cached_property
     def _groups(self) -> list[str]:
@@ -86,7 +65,7 @@ class WeightMapping:
 
     def _sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Returns the size of each letter for parameters of `shape`."""
-        return dict(zip(self.param_axes.split(), shape, strict=True), J=len(self.param_names))
+        return dict(zip(self.param_axes.split(), shape, strict=True), J=self.num_params)
 
     def hf_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the tensor for parameters of `shape`."""
@@ -94,17 +73,132 @@ class WeightMapping:
         return tuple(math.prod(sizes[letter] for letter in group) for group in self._groups)
 
     def split(self, tensor: np.ndarray, shape: Sequence[int]) -> list[np.ndarray]:
-        """Splits a Hugging Face tensor into parameters of `shape`, as views."""
+        """Splits a tensor into parameters of `shape`, as views."""
         sizes = self._sizes(shape)
         spread = tensor.reshape([sizes[letter] for letter in self._letters])
         moved = spread.transpose(self._order)
         return list(moved) if "J" in self._letters else [moved]
 
     def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
+        """Joins parameters into the tensor; the inverse of `split`."""
         moved = np.stack(arrays) if "J" in self._letters else arrays[0]
         spread = moved.transpose(np.argsort(self._order))
         return np.ascontiguousarray(spread.reshape(self.hf_shape(arrays[0].shape)))
+
+
+RotaryOrder = Literal["halves", "adjacent", "reversed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightMapping:
+    """Maps a Hugging Face tensor (per layer with `{layer}`) to parameters."""
+
+    # tensor name; placeholders {layer} (from 0), {num_layers}, {expert}; offsets as in {layer+2}
+    hf_name: str
+    # parameters in the tensor, in the order of J, separated by spaces. Names in layers begin with
+    # `layers/`, however layers are stored; one array holds all experts, after the layer dimension.
+    # The row applies only to models with the first parameter: a model without biases has no bias
+    # rows.
+    params: str
+    # Patterns for one layer and one expert. Parameters of different shapes that the tensor
+    # concatenates along its first dimension each have a pattern, separated by "|".
+    hf_axes: str  # for example "(N J H) D"
+    param_axes: str  # for example "D N H"; the same letters without J
+    legacy_names: tuple[str, ...] = ()  # alternative names in published files
+    # How the last dimension of the parameter, a head's, is rotated there. Here the first half of
+    # the rotary dimensions pairs with the second. "adjacent": pairs are (0, 1), (2, 3), ...
+    # "reversed": halves that turn the other way, which is a rotation of (a, -b).
+    rotary_order: RotaryOrder = "halves"
+
+    @property
+    def param_names(self) -> tuple[str, ...]:
+        """The parameters in the tensor, in the order of J."""
+        return tuple(self.params.split())
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether there is such a tensor in each layer."""
+        return "{layer" in self.hf_name
+
+    @property
+    def in_experts(self) -> bool:
+        """Whether there is such a tensor for each expert."""
+        return "{expert}" in self.hf_name
+
+    @functools.cached_property
+    def _layouts(self) -> list[_Layout]:
+        """The layout of each concatenated part: one, except for fused rows of several sizes."""
+        patterns = list(zip(self.hf_axes.split("|"), self.param_axes.split("|"), strict=True))
+        num_params = len(self.param_names) // len(patterns)
+        return [_Layout(hf.strip(), param.strip(), num_params) for hf, param in patterns]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The number of dimensions of each parameter, of one layer and one expert."""
+        per_part = [len(layout.param_axes.split()) for layout in self._layouts]
+        return per_part * (len(self.param_names) // len(per_part))
+
+    def hf_shape(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Returns the shape of the tensor for parameters of `shapes`."""
+        first, *others = (
+            layout.hf_shape(shape) for layout, shape in zip(self._layouts, shapes, strict=False)
+        )
+        return (first[0] + sum(other[0] for other in others), *first[1:])
+
+    def split(
+        self, tensor: np.ndarray, shapes: Sequence[Sequence[int]], rotary_dims: int = 0
+    ) -> list[np.ndarray]:
+        """Splits a Hugging Face tensor into parameters.
+
+        Args:
+          tensor: The tensor.
+          shapes: Of the parameters, in their order.
+          rotary_dims: R, the dimensions of a head that are rotated; only rows with a rotary_order
+            of their own need it.
+
+        Returns:
+          The parameters in their order, as views where the order allows it.
+        """
+        lengths = [
+            layout.hf_shape(shape)[0] for layout, shape in zip(self._layouts, shapes, strict=False)
+        ]
+        parts = np.split(tensor, np.cumsum(lengths)[:-1])
+        arrays = [
+            array
+            for layout, part, shape in zip(self._layouts, parts, shapes, strict=False)
+            for array in layout.split(part, shape)
+        ]
+        return [_to_halves(array, self.rotary_order, rotary_dims) for array in arrays]
+
+    def join(self, arrays: Sequence[np.ndarray], rotary_dims: int = 0) -> np.ndarray:
+        """Joins parameters into the Hugging Face tensor; the inverse of `split`."""
+        arrays = [_from_halves(array, self.rotary_order, rotary_dims) for array in arrays]
+        if len(self._layouts) == 1:
+            return self._layouts[0].join(arrays)
+        joined = zip(self._layouts, arrays, strict=True)
+        return np.concatenate([layout.join([array]) for layout, array in joined])
+
+
+def _to_halves(array: np.ndarray, order: RotaryOrder, num_dims: int) -> np.ndarray:
+    """Returns an array whose first `num_dims` numbers of each head pair by halves."""
+    if order == "halves":
+        return array
+    rotated = array[..., :num_dims]
+    if order == "adjacent":
+        parts = [rotated[..., 0::2], rotated[..., 1::2]]
+    else:
+        parts = [rotated[..., : num_dims // 2], -rotated[..., num_dims // 2 :]]
+    return np.concatenate([*parts, array[..., num_dims:]], axis=-1)
+
+
+def _from_halves(array: np.ndarray, order: RotaryOrder, num_dims: int) -> np.ndarray:
+    """Returns an array in another rotary order; the inverse of `_to_halves`."""
+    if order != "adjacent":
+        return _to_halves(array, order, num_dims)
+    result = array.copy()
+    result[..., 0:num_dims:2] = array[..., : num_dims // 2]
+    result[..., 1:num_dims:2] = array[..., num_dims // 2 : num_dims]
+    return result
 
 
 row = WeightMapping
@@ -194,6 +288,10 @@ class ConfigMapping:
     hint: str = ""  # added to the message about a value that cannot be imported
     # config.json -> a value that our keys have anyway, so that an import omits them
     implied: Any = REQUIRED
+    # value of a null in config.json, or a function of config.json; REQUIRED if it means an absent
+    # key
+    null: Any = REQUIRED
+    kinds: tuple[str, ...] = ()  # of the layers that it is for (Family.layers); empty: all layers
     # (value, config.json) -> our value or REQUIRED, if `values` cannot express it
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     # our keys -> Hugging Face value or REQUIRED
@@ -229,7 +327,7 @@ def evaluate(value: Any, config: Mapping[str, Any]) -> Any:
 
 
 def mapped(
-    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, implied: Any = REQUIRED
+    hf_names: str, keys: str, default: Any = REQUIRED, values: Any = None, **fields: Any
 ) -> ConfigMapping:
     """Returns a setting common to both sides.
 
@@ -237,21 +335,28 @@ def mapped(
       hf_names: Separated by spaces; the first is the one written.
       keys: Our keys, separated by spaces.
       default: Like the other arguments, see ConfigMapping.
+      values: Likewise.
+      fields: Other fields of ConfigMapping.
     """
     return ConfigMapping(
         hf_names=tuple(hf_names.split()),
         keys=tuple(keys.split()),
         default=default,
         values=values,
-        implied=implied,
+        **fields,
     )
 
 
-def supported(hf_name: str, *values: Any, hint: str = "") -> ConfigMapping:
+def supported(hf_name: str, *values: Any, hint: str = "", **fields: Any) -> ConfigMapping:
     """Returns a setting without a key here: supported values, default first."""
     pairs = tuple((value, None) for value in values)
     return ConfigMapping(
-        hf_names=(hf_name,), default=values[0], values=pairs, is_written=False, hint=hint
+        hf_names=(hf_name,),
+        default=values[0],
+        values=pairs,
+        is_written=False,
+        hint=hint,
+        **fields,
     )
 
 
@@ -276,7 +381,13 @@ def write_only(hf_name: str, key: str, value: Computed, unset: Any = REQUIRED) -
 
 
 # Activations with another name here; others are kinds of tanh GELU.
-_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "silu": "silu", "swish": "swish"}
+_ACTIVATIONS = {
+    "gelu": "gelu_erf",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "swish",
+}
 
 
 def activations(names: str, *gate: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -320,11 +431,17 @@ class Family:
     # identified by `architectures`, and `model_type` is only a name used here.
     auto_map: Mapping[str, str] = dataclasses.field(default_factory=dict)
     code: str = ""  # hub repository of these files
+    rotary: RotaryDefaults | None = None  # how config.json describes rotary positions
+    layers: LayerTable | None = None  # how config.json describes layers that differ
+    # model_type of multimodal models whose text part is such a model; only read
+    wrappers: tuple[str, ...] = ()
 
     @functools.cached_property
     def parts(self) -> dict[str, Any]:
         """Keys without a setting, with their values."""
         mapped_keys = {name for setting in self.settings for name in setting.keys}
+        if self.layers is not None:
+            mapped_keys |= self.layers.keys
         choices = {**_choices(self.decoder_block), **self.choices}
         return {name: value for name, value in choices.items() if name not in mapped_keys}
 

@@ -1,21 +1,21 @@
 """Conversion between config.json and keys, by the tables of `families/`."""
 
-from collections.abc import Collection, Mapping
-from typing import Any, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, get_args
 
 from MaxText.config import values as typed_values
 from MaxText.config.keys import Count
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
+from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import KINDS, Registration, registration
 from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
+from MaxText.conversion import layer_table, rotary_config
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family, evaluate
+from MaxText.conversion.layer_table import Layers, LayerTable, LayerTableError
 from MaxText.errors import UserError
 
-# The config.json object for rotary scaling, and other keys that newer versions put in it.
-_ROPE_SCALING = "rope_scaling"
-_ROPE_PLAIN = ("rope_theta", "partial_rotary_factor")
 _MAXTEXT_OBJECT = "maxtext"  # config.json object for keys of registered parts, which no family has
 _SIZES = {  # sizes after global_parameter_scale, which config.json cannot express
     "base_emb_dim": "emb_dim",
@@ -70,7 +70,8 @@ def config_from_hf(
     Raises:
       UserError: With all values that cannot be imported.
     """
-    config = _flattened(config, source)
+    stored = config
+    config = _flattened(config, family, source)
     requested_length = str(user_keys.get("max_target_length", ""))
     if requested_length.isdecimal():
         config[REQUESTED_LENGTH] = int(requested_length)
@@ -80,27 +81,82 @@ def config_from_hf(
         **family.parts,
         **_registered_part_keys(config, source),
     }
+    kinds = _kinds_of_layers(family, config, problems)
+    keys_by_kind = {name: dict(kinds_keys) for name, kinds_keys in kinds.keys_by_name.items()}
     for setting in family.settings:
-        if not _is_relevant(setting, keys):
+        targets = (
+            [keys]
+            if not setting.kinds
+            else [keys_by_kind[name] for name in setting.kinds if name in keys_by_kind]
+        )
+        if not any(_is_relevant(setting, keys | target) for target in targets):
             continue
-        hf_values = [config[hf_name] for hf_name in setting.hf_names if hf_name in config]
-        hf_values = [hf_value for hf_value in hf_values if hf_value != setting.unset]
-        value = hf_values[-1] if hf_values else evaluate(setting.default, config)
+        value, is_default = _value_of(setting, config)
         converted = REQUIRED if value is REQUIRED else setting.to_key_value(value, config)
         problem = _problem(setting, value, converted, config)
         # Omits defaults computed from a value already reported as wrong.
-        if problem and not (problems and callable(setting.default) and not hf_values):
-            problems.append(problem)
+        if problem and not (problems and callable(setting.default) and is_default):
+            problems.append(_in_names_of(stored, setting.name, problem))
         if converted is not REQUIRED:
             # Later defaults may depend on this one.
             config.setdefault(setting.name, value)
             if evaluate(setting.implied, config) != value:
-                keys |= dict.fromkeys(setting.keys, converted)
+                for target in targets:
+                    target |= dict.fromkeys(setting.keys, converted)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f"{source}: config.json ({family.model_type}) cannot be imported:\n{lines}")
+    if family.layers is not None:
+        keys |= layer_table.keys_of_layers(kinds.names, keys_by_kind, family.layers)
     keys |= user_keys
     return drop_unused_keys(keys, keys)
+
+
+class _Kinds(NamedTuple):
+    """The kind of each layer of a config.json, and the keys of each kind that a layer has."""
+
+    names: Sequence[str]
+    keys_by_name: Mapping[str, Mapping[str, Any]]
+
+
+def _kinds_of_layers(family: Family, config: dict[str, Any], problems: list[str]) -> _Kinds:
+    """Returns the kinds of layers; appends to the problems if they cannot be read."""
+    count = config.get("num_hidden_layers")
+    if family.layers is None or type(count) is not int:
+        return _Kinds((), {})
+    try:
+        names = family.layers.read(Layers(config, count))
+    except LayerTableError as error:
+        problems.append(str(error))
+        return _Kinds((), {})
+    keys = {kind.name: kind.keys for kind in family.layers.kinds if kind.name in names}
+    return _Kinds(names, keys)
+
+
+def _value_of(setting: ConfigMapping, config: Mapping[str, Any]) -> tuple[Any, bool]:
+    """Returns the value of a setting in a config.json, and whether that is its default."""
+    hf_values = [config[name] for name in setting.hf_names if name in config]
+    hf_values = [value for value in hf_values if value != setting.unset]
+    if not hf_values:
+        return evaluate(setting.default, config), True
+    if hf_values[-1] is None and setting.null is not REQUIRED:
+        return evaluate(setting.null, config), False
+    return hf_values[-1], False
+
+
+def _in_names_of(config: Mapping[str, Any], name: str, problem: str) -> str:
+    """Returns a problem with a rotary parameter, by the name that it has in an older config.json.
+
+    Args:
+      config: As it was stored.
+      name: Of the setting.
+      problem: Begins with that name.
+    """
+    rotary_object, _, parameter = name.rpartition(".")
+    if rotary_object != rotary_config.OBJECT or config.get(rotary_config.OBJECT):
+        return problem
+    shown = parameter if parameter in config else f"rope_scaling.{parameter}"
+    return problem.replace(name, shown)
 
 
 def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str, Any]:
@@ -155,27 +211,20 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     return ""
 
 
-def _flattened(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Returns a config.json without nulls, with the entries of its rotary object as keys."""
-    plain = {name: value for name, value in config.items() if value is not None}
-    for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(name) or {}, Mapping):
-            raise UserError(f"{source}: config.json: {name}={config[name]} is not a JSON object.")
-    # With both, transformers uses the older name alone (PreTrainedConfig.__post_init__).
-    nested = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    if "type" in nested:
-        nested.setdefault("rope_type", nested["type"])
-    for name, value in nested.items():
-        if isinstance(value, Mapping):
-            raise UserError(
-                f"{source}: config.json has rotary parameters that differ by layer ({name}), which "
-                "is not supported."
-            )
-        if value is not None:
-            plain[name if name in _ROPE_PLAIN else f"{_ROPE_SCALING}.{name}"] = value
-    # A null here means "no window", not "the default".
-    if "sliding_window" in config:
-        plain["sliding_window"] = config["sliding_window"]
+def _flattened(config: Mapping[str, Any], family: Family, source: str) -> dict[str, Any]:
+    """Returns a config.json without nulls, with rotary parameters as keys.
+
+    Nulls that do not mean an absent key stay (`ConfigMapping.null`).
+    """
+    settings = family.settings
+    with_null = {
+        name for setting in settings if setting.null is not REQUIRED for name in setting.hf_names
+    }
+    plain = {
+        name: value for name, value in config.items() if value is not None or name in with_null
+    }
+    if family.rotary is not None:
+        plain |= rotary_config.flattened(config, family.rotary, source)
     return plain
 
 
@@ -297,17 +346,72 @@ def absent_in_transformers(family: Family, config: Config) -> str:
 
 def _mismatches(family: Family, config: Config) -> list[str]:
     """Describes keys of a model with values that the family does not have."""
-    values = model_config_values(config)
+    views = _views(family, config)
+    written = _written(family, views)
     own_keys = part_keys(family, config)
+    differences = [line for view in views for line in _part_differences(family, view, own_keys)]
+    differences += [line for view in views for line in _setting_differences(family, view, written)]
+    return list(dict.fromkeys(differences))
+
+
+class _View(NamedTuple):
+    """Layers of one kind, as a family sees them.
+
+    Attributes:
+      kind: The name of the kind; empty in families without kinds, None for layers of no kind.
+      values: All keys with the values that these layers have.
+    """
+
+    kind: str | None
+    values: dict[str, Any]
+
+
+def _views(family: Family, config: Config) -> list[_View]:
+    """Returns the layers of a model: one view for all layers with the same keys."""
+    if family.layers is None:
+        return [_View("", model_config_values(config))]
+    views = []
+    for layer in dict.fromkeys(config.model.layers):
+        values = model_config_values(config, layer)
+        kind = family.layers.kind_of(values)
+        views.append(_View(kind and kind.name, values))
+    return views
+
+
+def _kind_names(table: LayerTable, config: Config) -> list[str]:
+    """Returns the kind of each layer of a model that fits the family."""
+    kinds = {
+        layer: table.kind_of(model_config_values(config, layer))
+        for layer in set(config.model.layers)
+    }
+    return [kind.name for layer in config.model.layers if (kind := kinds[layer])]
+
+
+def _part_differences(family: Family, view: _View, own_keys: Mapping[str, Any]) -> list[str]:
+    """Describes parts of layers that the family does not have.
+
+    Args:
+      own_keys: Keys of parts that name their own tensors.
+    """
+    values = view.values
     read_there = drop_unused_keys(values | family.parts, family.parts)
     differences = [
         f"{name}={_shown(values[name])}, not {_shown(family_value)}"
         for name, family_value in drop_unused_keys(values, read_there).items()
         if values[name] != family_value and name not in own_keys
     ]
-    written = _written(family, values)
+    if view.kind is None and family.layers is not None:
+        keys = sorted({name for kind in family.layers.kinds for name in kind.keys})
+        differences += [f"{name}={_shown(values[name])}" for name in keys if name not in own_keys]
+    return differences
+
+
+def _setting_differences(family: Family, view: _View, written: Mapping[str, Any]) -> list[str]:
+    """Describes values of layers that config.json cannot have."""
+    values = view.values
+    differences = []
     for setting in family.settings:
-        if not setting.keys or not _is_relevant(setting, values):
+        if not setting.keys or not _is_of_view(setting, view):
             continue
         name = setting.keys[0]
         value = values[setting.keys[0]]
@@ -317,29 +421,48 @@ def _mismatches(family: Family, config: Config) -> list[str]:
         # REQUIRED if a size it depends on does not fit, which is already reported.
         elif computed_value not in (value, REQUIRED):
             differences.append(f"{name}={value}, not {computed_value}")
-        elif setting.is_written and written[setting.name] is REQUIRED:
+        elif setting.is_written and setting.to_hf_value(values) is REQUIRED:
             differences.append(f"{name}={_shown(value)}")
+        elif setting.is_written and setting.to_hf_value(values) != written[setting.name]:
+            differences.append(f"{name}={_shown(value)} in some layers")
     return differences
 
 
-def _written(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json values by setting, REQUIRED where it has no value."""
-    return {
-        setting.name: setting.to_hf_value(values)
-        for setting in family.settings
-        if setting.is_written and _is_relevant(setting, values)
-    }
+def _is_of_view(setting: ConfigMapping, view: _View) -> bool:
+    """Returns whether a setting says something about layers."""
+    is_of_kind = not setting.kinds or view.kind in setting.kinds
+    return is_of_kind and _is_relevant(setting, view.values)
+
+
+def _written(family: Family, views: Sequence[_View]) -> dict[str, Any]:
+    """Returns config.json values by setting, REQUIRED where it has no value.
+
+    Of layers that differ, the first of a kind says what is written.
+    """
+    result = {}
+    for setting in family.settings:
+        for view in views:
+            if setting.is_written and _is_of_view(setting, view):
+                result.setdefault(setting.name, setting.to_hf_value(view.values))
+    return result
 
 
 def _shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def model_config_values(config: Config) -> dict[str, Any]:
-    """Returns the model keys in normalized form, with sizes after scaling."""
+def model_config_values(config: Config, layer: LayerConfig | None = None) -> dict[str, Any]:
+    """Returns the model keys in normalized form, with sizes after scaling.
+
+    Args:
+      config: The configuration.
+      layer: One of its layers, whose values of keys by layer count; None for those of the model.
+    """
+    if layer is not None:
+        config = config.model_copy(update={"model": layer.config})
     values = flatten(config)
     model = config.model
-    dimensions = model.shape.dimensions
+    dimensions = model.shape.dimensions if layer is None else layer.dimensions
     pattention = model.pattention
     values |= {key: getattr(dimensions, size) for key, size in _SIZES.items()}
     # A position table determines the length; a rotary model has no table.
@@ -373,18 +496,20 @@ def model_config_values(config: Config) -> dict[str, Any]:
 
 def to_config_json(family: Family, config: Config) -> dict[str, Any]:
     """Returns the config.json of a model that fits the family (`find_family`)."""
-    values = model_config_values(config)
+    views = _views(family, config)
     result: dict[str, Any] = {"architectures": [family.architecture]}
     if family.has_model_type:
         result["model_type"] = family.model_type
     if family.auto_map:
         result["auto_map"] = dict(family.auto_map)
-    for setting, value in _written(family, values).items():
+    if family.layers is not None:
+        result |= family.layers.write(_kind_names(family.layers, config))
+    for setting, value in _written(family, views).items():
         *objects, name = setting.split(".")
-        target_object = result.setdefault(objects[0], {}) if objects else result
+        target_object = result
+        for object_name in objects:
+            target_object = target_object.setdefault(object_name, {})
         target_object[name] = value
-    if result.get(_ROPE_SCALING) == {"rope_type": "default"}:
-        del result[_ROPE_SCALING]  # the default, also in versions that lack this value
     own_keys = part_keys(family, config)
     if own_keys:
         result[_MAXTEXT_OBJECT] = own_keys
@@ -395,9 +520,11 @@ def table_names(family: Family) -> set[str]:
     """Returns config.json keys determined by the model, with older names."""
     of_model = [setting for setting in family.settings if setting.keys]
     names = {name.partition(".")[0] for setting in of_model for name in setting.hf_names}
+    if family.layers is not None:
+        names |= family.layers.write(()).keys()
     return names | {
         _MAXTEXT_OBJECT,
-        "rope_parameters",
+        rotary_config.OBJECT,
         "rope_scaling",
         "architectures",
         *(("model_type",) if family.has_model_type else ()),

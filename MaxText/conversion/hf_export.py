@@ -79,7 +79,7 @@ def write_folder(
         for names, group in tensor_map.groups.items():
             arrays = [weights.read(name) for name in names]
             for tensor in group:
-                joined = tensor.row.join([array[tensor.index] for array in arrays])
+                joined = tensor.join(arrays)
                 yield tensor.name, _cast(tensor.name, joined, specs[tensor.name].dtype)
 
     # Without these, transformers defaults to the ids of its own tokenizers.

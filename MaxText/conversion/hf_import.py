@@ -46,13 +46,22 @@ class MappedTensor(NamedTuple):
     row: WeightMapping
     param_names: tuple[str, ...]  # parameters that it is part of
     index: tuple[int, ...]  # into them: layer and expert, if they hold several
-    part: tuple[int, ...]  # shape of what it holds of each
+    parts: tuple[tuple[int, ...], ...]  # shape of what it holds of each
+    rotary_dims: int  # dimensions of a head that are rotated in its layer
     legacy_names: tuple[str, ...] = ()  # alternative names in published files
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor in the file."""
-        return self.row.hf_shape(self.part)
+        return self.row.hf_shape(self.parts)
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """Returns what the tensor holds of each parameter."""
+        return self.row.split(tensor, self.parts, self.rotary_dims)
+
+    def join(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the tensor with parts of parameters, whole arrays that `index` points into."""
+        return self.row.join([array[self.index] for array in arrays], self.rotary_dims)
 
 
 class TensorMap:
@@ -69,7 +78,8 @@ class TensorMap:
         self.family = family
         self.model = model
         self.groups: dict[tuple[str, ...], list[MappedTensor]] = {}
-        self._num_layers = model.config.shape.dimensions.num_layers
+        self._layers = model.config.layers
+        self._num_layers = len(self._layers)
         if rows is None:
             for row, layer in self._declared():
                 self._add(row, layer, self._stored(row, layer))
@@ -77,7 +87,7 @@ class TensorMap:
         for row in family.rows if rows is None else rows:
             for layer in range(self._num_layers) if row.in_layers else (0,):
                 stored = self._stored(row, layer)
-                if stored[0] not in declared and all(self._fits(row, name) for name, _ in stored):
+                if stored[0] not in declared and self._fits(row, [name for name, _ in stored]):
                     self._add(row, layer, stored)
         self.sources = {name: group for names, group in self.groups.items() for name in names}
         unknown = sorted(set(model.parameters) - set(self.sources))
@@ -117,10 +127,12 @@ class TensorMap:
             stored.append((name, () if index is None else (index,)))
         return stored
 
-    def _fits(self, row: WeightMapping, name: str) -> bool:
-        """Returns whether a row's pattern is for arrays of the rank of a parameter."""
-        num_dims = len(row.param_axes.split())
-        return name in self.model.parameters and len(self._part(row, name)) == num_dims
+    def _fits(self, row: WeightMapping, names: Sequence[str]) -> bool:
+        """Returns whether a row's patterns are for arrays of the ranks of parameters."""
+        return all(
+            name in self.model.parameters and len(self._part(row, name)) == rank
+            for name, rank in zip(names, row.ranks, strict=True)
+        )
 
     def _part(self, row: WeightMapping, name: str) -> tuple[int, ...]:
         """Returns the shape of what one tensor holds of a parameter: one layer, one expert."""
@@ -141,7 +153,8 @@ class TensorMap:
         names = tuple(name for name, _ in stored)
         _, layer_index = stored[0]
         tensors = self.groups.setdefault(names, [])
-        part = self._part(row, names[0])
+        layer_config = self._layers[layer]
+        rotary_fraction = layer_config.config.position.rotary_pct
         num_experts = self.model.config.mixture_of_experts.num_experts if row.in_experts else 1
         for expert in range(num_experts):
             hf_name, *legacy_names = (
@@ -154,7 +167,8 @@ class TensorMap:
                     row=row,
                     param_names=names,
                     index=(*layer_index, expert) if row.in_experts else layer_index,
-                    part=part,
+                    parts=tuple(self._part(row, name) for name in names),
+                    rotary_dims=int(layer_config.dimensions.head_dim * rotary_fraction),
                     legacy_names=tuple(legacy_names),
                 )
             )
@@ -185,7 +199,7 @@ class TensorMap:
         """
         array = np.empty(self.model.parameters[name].shape, dtype)
         for tensor in self.sources[name]:
-            parts = tensor.row.split(read(tensor.name), tensor.part)
+            parts = tensor.split(read(tensor.name))
             array[tensor.index] = parts[tensor.param_names.index(name)]
         return array
 

@@ -19,6 +19,7 @@ from MaxText.conversion.maxtext_checkpoint import MaxTextWeights
 from MaxText.conversion.weight_source import WeightSource, unflatten
 from MaxText.layers.batch import Batch
 from tests.conversion.small_folders import muddformer, tokenformer, write
+from tests.golden.families.make import weights as draw_weights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # What a training state holds besides parameters.
@@ -116,6 +117,25 @@ def hugging_face(family: str) -> Golden:
         next_tokens(arrays["input_ids"]),
         below(arrays, "param/"),
         below(arrays, "grad/"),
+        config_json=facts["hf_config"],
+    )
+
+
+def of_family_vectors(case: str) -> Golden:
+    """One of tests/golden/families."""
+    facts, arrays = _read("families", case)
+    parameters = draw_weights(facts["shapes"], facts["centers"])
+    parameters |= {name: np.float32(value) for name, value in facts["fixed"].items()}
+    gradients = below(arrays, "grad/")
+    unrecorded = {
+        name: np.full_like(parameters[name], UNRECORDED) for name in facts["without_gradient"]
+    }
+    return Golden(
+        facts,
+        arrays,
+        next_tokens(arrays["input_ids"]),
+        parameters,
+        gradients | unrecorded,
         config_json=facts["hf_config"],
     )
 

@@ -36,7 +36,7 @@ SIZES = {
     "D": 10,
     "N": 4,
     "K": 2,
-    "H": 3,
+    "H": 5,
     "F": 7,
     "V": 11,
     "P": 5,
@@ -60,11 +60,12 @@ def exported(weights: HFWeights, folder) -> dict[str, np.ndarray]:
 def test_every_layout_has_its_inverse(model_type):
     generator = np.random.default_rng(0)
     for row in FAMILIES[model_type].rows:
-        shape = [SIZES[letter] for letter in row.param_axes.split()]
-        tensor = generator.random(row.hf_shape(shape))
-        arrays = row.split(tensor, shape)
+        patterns = row.param_axes.split("|")
+        shapes = [[SIZES[letter] for letter in pattern.split()] for pattern in patterns]
+        tensor = generator.random(row.hf_shape(shapes))
+        arrays = row.split(tensor, shapes, rotary_dims=4)
         assert len(arrays) == len(row.param_names)
-        np.testing.assert_array_equal(row.join(arrays), tensor)
+        np.testing.assert_array_equal(row.join(arrays, rotary_dims=4), tensor)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +150,9 @@ def test_rope_scaling_there_and_back(model_type, kind):
     keys = config_from_hf(family, config | {"rope_scaling": scaling}, "here", {})
     converted = load_config(**keys)
     assert converted.model.position.rope_factor == scaling["factor"]
-    assert to_config_json(family, converted)["rope_scaling"] == scaling
     theta = {"rope_theta": converted.model.position.rope_max_timescale}
+    fraction = {"partial_rotary_factor": converted.model.position.rotary_pct} if neox else {}
+    assert to_config_json(family, converted)["rope_parameters"] == scaling | theta | fraction
     newer = config | {"rope_parameters": scaling | theta}
     assert load_config(**config_from_hf(family, newer, "here", {})).model == converted.model
     assert find_family(converted, model_type) is family

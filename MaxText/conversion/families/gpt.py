@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from MaxText.conversion import family as hf
-from MaxText.conversion.families.llama import ROTARY_SCALING
+from MaxText.conversion.families import rotary
+from MaxText.conversion.rotary_config import RotaryDefaults
 
 _LAYER = "transformer.h.{layer}."  # of GPT-2 and GPT-Neo
 _NEOX_LAYER = "gpt_neox.layers.{layer}."
@@ -152,13 +153,11 @@ GPT_NEOX = hf.Family(
         hf.family_default("head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
         hf.mapped("intermediate_size", "base_mlp_dim"),
         hf.mapped("layer_norm_eps", "normalization_layer_epsilon", default=1e-5),
-        hf.mapped("rotary_pct partial_rotary_factor", "rotary_pct", default=0.25),
-        hf.mapped("rotary_emb_base rope_theta", "rope_max_timescale", default=10_000.0),
         hf.mapped("hidden_act", "mlp_activations", default="gelu", values=_NEOX_ACTIVATIONS),
         hf.mapped("use_parallel_residual", "block_arrangement", default=True, values=hf.PARALLEL),
         hf.mapped("attention_bias", "qkv_bias proj_bias", default=True, values=hf.BOOLEANS),
         hf.mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=hf.BOOLEANS),
-        *ROTARY_SCALING,
+        *rotary.settings(has_fraction=True),
     ),
     rows=(
         hf.row("gpt_neox.embed_in.weight", "token_embedder/embedding", "V D", "V D"),
@@ -176,4 +175,9 @@ GPT_NEOX = hf.Family(
     prefix="gpt_neox.",
     head="embed_out.weight",
     ignored=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
+    rotary=RotaryDefaults(
+        fraction=0.25,
+        theta_names=("rotary_emb_base", "rope_theta"),
+        fraction_names=("rotary_pct", "partial_rotary_factor"),
+    ),
 )

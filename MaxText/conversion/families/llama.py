@@ -12,33 +12,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from MaxText.conversion import family as hf
+from MaxText.conversion.families import rotary
+from MaxText.conversion.rotary_config import RotaryDefaults
 
 _LAYER = "model.layers.{layer}."
 _EXPERT = _LAYER + "block_sparse_moe.experts.{expert}."
-_PLAIN_YARN = "Sine and cosine are multiplied by 0.1 ln(factor) + 1 here, from factor alone."
-_ROPE_TYPES = (("default",) * 2, ("llama3", "llama3.1"), ("linear",) * 2, ("yarn",) * 2)
-
-# `rope_scaling` of config.json. Newer versions of transformers write it as `rope_parameters`,
-# including rope_theta. Must follow the length setting, which is a default here.
-ROTARY_SCALING: tuple[hf.ConfigMapping, ...] = (
-    hf.mapped("rope_scaling.rope_type", "rope_type", default="default", values=_ROPE_TYPES),
-    hf.mapped("rope_scaling.factor", "rope_factor"),
-    hf.mapped(
-        "rope_scaling.original_max_position_embeddings original_max_position_embeddings",
-        "original_max_position_embeddings",
-        default=hf.copy_of("max_position_embeddings"),
-    ),
-    hf.mapped("rope_scaling.low_freq_factor", "low_freq_factor"),
-    hf.mapped("rope_scaling.high_freq_factor", "high_freq_factor"),
-    hf.mapped("rope_scaling.beta_fast", "beta_fast", default=32.0),
-    hf.mapped("rope_scaling.beta_slow", "beta_slow", default=1.0),
-    hf.supported("rope_scaling.attention_factor", None, hint=_PLAIN_YARN),
-    hf.supported("rope_scaling.mscale", None, hint=_PLAIN_YARN),
-    hf.supported("rope_scaling.mscale_all_dim", None, hint=_PLAIN_YARN),
-    hf.supported(
-        "rope_scaling.truncate", True, hint="The transition begins and ends at whole pairs."
-    ),
-)
 
 # The gated feed-forward here is activation(wi_0 x) * wi_1 x, gate first.
 _ACTIVATIONS = hf.activations("silu swish gelu gelu_new gelu_pytorch_tanh relu", "linear")
@@ -89,19 +67,18 @@ LLAMA = hf.Family(
         hf.mapped("num_key_value_heads", "base_num_kv_heads", hf.copy_of("num_attention_heads")),
         hf.mapped("intermediate_size", "base_mlp_dim"),
         hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-6),
-        hf.mapped("rope_theta", "rope_max_timescale", default=10_000.0),
-        hf.supported("partial_rotary_factor", 1.0, 1),
         hf.mapped("hidden_act", "mlp_activations", default="silu", values=_ACTIVATIONS),
         hf.mapped("tie_word_embeddings", "logits_via_embedding", default=False, values=hf.BOOLEANS),
         hf.mapped("max_position_embeddings", "max_target_length", default=2048),
         hf.mapped("head_dim", "head_dim", hf.divided_by("hidden_size", "num_attention_heads")),
         hf.mapped("attention_bias", "qkv_bias proj_bias", default=False, values=hf.BOOLEANS),
         hf.mapped("mlp_bias", "ffn_bias", default=False, values=hf.BOOLEANS),
-        *ROTARY_SCALING,
+        *rotary.settings(),
     ),
     rows=_rows(_MLP),
     prefix="model.",
     ignored=(".rotary_emb.inv_freq",),
+    rotary=RotaryDefaults(),
 )
 
 
@@ -205,7 +182,6 @@ MIXTRAL = _descendant(
     "MixtralForCausalLM",
     hf.mapped("num_key_value_heads", "base_num_kv_heads", default=8),
     hf.mapped("rms_norm_eps", "normalization_layer_epsilon", default=1e-5),
-    hf.mapped("rope_theta", "rope_max_timescale", default=1e6),
     _length(131_072),
     _two_or_more(
         "num_local_experts num_experts", "num_experts", 8, "One expert is an ordinary Mistral."
@@ -228,6 +204,7 @@ MIXTRAL = _descendant(
     },
     without=_BIASES,
     rows=_rows(_EXPERTS),
+    rotary=RotaryDefaults(theta=1e6),
 )
 
 QWEN2 = _descendant(

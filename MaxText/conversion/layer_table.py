@@ -1,0 +1,177 @@
+"""Kinds of layers in config.json: which layers have a window, and which have no rotary positions.
+
+transformers lists the kind of every layer (`layer_types`); older files have rules instead, such as
+`sliding_window_pattern`. A `LayerTable` reads either, and writes the list.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+GLOBAL = "full_attention"
+LOCAL = "sliding_attention"
+_LAYER_TYPES = "layer_types"
+
+
+class LayerKind(NamedTuple):
+    """A kind of layers.
+
+    Attributes:
+      name: Its name in tables; that of `layer_types` where one list says all.
+      letter: Its letter in layer_pattern.
+      keys: What distinguishes its layers.
+    """
+
+    name: str
+    letter: str
+    keys: Mapping[str, Any]
+
+
+class LayerTableError(ValueError):
+    """A list of config.json cannot be read; the text begins with its key."""
+
+
+class Layers(NamedTuple):
+    """The layers of a config.json, as the rules that a LayerTable calls see them.
+
+    Attributes:
+      config: Of config.json.
+      count: num_hidden_layers.
+    """
+
+    config: Mapping[str, Any]
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerTable:
+    """Kinds of layers of a family.
+
+    Attributes:
+      kinds: All kinds. The first whose keys a layer has is its kind.
+      read: The name of each layer's kind, by config.json. Raises LayerTableError.
+      write: Keys of config.json, from the name of each layer's kind.
+    """
+
+    kinds: tuple[LayerKind, ...]
+    read: Callable[[Layers], Sequence[str]]
+    write: Callable[[Sequence[str]], dict[str, Any]]
+
+    @property
+    def keys(self) -> set[str]:
+        """Keys of ours that the table determines."""
+        by_layer = {"layer_pattern", "layer_kinds", "attention_types"}
+        return by_layer.union(*(kind.keys for kind in self.kinds))
+
+    def kind_of(self, values: Mapping[str, Any]) -> LayerKind | None:
+        """Returns the kind of a layer with these values of our keys; None if it has none."""
+        fitting = (
+            kind
+            for kind in self.kinds
+            if all(values[name] == value for name, value in kind.keys.items())
+        )
+        return next(fitting, None)
+
+
+def keys_of_layers(
+    names: Sequence[str], keys_by_kind: Mapping[str, Mapping[str, Any]], table: LayerTable
+) -> dict[str, Any]:
+    """Returns keys that give each layer those of its kind.
+
+    Keys with the same value in all kinds become the model's, others those of a letter.
+
+    Args:
+      names: The kind of each layer.
+      keys_by_kind: The keys of each kind.
+      table: Has the letters.
+    """
+    used = [kind for kind in table.kinds if kind.name in names]
+    common, *others = (keys_by_kind[kind.name] for kind in used)
+    shared = {
+        name: value
+        for name, value in common.items()
+        if all(name in keys and keys[name] == value for keys in others)
+    }
+    if not others:
+        return shared
+    letter_of = {kind.name: kind.letter for kind in used}
+    kinds = {
+        kind.letter: {
+            name: value for name, value in keys_by_kind[kind.name].items() if name not in shared
+        }
+        for kind in used
+    }
+    pattern = shortest_pattern("".join(letter_of[name] for name in names))
+    return {**shared, "layer_pattern": pattern, "layer_kinds": kinds}
+
+
+def shortest_pattern(letters: str) -> str:
+    """Returns a layer_pattern for the letters of all layers: a cycle, and letters left over.
+
+    "LLGLLGLL" becomes "(LLG)LL".
+    """
+    for length in range(1, len(letters) + 1):
+        cycle = letters[:length]
+        repeats, num_left_over = divmod(len(letters), length)
+        if cycle * repeats + cycle[:num_left_over] == letters:
+            return f"({cycle}){cycle[:num_left_over]}" if num_left_over else cycle
+    return letters
+
+
+def read_list(layers: Layers, key: str, default: Iterable[Any] | None) -> list[Any]:
+    """Returns a list of config.json with an element for each layer.
+
+    Raises:
+      LayerTableError: It is no list, or has another length.
+    """
+    listed = layers.config.get(key)
+    if listed is None and default is not None:
+        return list(default)
+    if not isinstance(listed, list) or len(listed) != layers.count:
+        raise LayerTableError(f"{key}={listed} is not a list for {layers.count} layers")
+    return listed
+
+
+def read_layer_types(layers: Layers, default: Iterable[str]) -> list[str]:
+    """Returns `layer_types`, or the default of the family.
+
+    Raises:
+      LayerTableError: It has other types than local and global attention.
+    """
+    types = read_list(layers, _LAYER_TYPES, default)
+    unknown = sorted({str(kind) for kind in types} - {GLOBAL, LOCAL})
+    if unknown:
+        raise LayerTableError(
+            f"{_LAYER_TYPES}: only {GLOBAL} and {LOCAL} can be imported, not {', '.join(unknown)}"
+        )
+    return types
+
+
+def every_nth_global(key: str, default: int) -> Callable[[Layers], list[str]]:
+    """Returns a reader for families whose older files have the distance between global layers.
+
+    Args:
+      key: The key with that distance.
+      default: Its default.
+    """
+
+    def read(layers: Layers) -> list[str]:
+        distance = layers.config.get(key)
+        distance = default if distance is None else distance
+        if layers.config.get(_LAYER_TYPES) is None and (type(distance) is not int or distance < 1):
+            raise LayerTableError(f"{key}={distance} is not a number of layers")
+        alternating = (
+            GLOBAL if (index + 1) % distance == 0 else LOCAL for index in range(layers.count)
+        )
+        return read_layer_types(layers, alternating)
+
+    return read
+
+
+def write_layer_types(names: Sequence[str]) -> dict[str, Any]:
+    """Returns `layer_types`."""
+    return {_LAYER_TYPES: list(names)}
+
+
+LOCAL_KIND = LayerKind(LOCAL, "L", {"mixer": "local_attention"})
+GLOBAL_KIND = LayerKind(GLOBAL, "G", {"mixer": "attention"})

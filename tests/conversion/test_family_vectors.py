@@ -1,0 +1,56 @@
+"""Families of transformers: numbers of tiny random models, and their folders there and back.
+
+tests/golden/families/README.md says what the vectors hold.
+"""
+
+import json
+
+import jax
+import pytest
+from safetensors.numpy import load_file
+
+from MaxText.conversion.hf_import import HFWeights
+from MaxText.training.objective import loss_sums
+from tests.conversion.golden_models import of_family_vectors
+from tests.conversion.running import model_in_run, parameters_in_run, run
+from tests.conversion.small_folders import same_bits
+from tests.golden.families.make import CASES
+from tests.layers.test_golden import TRANSFORMERS, close, close_gradients
+
+# In config.json of transformers, and no part of the model.
+NOT_OF_MODEL = {"transformers_version", "initializer_range", "use_cache", "attention_dropout"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_of_transformers(case, tmp_path):
+    golden = of_family_vectors(case)
+    reference, folder = tmp_path / "source", tmp_path / "run"
+    golden.store(reference, golden.parameters)
+    run(f"from=hf:{reference}", f"to={folder}")
+    keys = ("scan_layers=false", "remat_policy=none")
+    model, params = model_in_run(folder, *keys), parameters_in_run(folder)
+
+    @jax.jit
+    def numbers(params, batch):
+        def loss(params):
+            decoder = model.merge(params)
+            total = loss_sums(decoder, batch, model.config.objective).total
+            return total / batch.loss_mask_BT.sum(), decoder(batch)
+
+        (loss_value, logits), gradients = jax.value_and_grad(loss, has_aux=True)(params)
+        return logits, loss_value, gradients
+
+    logits, loss, gradients = numbers(params, golden.batch)
+    close(logits, golden.logits, TRANSFORMERS.logits)
+    close(loss, golden.loss, TRANSFORMERS.loss)
+    wanted = golden.converted(tmp_path / "gradients", golden.gradients)
+    close_gradients(gradients, wanted, TRANSFORMERS.gradients)
+
+    run(f"from={folder}", f"to=hf:{tmp_path / 'out'}")
+    same_bits(load_file(tmp_path / "out" / "model.safetensors"), golden.parameters)
+    exported = json.loads((tmp_path / "out" / "config.json").read_text())
+    exported.pop("torch_dtype", None)
+    stored = {name: value for name, value in golden.config_json.items() if name not in NOT_OF_MODEL}
+    assert {name: exported.get(name) for name in stored} == stored
+    again, given = HFWeights(tmp_path / "out"), HFWeights(reference)
+    assert (again.keys, again.family) == (given.keys, given.family)

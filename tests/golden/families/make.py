@@ -1,0 +1,287 @@
+"""Makes the vectors of this folder with transformers: tiny random models, logits, loss, gradients.
+
+    PYTHONPATH=. python tests/golden/families/make.py            # all cases
+    PYTHONPATH=. python tests/golden/families/make.py gemma3     # those with a word in their name
+
+Needs torch and transformers (`library` in the JSON files has the versions). README.md says what the
+files hold. Weights are not stored: `weights` draws them again, from NumPy's RandomState, whose
+numbers never change.
+"""
+
+import json
+import sys
+import tempfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+BATCH = 2
+LENGTH = 20
+
+# Sizes of all cases. There is no padding id, whose embedding would get no gradient.
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 24,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
+
+# case: changes of SIZES. The text before a hyphen is the model_type.
+CASES: dict[str, dict[str, Any]] = {
+    "arcee": {"attention_bias": True, "mlp_bias": True, "head_dim": 8, "rope_parameters": YARN},
+    "ernie4_5": {"use_bias": True, "head_dim": 8, "rms_norm_eps": 1e-3},
+    "qwen2": {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_parameters": YARN,
+    },
+    "qwen3": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": [GLOBAL, LOCAL, GLOBAL],
+        "tie_word_embeddings": True,
+    },
+    "seed_oss": {"head_dim": 8, "attention_out_bias": True, "mlp_bias": True},
+    "stablelm": {"use_qkv_bias": True},
+    "stablelm-parallel": {"use_parallel_residual": True, "num_hidden_layers": 2},
+    "starcoder2": {"sliding_window": 5},
+    "nemotron": {"attention_bias": True, "mlp_bias": True, "head_dim": 8},
+    "smollm3": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "no_rope_layers": [1, 0, 1, 0],
+        "layer_types": [LOCAL, GLOBAL, GLOBAL, LOCAL],
+        "attention_bias": True,
+    },
+    "smollm3-interval": {"num_hidden_layers": 4, "no_rope_layer_interval": 2, "mlp_bias": True},
+    "phi3": {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.67}},
+    "phi3-window": {"sliding_window": 5, "num_hidden_layers": 2},
+    "phi3-long": {
+        "original_max_position_embeddings": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 1.5, 2.5, 4.0],
+            "partial_rotary_factor": 0.67,
+        },
+    },
+    "phi3-short": {
+        "original_max_position_embeddings": 32,
+        "num_hidden_layers": 2,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 500.0,
+            "short_factor": [1.0, 1.3, 2.0],
+            "long_factor": [1.0, 1.5, 2.5],
+        },
+    },
+    "gemma2": {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+        "sliding_window": 5,
+        "attention_bias": True,
+    },
+    "gemma3_text": {
+        "num_hidden_layers": 5,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "layer_types": [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL],
+        "sliding_window": 5,
+        "final_logit_softcapping": 7.0,
+        "rope_parameters": {
+            LOCAL: {"rope_type": "default", "rope_theta": 100.0},
+            GLOBAL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+        },
+    },
+    "olmo2": {"attention_bias": True, "rope_parameters": LLAMA3},
+    "olmo3": {
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "rope_parameters": {
+            LOCAL: {"rope_type": "default", "rope_theta": 500.0},
+            GLOBAL: {**YARN, "attention_factor": 1.3},
+        },
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.6,
+        "logits_scaling": 1.7,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "ministral3": {
+        "head_dim": 8,
+        "rope_parameters": {
+            **YARN,
+            "original_max_position_embeddings": 4,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.4,
+        },
+    },
+    "glm4": {"head_dim": 8, "rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}},
+    "nanochat": {"final_logit_softcapping": 5.0, "attention_bias": True},
+    "exaone4": {
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "head_dim": 8,
+    },
+    "exaone4-global": {"num_hidden_layers": 2, "sliding_window": None, "layer_types": [GLOBAL] * 2},
+    "hunyuan_v1_dense": {
+        "head_dim": 8,
+        "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "alpha": 30.0,
+            "factor": 1.0,
+            "rope_theta": 500.0,
+        },
+    },
+    "cohere2": {
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "attention_bias": True,
+        "logit_scale": 0.3,
+    },
+    "apertus": {"attention_bias": True},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "global_head_dim": 12,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": [LOCAL, GLOBAL, LOCAL, GLOBAL],
+        "sliding_window": 5,
+        "final_logit_softcapping": 7.0,
+    },
+    "gemma4_text-plain": {
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "layer_types": [LOCAL, GLOBAL],
+        "sliding_window": 5,
+        "attention_bias": True,
+    },
+}
+
+
+def weights(shapes: Mapping[str, Sequence[int]], centers: Mapping[str, float]) -> dict[str, Any]:
+    """Returns random weights that are far from an initialization, float32 by name.
+
+    Args:
+      shapes: Of the tensors.
+      centers: The mean of the tensors that have one: 1 for most norms.
+    """
+    drawn = {}
+    for name, shape in shapes.items():
+        noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
+        is_table = "embed" in name
+        scale = 1.0 if is_table else 0.4 if len(shape) < 2 else 1.5 / shape[-1] ** 0.5
+        drawn[name] = (centers.get(name, 0.0) + scale * noise).astype(np.float32)
+    return drawn
+
+
+def _make(case: str) -> None:
+    """Writes the files of a case."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file
+
+    model_type = case.partition("-")[0]
+    config = transformers.AutoConfig.for_model(model_type, **(SIZES | CASES[case]))
+    config._attn_implementation = "eager"
+    config.dtype = torch.float32
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        stored = load_file(f"{folder}/model.safetensors")
+        config_json = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    centers = {name: 1.0 for name, tensor in stored.items() if tensor.ndim == 1 and tensor[0] == 1}
+    state = model.state_dict()
+    is_buffer = set(state) - {name for name, _ in model.named_parameters()}
+    fixed = {name: tensor.tolist() for name, tensor in stored.items() if _is_fixed(name)}
+    drawn = weights({name: tensor.shape for name, tensor in stored.items()}, centers)
+    drawn |= {name: stored[name] for name in fixed}
+    with torch.no_grad():
+        for name, array in drawn.items():
+            state[name].copy_(torch.from_numpy(array))
+    tokens = np.random.RandomState(0).randint(0, config.vocab_size, (BATCH, LENGTH))
+    output = model(torch.from_numpy(tokens), labels=torch.from_numpy(tokens))
+    output.loss.backward()
+    gradients = {
+        f"grad/{name}": parameter.grad.numpy()
+        for name, parameter in model.named_parameters()
+        if name in stored
+    }
+    facts = {
+        "hf_config": config_json,
+        "shapes": {name: list(tensor.shape) for name, tensor in stored.items()},
+        "centers": centers,
+        "fixed": fixed,
+        "without_gradient": sorted(is_buffer & stored.keys()),
+        "library": {module.__name__: module.__version__ for module in (np, torch, transformers)},
+    }
+    text = json.dumps(facts, indent=1, default=str)
+    (FOLDER / f"{case}.json").write_text(text + "\n", encoding="utf-8")
+    np.savez_compressed(
+        FOLDER / f"{case}.npz",
+        input_ids=tokens.astype(np.int32),
+        logits=output.logits.detach().numpy(),
+        loss=output.loss.detach().numpy(),
+        **gradients,
+    )
+    print(f"{case}: loss {output.loss.item():.4f}")
+
+
+def _is_fixed(name: str) -> bool:
+    """Returns whether a tensor is a constant of the architecture."""
+    return name.endswith(("act_fn.beta", "act_fn.eps"))
+
+
+if __name__ == "__main__":
+    for case in CASES:
+        if len(sys.argv) == 1 or any(word in case for word in sys.argv[1:]):
+            _make(case)
