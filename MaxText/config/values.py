@@ -1,8 +1,8 @@
-"""Conversion of text and YAML nodes to typed values, and back to YAML.
+"""Reads text and YAML nodes, converts them to typed values with pydantic, and writes YAML.
 
 A plain (unquoted) YAML scalar stays text, `UntypedScalar`, until the type of the key is known: only
 then is it clear whether `yes` is a word or a boolean, and `none` a choice or null. Quoted scalars
-are always strings.
+are always strings. `convert` decides it, with validators that stand before pydantic's own.
 """
 
 import contextlib
