@@ -54,7 +54,8 @@ _KEYS = (
     "skip_step_on_spikes",
     "skip_step_interval",
     "skip_step_scaling_factor",
-    "rollback",
+    "rollback.after_skips",
+    "rollback.on_rise",
     "log_layer_norms",
 )
 

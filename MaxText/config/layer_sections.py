@@ -7,14 +7,13 @@ from pydantic import PlainValidator
 from MaxText.config.keys import (
     Count,
     CountOrAuto,
+    NamedSection,
     Natural,
     NonNegative,
-    Options,
     OtherThan,
     Positive,
     Section,
     key,
-    options,
 )
 from MaxText.config.layer_plan import LayerKinds
 from MaxText.config.registry import Name
@@ -190,7 +189,7 @@ class PositionConfig(Section):
 _BLOCKED = {"attention": ["autoselected", "blocked"]}
 
 
-class LinearAttentionOptions(Options):
+class LinearAttentionConfig(NamedSection):
     """Layers of linear attention."""
 
     chunk: Count = key(64, "Chunk length. Does not change the result.", unit="tokens")
@@ -232,7 +231,7 @@ class AttentionConfig(Section):
     sliding_window_size: Count = key(256, unit="tokens")
     """Tokens that a query of a local layer sees, itself included; without a causal mask also as
     many after it."""
-    linear_attention: LinearAttentionOptions = options(LinearAttentionOptions)
+    linear_attention: LinearAttentionConfig = LinearAttentionConfig()
     num_mem_kv: Natural = key(0)
     """Learned keys and values that every token of a global layer also attends to."""
     gpt_neo_none_attention_bug: bool = key(False)
@@ -294,8 +293,13 @@ class FeedForwardConfig(Section):
 _SEVERAL_EXPERTS = {"num_experts": OtherThan((1,))}
 
 
-class SecondExpert(Options):
+_TWO_EXPERTS = {"num_experts_per_tok": 2}
+
+
+class SecondExpertConfig(NamedSection):
     """A token's second expert."""
+
+    ONLY_IF = _TWO_EXPERTS
 
     policy: Literal["all", "none", "threshold", "random"] = key("all")
     """Its use in training. threshold: if its gate exceeds the threshold. random: with probability
@@ -327,7 +331,7 @@ class MoEConfig(Section):
     load_balance_loss_weight: NonNegative = key(0.01, "Weight of the load balance loss.")
     router_z_loss_weight: NonNegative = key(0.0)
     """Weight of the router z-loss, the squared log of the normalizer (ST-MoE: 0.001)."""
-    moe_second: SecondExpert = options(SecondExpert, only_if={"num_experts_per_tok": 2})
+    moe_second: SecondExpertConfig = SecondExpertConfig()
 
 
 _QKV_AND_OUTPUT = {"attention_projections": "pattention"}
@@ -341,8 +345,10 @@ _L2 = {"normalize_type": ["l2_norm_gelu", "gelu_l2_norm", "l2_norm"]}
 SlotPlace = Literal["qkv", "proj", "ffn"]
 
 
-class ZoomDims(Options):
+class ZoomDimsConfig(NamedSection):
     """zoom_dim of single places."""
+
+    ONLY_IF = _L2
 
     qkv: float = key(-1.0, only_if=_QKV_AND_OUTPUT, ge=-1)
     """zoom_dim of query, key and value; -1 is zoom_dim."""
@@ -352,7 +358,7 @@ class ZoomDims(Options):
     """zoom_dim of the feed-forward; -1 is 4 * zoom_dim."""
 
 
-class ScaleFactors(Options):
+class ScaleFactorsConfig(NamedSection):
     """Factors of Theta."""
 
     qkv: float = key(1.0, "Factor in query, key and value.", only_if=_QKV_AND_OUTPUT)
@@ -384,8 +390,8 @@ class PattentionConfig(Section):
     zoom_dim: NonNegative = key(0.0, only_if=_L2, only_if_any=_ANYWHERE)
     """Replacement of n in sqrt(n), so that slots can be added without changing the scale; 4 times
     as much in the feed-forward. 0 is the number of slots."""
-    zoom_dims: ZoomDims = options(ZoomDims, only_if=_L2)
-    scale_factors: ScaleFactors = options(ScaleFactors)
+    zoom_dims: ZoomDimsConfig = ZoomDimsConfig()
+    scale_factors: ScaleFactorsConfig = ScaleFactorsConfig()
 
     def num_slots(self, projection: SlotPlace, emb_dim: int) -> int:
         """Returns the slots of one Pattention, with every -1 replaced.
@@ -416,7 +422,7 @@ _DYNAMIC = _DENSE | {"dense_dynamic": True}
 Way = Literal["q", "k", "v", "r"]
 
 
-class DenseSelection(Options):
+class DenseSelectionConfig(NamedSection):
     """Numbers of dense_sparsity."""
 
     dilation: Count = key(2, unit="layers", only_if={"dense_sparsity": "dilated"})
@@ -448,7 +454,7 @@ class DenseConfig(Section):
     dense_sparsity: Literal["all", "dilated", "window", "list"] = key("all")
     """Outputs that are summed besides the last one. dilated: every dilation-th, counted back from
     it. window: the last outputs and the embedding. list: those of dense_selection."""
-    dense_selection: DenseSelection = options(DenseSelection)
+    dense_selection: DenseSelectionConfig = DenseSelectionConfig()
     dense_period: Count = key(1, unit="layers")
     """Layers from one sum to the next; other layers read the last output."""
     dense_target_layers: tuple[int, ...] | None = key(None, only_if={"dense_period": 1})

@@ -156,14 +156,14 @@ def _loss_chunks_divide_sequences(config: Config) -> ConfigIssue | None:
     return undivided_lengths("num_vocab_tiling", num_chunks, config, ["num_vocab_tiling"])
 
 
-@rule("zoom_dims")
+@rule("zoom_dims.qkv", "zoom_dims.proj", "zoom_dims.ffn")
 def _zooms_have_roots(config: Config) -> ConfigIssue | None:
     for projection, zoom in config.model.pattention.zoom_dims:
         if -1 < zoom < 0:
             return ConfigIssue(
                 message=f"zoom_dims.{projection}={zoom:g} has no square root; use 0 or more, or "
                 "-1 for zoom_dim",
-                keys=("zoom_dims",),
+                keys=(f"zoom_dims.{projection}",),
             )
     return None
 
@@ -367,7 +367,8 @@ def _attention_types_name_all_layers(config: Config) -> ConfigIssue | None:
 # Key of attention -> the mixers that read it, one of which has to be there.
 _READ_BY: dict[str, tuple[str, ...]] = {
     "sliding_window_size": ("local_attention",),
-    "linear_attention": ("linear_attention",),
+    "linear_attention.chunk": ("linear_attention",),
+    "linear_attention.epsilon": ("linear_attention",),
     "num_mem_kv": ("attention",),
     "gpt_neo_none_attention_bug": ("none",),
     "attention_scale": SOFTMAX_MIXERS,
@@ -380,9 +381,11 @@ def _keys_are_read_by_a_mixer(config: Config) -> ConfigIssue | None:
     attention = config.model.attention
     mixers = set(config.model.mixers)
     with_bases = mixers.union(*map(_base_mixers, mixers))
+    attention_values = attention.values_by_key()
+    defaults = type(attention)().values_by_key()
     for name, readers in _READ_BY.items():
-        default = type(attention).model_fields[name].default
-        if getattr(attention, name) != default and not with_bases.intersection(readers):
+        is_set = attention_values[name] != defaults[name]
+        if is_set and not with_bases.intersection(readers):
             return ConfigIssue(
                 message=f"{name} is for layers with mixer {' or '.join(readers)}, and all layers "
                 f"have {', '.join(sorted(mixers))}",
@@ -702,7 +705,7 @@ def _dense_streams_are_distinct(config: Config) -> ConfigIssue | None:
 
 @rule(
     "dense_target_layers",
-    "dense_selection",
+    "dense_selection.outputs",
     "dense_period",
     "dense_sparsity",
     "base_num_decoder_layers",
@@ -734,6 +737,6 @@ def _dense_layers_exist(config: Config) -> ConfigIssue | None:
         return ConfigIssue(
             message="dense_selection.outputs: 0 is the embedding, 1 to "
             f"{num_layers} are outputs; {reason}",
-            keys=("dense_selection",),
+            keys=("dense_selection.outputs",),
         )
     return None

@@ -23,7 +23,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origi
 from MaxText.config import sources, values
 from MaxText.config.maxtext_keys import ALIASES, find_unsupported
 from MaxText.config.problems import ConfigIssue, ConfigurationError, close_matches, nearest_fact
-from MaxText.config.schema import all_names
+from MaxText.config.schema import settable_names
 from MaxText.config.sources import ARGUMENT, YAML_PATH, print_notices
 
 OptionsT = TypeVar("OptionsT")
@@ -349,7 +349,7 @@ def _unknown_option(
     """
     if not name and not argument.startswith("-"):
         return None
-    key_names = list(all_names()) if takes_keys else []
+    key_names = settable_names() if takes_keys else []
     if takes_keys and (name in (*key_names, *ALIASES) or find_unsupported(name)):
         return None
     typed_name = name or argument.lstrip("-")

@@ -24,7 +24,7 @@ import numpy as np
 import yaml
 
 from MaxText.config.config_files import DECODER_BLOCKS
-from MaxText.config.schema import all_keys, flatten, unflatten, with_entries
+from MaxText.config.schema import all_keys, flatten, unflatten
 
 REQUIRED = object()
 Computed = Callable[[Mapping[str, Any]], Any]  # a value from those of other keys
@@ -376,12 +376,14 @@ _WITHOUT_EFFECT = (
 
 @functools.cache
 def _choices(decoder_block: str) -> dict[str, Any]:
-    """Returns keys chosen by a decoder_block, with entries and defaults."""
+    """Returns keys chosen by a decoder_block, with defaults."""
     text = (DECODER_BLOCKS / f"{decoder_block}.yml").read_text(encoding="utf-8")
-    values = with_entries(flatten(unflatten(yaml.safe_load(text))))
-    sections = [key for key in all_keys().values() if key.section[-1] in _SECTIONS]
-    keys = [key_or_entry for key in sections for key_or_entry in (key.entries.values() or [key])]
-    chosen = {key.name: values[key.name] for key in keys if key.name not in _WITHOUT_EFFECT}
+    values = flatten(unflatten(yaml.safe_load(text)))
+    chosen = {
+        name: values[name]
+        for name, key in all_keys().items()
+        if not set(_SECTIONS).isdisjoint(key.section) and name not in _WITHOUT_EFFECT
+    }
     # No family scales the logits of a tied head, and only Mixtral has experts.
     return chosen | {"normalize_embedding_logits": False, "num_experts": 1}
 

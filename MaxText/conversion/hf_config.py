@@ -8,7 +8,7 @@ from MaxText.config.keys import Count
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.registry import KINDS, Registration, registration
-from MaxText.config.schema import Config, Key, all_keys, flatten, split_entry, with_entries
+from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import REQUESTED_LENGTH, REQUIRED, ConfigMapping, Family, evaluate
 from MaxText.errors import UserError
@@ -113,6 +113,7 @@ def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str
         raise UserError(
             f"{source}: config.json: {_MAXTEXT_OBJECT}={part_keys} is not a JSON object."
         )
+    part_keys = dotted(part_keys)
     for name in part_keys:
         if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
             raise UserError(
@@ -192,16 +193,12 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
       names: The keys to look at, with their values.
     """
     schema = all_keys()
-
-    def is_read(name: str) -> bool:
-        name, entry = split_entry(name)
-        if name not in schema:
-            return True
-        key = schema[name]
-        entry_key = key.entries.get(entry)  # a configuration refuses unknown ones
-        return _has_effect(key, values) and (entry_key is None or _has_effect(entry_key, values))
-
-    return {name: value for name, value in names.items() if is_read(name)}
+    return {
+        name: value
+        for name, value in names.items()
+        # a configuration refuses unknown ones
+        if name not in schema or _has_effect(schema[name], values)
+    }
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
@@ -283,8 +280,8 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in other_parts):
         return {}
     names = {KINDS[part.kind] for part in naming_parts}
-    names.update(*(part.keys.model_fields for part in naming_parts if part.keys))
-    of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
+    names.update(*(part.keys().values_by_key() for part in naming_parts if part.keys))
+    of_letters = {name for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
     return {name: value for name, value in flatten(config).items() if name in names}
@@ -340,7 +337,7 @@ def _shown(value: Any) -> str:
 
 def model_config_values(config: Config) -> dict[str, Any]:
     """Returns the model keys in normalized form, with sizes after scaling."""
-    values = with_entries(flatten(config))
+    values = flatten(config)
     model = config.model
     dimensions = model.shape.dimensions
     pattention = model.pattention

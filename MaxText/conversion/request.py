@@ -10,7 +10,6 @@ from MaxText.config.keys import CountOrAuto
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigIssue, ConfigurationError
 from MaxText.config.program_options import option, read_options
-from MaxText.config.schema import split_entry
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.hf_checkpoint import PREFIX as HUGGING_FACE
 from MaxText.conversion.hf_checkpoint import is_hf_checkpoint, local_path
@@ -20,7 +19,7 @@ GROW = "grow"
 # Their checkpoints are given as maxtext:PATH.
 OTHER_PROGRAMS = {"maxtext": "MaxText", "fattorib": "fattorib/transformer"}
 # Entries of `growth` for training after growth.
-_OF_TRAINING = ("opt_state", "data", "existing_slots_lr_scale")
+_OF_TRAINING = ("growth.opt_state", "growth.data", "growth.existing_slots_lr_scale")
 # Options that only one kind of source or target has.
 _BELONG_TO = {
     "length": "to stablehlo",
@@ -201,8 +200,7 @@ def _growth_problems(request: ConvertArgs) -> Iterator[str]:
     if request.verify:
         yield "--verify compares with transformers, which cannot grow models. Remove it."
     for name, text in request.keys.items():
-        key, entry = split_entry(ALIASES.get(name, name))
-        if key == "growth" and entry in _OF_TRAINING:
+        if ALIASES.get(name, name) in _OF_TRAINING:
             yield (
                 f"{name}={text} applies to the training that follows: pass it to train.py, with "
                 "load_parameters_path set to the smaller run."

@@ -12,7 +12,7 @@ from MaxText.config import values
 from MaxText.config.keys import Count, Natural
 from MaxText.config.problems import ConfigIssue, close_matches
 from MaxText.config.program_options import option, read_options
-from MaxText.config.schema import all_keys
+from MaxText.config.schema import all_keys, dotted
 from MaxText.cost.plan_args import COUNT_SUFFIXES, parse_amount
 
 Match = Literal["params", "flops", "tokens", "time"]
@@ -84,12 +84,12 @@ def expand_sweep(sweep: Any) -> list[dict[str, Any]]:
             "list of these"
         )
     choices = []
-    for name, value in sweep.items():
+    for name, value in dotted(sweep).items():
         items = value if isinstance(value, list) else [value]
         if not items:
             raise values.InvalidValueError(f"{name} has an empty list of values")
         choices.append([(name, item) for item in items])
-    return [dict(combination) for combination in itertools.product(*choices)]
+    return [dotted(dict(combination)) for combination in itertools.product(*choices)]
 
 
 def _sweep(text: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow
 import pytest
 
-from MaxText.config.data_sections import MaskingConfig, MegatronOptions
+from MaxText.config.data_sections import MaskingConfig, MegatronConfig
 from MaxText.errors import UserError
 from MaxText.input_pipeline import prefetch
 from MaxText.input_pipeline.sequences.batch_schedule import BatchSchedule
@@ -203,7 +203,7 @@ def test_labels_beyond_the_vocabulary_are_refused(tmp_path):
     refused(r"vocab_size=70 .*id 70", take, open_train(data, batch=2, vocab_size=70), 1)
     masking = MaskingConfig(mlm_training=True, **{"mlm.mask_id": 3})
     refused("labels", open_train, data, masking=masking)
-    megatron = MegatronOptions(order="gpt_neox")
+    megatron = MegatronConfig(order="gpt_neox")
     refused("labels", open_train, data.model_copy(update={"megatron": megatron}))
 
 
