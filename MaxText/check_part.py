@@ -94,7 +94,7 @@ def _parts(spec: str, keys: dict[str, Any]) -> list[registry.Registration]:
 
 def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     """Prints the result of each check; returns whether one failed."""
-    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, find_problem
+    from MaxText.conformance.checks import CHECKS, OPTIMIZER_CHECKS, Problem, find_problem
     from MaxText.conformance.subject import SIZES, TRAINED, Subject
 
     part_keys = SIZES | {registry.KINDS[part.kind]: part.name} | keys
@@ -107,20 +107,23 @@ def _check(part: registry.Registration, keys: dict[str, Any]) -> bool:
     print(f"{part.kind} {part.name} ({part.location})")
     decodes = part.kind != "mixer" or part.target.decodes()
     part_under_test = Subject(make_config, decodes=decodes)
-    has_failed = False
     is_optimizer = part.kind == "optimizer"
     checks = OPTIMIZER_CHECKS if is_optimizer else CHECKS
+    file, _, _ = part.location.rpartition(":")
+    first_check: dict[Problem, str] = {}  # that has found a problem
     for check in checks:
-        failure = find_problem(check, part_under_test)
+        problem = find_problem(check, part_under_test, file)
         if check.name == "decode state" and not decodes:
             result = "not supported: no prefill and decode_step, so decode.py rejects it"
+        elif problem is None:
+            result = "ok"
+        elif problem in first_check:
+            result = f"FAILED: as {first_check[problem]}"
         else:
-            result = "ok" if failure is None else f"FAILED: {failure}"
+            result = f"FAILED: {problem.description}\n{'':18}{problem.remedy}"
+            first_check[problem] = check.name
         print(f"  {check.name:<16}{result}")
-        if failure is not None:
-            print(f"{'':18}{check.remedy}")
-            has_failed = True
-    return has_failed
+    return bool(first_check)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import numpy as np
 import yaml
 
 from MaxText.config.config_files import DECODER_BLOCKS
-from MaxText.config.schema import all_keys, flatten, unflatten, with_entries
+from MaxText.config.schema import all_keys, flatten, unflatten
 from MaxText.conversion.layer_table import LayerTable
 from MaxText.conversion.rotary_config import RotaryDefaults
 
@@ -497,7 +497,7 @@ class Family:
         )
 
     def _choices_without(self, settings: Iterable[ConfigMapping]) -> dict[str, Any]:
-        """Returns choices of the family, but for keys that some settings or the layers determine."""
+        """Returns choices of the family, without keys that settings or the layers determine."""
         determined = {name for setting in settings for name in setting.keys}
         if self.layers is not None:
             determined |= self.layers.keys
@@ -560,12 +560,14 @@ _WITHOUT_EFFECT = (
 
 @functools.cache
 def _choices(decoder_block: str) -> dict[str, Any]:
-    """Returns keys chosen by a decoder_block, with entries and defaults."""
+    """Returns keys chosen by a decoder_block, with defaults."""
     text = (DECODER_BLOCKS / f"{decoder_block}.yml").read_text(encoding="utf-8")
-    values = with_entries(flatten(unflatten(yaml.safe_load(text))))
-    sections = [key for key in all_keys().values() if key.section[-1] in _SECTIONS]
-    keys = [key_or_entry for key in sections for key_or_entry in (key.entries.values() or [key])]
-    chosen = {key.name: values[key.name] for key in keys if key.name not in _WITHOUT_EFFECT}
+    values = flatten(unflatten(yaml.safe_load(text)))
+    chosen = {
+        name: values[name]
+        for name, key in all_keys().items()
+        if not set(_SECTIONS).isdisjoint(key.section) and name not in _WITHOUT_EFFECT
+    }
     # No family scales the logits of a tied head, and only Mixtral has experts.
     return chosen | {"normalize_embedding_logits": False, "num_experts": 1}
 

@@ -4,11 +4,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 from MaxText.config import values as typed_values
+from MaxText.config.keys import Count
 from MaxText.config.layer_sections import SlotPlace
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.model_sections import LayerConfig
 from MaxText.config.registry import KINDS, Registration, registration
-from MaxText.config.schema import Config, Key, all_keys, flatten, split_entry, with_entries
+from MaxText.config.schema import Config, Key, all_keys, dotted, flatten
 from MaxText.conversion import layer_table, rotary_config
 from MaxText.conversion.families import FAMILIES
 from MaxText.conversion.family import (
@@ -175,6 +176,7 @@ def _registered_part_keys(config: Mapping[str, Any], source: str) -> Mapping[str
         raise UserError(
             f"{source}: config.json: {_MAXTEXT_OBJECT}={part_keys} is not a JSON object."
         )
+    part_keys = dotted(part_keys)
     for name in part_keys:
         if name in ALIASES or (name in all_keys() and all_keys()[name].section[0] != "model"):
             raise UserError(
@@ -206,14 +208,11 @@ def _problem(setting: ConfigMapping, value: Any, converted: Any, config: Mapping
     is_converted = setting.values is not None or setting.read is not None
     for key in () if is_converted else [all_keys()[key_name] for key_name in setting.keys]:
         try:
-            number = typed_values.convert(value, key.annotation)
+            if key.annotation is int:  # -1 means "computed" for some of our keys only
+                typed_values.convert(value, Count)
+            key.convert(value)
         except typed_values.InvalidValueError as error:
             return f"{name}: {error}"
-        # -1 means "computed" for some of our keys only.
-        if key.annotation is int and number < 1:
-            return f"{name}={number} is not >= 1"
-        if key.violates_bounds(number):
-            return f"{name}={number} is not {key.bounds_text}"
     computed_value = evaluate(setting.default, config) if setting.is_computed else REQUIRED
     if computed_value not in (value, REQUIRED):
         return f"{name}={value} contradicts the other keys, which give {computed_value}"
@@ -251,16 +250,12 @@ def drop_unused_keys(values: Mapping[str, Any], names: Mapping[str, Any]) -> dic
       names: The keys to look at, with their values.
     """
     schema = all_keys()
-
-    def is_read(name: str) -> bool:
-        name, entry = split_entry(name)
-        if name not in schema:
-            return True
-        key = schema[name]
-        entry_key = key.entries.get(entry)  # a configuration refuses unknown ones
-        return _has_effect(key, values) and (entry_key is None or _has_effect(entry_key, values))
-
-    return {name: value for name, value in names.items() if is_read(name)}
+    return {
+        name: value
+        for name, value in names.items()
+        # a configuration refuses unknown ones
+        if name not in schema or _has_effect(schema[name], values)
+    }
 
 
 def model_keys(values: Mapping[str, Any], chosen: Collection[str] | None = None) -> dict[str, Any]:
@@ -346,8 +341,8 @@ def part_keys(family: Family, config: Config) -> dict[str, Any]:
     if any(part.name != family.parts.get(KINDS[part.kind], part.name) for part in other_parts):
         return {}
     names = {KINDS[part.kind] for part in naming_parts}
-    names.update(*(part.keys.model_fields for part in naming_parts if part.keys))
-    of_letters = {name.partition(".")[0] for _, keys in block.layer_kinds for name, _ in keys}
+    names.update(*(part.keys().values_by_key() for part in naming_parts if part.keys))
+    of_letters = {name for _, keys in block.layer_kinds for name, _ in keys}
     if names and names >= of_letters:
         names |= {"layer_pattern", "layer_kinds"} if block.layer_pattern else set()
     return {name: value for name, value in flatten(config).items() if name in names}
@@ -483,7 +478,7 @@ def model_config_values(config: Config, layer: LayerConfig | None = None) -> dic
     """
     if layer is not None:
         config = config.model_copy(update={"model": layer.config})
-    values = with_entries(flatten(config))
+    values = flatten(config)
     model = config.model
     dimensions = model.shape.dimensions if layer is None else layer.dimensions
     pattention = model.pattention

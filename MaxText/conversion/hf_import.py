@@ -14,7 +14,7 @@ from MaxText.config.loading import load_config
 from MaxText.config.maxtext_keys import ALIASES
 from MaxText.config.problems import ConfigurationError
 from MaxText.config.registry import lookup
-from MaxText.config.schema import Config, flatten, with_entries
+from MaxText.config.schema import Config, flatten
 from MaxText.conversion.families.fattorib import FATTORIB, FLAX_ROWS
 from MaxText.conversion.family import Family, WeightMapping, numbered
 from MaxText.conversion.hf_checkpoint import (
@@ -275,7 +275,7 @@ class HFWeights(WeightSource):
             super().__init__(load_config(**keys))
         except ConfigurationError as error:
             raise UserError(f"{self.folder}: the model of its {CONFIG} has {error}") from error
-        resolved = with_entries(flatten(self.config))
+        resolved = flatten(self.config)
         self.keys = {name: resolved[name] for name in (ALIASES.get(key, key) for key in keys)}
         self.map = TensorMap(self.family, self.model)
 
@@ -400,7 +400,7 @@ def open_hf_weights(
         # Allows a checkpoint with a sliding window that the run's sequences do not exceed.
         user_keys["max_target_length"] = config_flat["max_target_length"]
     weights = HFWeights(resolve_hf_path(path, key), user_keys)
-    stored_flat = with_entries(flatten(weights.config))
+    stored_flat = flatten(weights.config)
     return weights, {**config_flat, **{name: stored_flat[name] for name in weights.keys}}
 
 

@@ -90,8 +90,8 @@ def test_a_config_json_that_cannot_be_imported(model_type, change, tmp_path, tol
 def test_wrong_sizes_are_named_as_in_config_json(name):
     for value, problem in {
         "abc": f"{name}: 'abc' is not an integer",
-        -4: f"{name}=-4 is not >= 1",
-        0: f"{name}=0 is not >= 1",
+        -4: f"{name}: -4 is not >= 1",
+        0: f"{name}: 0 is not >= 1",
         2.5: f"{name}: 2.5 is not an integer",
         True: f"{name}: true is not an integer",
     }.items():
